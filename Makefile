@@ -1,0 +1,64 @@
+# make help says what there is. Environments are made from PYTHON (python3 unless given):
+#   without PYTHON=   in .venv, with the torch that constraints.txt pins
+#   with PYTHON=path  in .venv-<path>, using the torch of that interpreter if it has one
+# PIP_ARGS= goes to every pip install, PYTEST_ARGS= to pytest.
+
+ifeq ($(origin PYTHON),undefined)
+  PYTHON := python3
+  VENV ?= .venv
+else ifneq ($(filter $(abspath .venv)/bin/%,$(abspath $(PYTHON))),)
+  VENV ?= .venv
+else
+  VENV ?= .venv-$(subst /,-,$(patsubst /%,%,$(PYTHON)))
+  REUSE := --reuse-torch-of "$(PYTHON)"
+endif
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+export PIP_ARGS
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.elastic-launch-env
+CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+.PHONY: help env demo check test clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       make the environment, train on two workers, kill one, show that it resumes'
+	@echo 'make test       make the environment, check, and run the tests'
+	@echo 'make check      linter, formatter, types, and who may import whom'
+	@echo 'make env        make the environment, or bring it up to date'
+	@echo 'make clean      remove what the other targets made, except environments'
+	@echo 'make distclean  remove the environments that make made, too'
+	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
+	@echo 'PIP_ARGS=...    further arguments for every pip install'
+	@echo 'PYTEST_ARGS=... further arguments for pytest'
+
+env: $(STAMP)
+
+# An environment that is already there, made by hand perhaps, is brought up to date and kept.
+$(STAMP): pyproject.toml constraints.txt scripts/make_env.py
+	@test -x "$(BIN)/python" || { scripts/preflight "$(PYTHON)" && "$(PYTHON)" -m venv "$(VENV)"; }
+	@"$(BIN)/python" scripts/make_env.py $(REUSE)
+	@touch "$@"
+
+demo: env
+	@"$(BIN)/python" examples/demo.py
+
+check: env
+	"$(BIN)/ruff" check
+	"$(BIN)/ruff" format --check
+	"$(BIN)/mypy"
+	"$(BIN)/lint-imports" --no-logo
+
+test: env check
+	"$(BIN)/python" -m pytest -rfEs -m "not system" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist $(CACHES)
+	find elastic_launch agents tests examples scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	@for stamp in .venv*/.elastic-launch-env; do \
+	  test ! -e "$$stamp" || { echo "rm -rf $${stamp%/*}"; rm -rf "$${stamp%/*}"; }; \
+	done

@@ -1,0 +1,11 @@
+"""What runs on a node and outlives its workers.
+
+``main``      runs one node's part of a run and says how it ended
+``agent``     LocalElasticAgent: takes from the inbox, asks the policy, carries out
+``policy``    the pure decisions
+``inbox``     one queue for signals, exits, orders and timers
+``workers``   the workers of a round; ``processes`` and ``sessions`` start and end their processes
+``output``    their stdout and stderr, on the console and in files
+``failures``  what a dead worker left to say
+``guard``     kills the workers if the agent itself is killed
+"""

@@ -1,0 +1,374 @@
+"""LocalElasticAgent: one node's part of a run. Takes from the inbox, asks the policy, carries out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_agents import policy as p
+from elastic_agents.failures import describe
+from elastic_agents.guard import Guard
+from elastic_agents.inbox import Inbox
+from elastic_agents.output import OutputPump
+from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.workers import Reaped, WorkerSet
+from elastic_launch.clock import Clock, MonotonicClock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backend import Backend
+from elastic_launch.rendezvous.handler import MembershipHandler
+from elastic_launch.rendezvous.membership import LinkDown, LinkUp, Membership, Opened, RendezvousLost
+from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.worker_store import WorkerStore
+
+__all__ = ["LocalElasticAgent", "Outcome"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Exited:
+    """A worker process was reaped."""
+
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How this node's part of the run ended.
+
+    Attributes:
+        failure: the run's root cause, if a worker's failure ended it.
+        restarts: restarts charged to the run's budget, as far as this node knows.
+    """
+
+    code: int
+    cause: str
+    restarts: int = 0
+    failure: m.Failure | None = None
+
+
+class LocalElasticAgent(ElasticAgent):
+    """Supervises the workers of one node through all rounds of a run.
+
+    Args:
+        backend: the way to the leader; closed with the agent.
+        events: where this node's events go.
+        inbox: shared with whoever feeds signals in; by default the agent's own.
+        processes: makes what starts the workers; by default plain fork and exec.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        backend: Backend,
+        events: EventSink,
+        *,
+        clock: Clock | None = None,
+        inbox: Inbox[object] | None = None,
+        processes: Callable[[OnExit], WorkerProcesses] = ExecProcesses,
+    ) -> None:
+        self._config = config
+        self._clock = clock or MonotonicClock()
+        self._inbox: Inbox[object] = inbox or Inbox(self._clock)
+        self._events = events
+        self._make_processes = processes
+        self._store: WorkerStore | None = None
+        self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve)
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc,
+            rdzv_handler=MembershipHandler(config, self._membership),
+            entrypoint=config.command.argv[0],
+            args=config.command.argv[1:],
+            max_restarts=config.limits.max_restarts,
+            local_addr=config.local_addr,
+        )
+        self._group = WorkerGroup(spec)
+        self._view = p.View()
+        self._outcome: Outcome | None = None
+        self._restarts = 0
+        self._failure: m.Failure | None = None
+        self._local_failures: dict[int, Reaped] = {}
+        self._hosting = False
+        self._where = (0, 0, "", 0)  # group rank, nodes, master address and port of the present round
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended; only after :meth:`run`."""
+        assert self._outcome is not None
+        return self._outcome
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._group
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Take part in the run until it ends or this node leaves it.
+
+        Returns:
+            SUCCEEDED, FAILED with the failures of this node's workers in its last round, or STOPPED on request.
+        """
+        guard = Guard()
+        pump = OutputPump()
+        processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
+        self._workers = WorkerSet(self._config.node_id, self._config.run_directory, processes, pump, guard, self._clock)
+        try:
+            self._membership.start()
+            while self._outcome is None:
+                self._react(self._inbox.take())
+        finally:
+            self._workers.kill()
+            self._workers.end_round()
+            processes.close()
+            pump.close()
+            self._membership.close()
+            if self._store is not None:
+                self._store.close()
+            guard.close()
+        return self._result(self._outcome)
+
+    def _reserve(self, address: str) -> int:
+        """Called once from the membership's thread, before this agent learns of its address."""
+        self._store = WorkerStore(address)
+        return self._store.reserve()
+
+    # From the inbox to the policy.
+
+    def _react(self, item: object) -> None:
+        event = self._understand(item)
+        if event is None:
+            return
+        self._view, actions = p.decide(self._view, event, self._config.nproc)
+        for action in actions:
+            self._carry_out(action)
+
+    def _understand(self, item: object) -> p.Event | None:
+        """Turn what came into what the policy knows, and note it."""
+        match item:
+            case _Exited(pid=pid, exit_code=exit_code):
+                return self._exited(pid, exit_code)
+            case Opened(place=place):
+                self._opened(place.hosting, str(place.endpoint), place.address)
+                return None
+            case LinkUp():
+                self._events.emit(LinkChanged(up=True, cause="hello accepted"))
+                return None
+            case LinkDown(reason=reason):
+                self._events.emit(LinkChanged(up=False, cause=reason))
+                return item
+            case m.Notice(text=text):
+                if not self._hosting:
+                    _log.info("%s", text)
+                return None
+            case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
+                self._ordered(item)
+                return item
+            case p.SignalCaught(number=number):
+                _log.info("%s received", signal.Signals(number).name)
+                return item
+            case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
+                return item
+        raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
+        config = self._config
+        self._hosting = hosting
+        if hosting and config.announce:
+            options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
+            if config.limits.max_restarts != 3:
+                options.append(f"--max-restarts {config.limits.max_restarts}")
+            options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
+            command = " ".join(["elastic-launch", *options, *config.command.display])
+            _log.info("this node hosts the run; the others join with:\n    %s", command)
+        elif config.limits.max_nodes > 1:
+            role = "hosts the run's store" if hosting else "joins"
+            _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
+
+    def _ordered(self, order: m.Form | m.Break | m.Evicted | m.RunEnd) -> None:
+        kind = type(order).__name__.lower()
+        number = order.round.number if isinstance(order, m.Form) else self._view.round
+        cause = order.reason if isinstance(order, m.Evicted) else order.cause
+        self._events.emit(OrderReceived(kind, number, order.term, cause))
+        if isinstance(order, m.RunEnd):
+            self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
+        if isinstance(order, m.Form):
+            self._restarts = order.restarts
+        if self._hosting:
+            return  # the leader's own events tell it already
+        match order:
+            case m.Form(round=formed):
+                nodes = len(formed.members)
+                _log.info(
+                    "round %d formed: world size %d on %d nodes; workers start",
+                    number,
+                    formed.world_size,
+                    nodes,
+                )
+            case m.Break():
+                _log.info("round %d broken: %s; a new round forms", number, cause)
+            case m.Evicted():
+                _log.warning("this node is no longer a member (%s); its workers are killed", cause)
+
+    def _exited(self, pid: int, exit_code: int) -> p.Event | None:
+        reaped = self._workers.reap(pid, exit_code)
+        if reaped is None:
+            return None
+        where = reaped.placement
+        stopped = self._view.phase is p.Phase.STOPPING
+        self._events.emit(
+            WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
+        )
+        if exit_code != 0 and not stopped:
+            self._local_failures[where.rank] = reaped
+            _log.warning(
+                "rank %d (pid %d) ended with %s in round %d",
+                where.rank,
+                pid,
+                describe(exit_code),
+                reaped.round,
+            )
+        return p.WorkerGone(reaped.round, where.local_rank, exit_code)
+
+    # From the policy to the world.
+
+    def _carry_out(self, action: p.Action) -> None:
+        match action:
+            case p.StartWorkers(form=form):
+                self._start(form)
+            case p.Terminate(round=number):
+                self._workers.terminate()
+                self._inbox.put_later(self._config.shutdown_timeout, p.GraceOver(number))
+            case p.Kill():
+                self._workers.kill()
+            case p.Hold(round=number, local_rank=local_rank):
+                self._inbox.put_later(p.HOLD, p.HoldOver(number, local_rank))
+            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+                self._membership.failed(self._workers.failure(local_rank, preempted))
+            case p.ReportStopped(round=number):
+                self._end_round(number)
+            case p.ReportDone(round=number):
+                self._group.state = WorkerState.SUCCEEDED
+                self._membership.done(number)
+            case p.ReportLeaving(reason=reason):
+                self._membership.leaving(reason)
+            case p.Warn(text=text):
+                _log.warning("%s", text)
+            case p.Finish(code=code, cause=cause):
+                failure = self._failure if code else None
+                self._outcome = Outcome(code, cause, self._restarts, failure)
+
+    def _end_round(self, number: int) -> None:
+        stuck = self._workers.end_round()
+        if stuck:
+            _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
+        assert self._store is not None
+        self._store.stop()
+        self._group.state = WorkerState.STOPPED
+        self._membership.stopped(number, self._store.reserve())
+
+    def _start(self, form: m.Form) -> None:
+        self._local_failures.clear()
+        self._place(form.round)
+        for worker in self._group.workers:
+            placement = self._placement(worker)
+            directory = self._workers.directory(form.round.number, placement.rank)
+            env = self._environment(form, placement, str(directory / "error.json"))
+            began = self._clock.now()
+            try:
+                pid = self._workers.start(form.round.number, placement, self._config.command.argv, env, directory)
+            except OSError as error:
+                cause = f"{self._config.command.argv[0]} cannot be executed: {error.strerror}"
+                self._inbox.put(p.StartFailed(cause))
+                return
+            worker.id = pid
+            took = round(self._clock.now() - began, 6)
+            self._events.emit(
+                WorkerStarted(form.round.number, placement.rank, placement.local_rank, pid, form.cause, took)
+            )
+        self._group.state = WorkerState.HEALTHY
+        self._membership.joined(form.round.number)
+
+    def _place(self, formed: Round) -> None:
+        """Give the group's workers their ranks in a round; serve its worker store if this node is its first member."""
+        assert self._store is not None
+        group = self._group
+        me = next(rank for rank, member in enumerate(formed.members) if member.node_id == self._config.node_id)
+        first = sum(member.workers for member in formed.members[:me])
+        master = formed.members[0]
+        self._where = (me, len(formed.members), master.address, master.store_port)
+        # torch annotates none of these beyond their initial None.
+        for name, value in zip(
+            ("group_rank", "group_world_size", "master_addr", "master_port"), self._where, strict=True
+        ):
+            setattr(group, name, value)
+        if me == 0:
+            self._store.serve(self._config.timing.read_timeout)
+        for worker in group.workers:
+            worker.global_rank = worker.role_rank = first + worker.local_rank
+            worker.world_size = worker.role_world_size = formed.world_size
+
+    def _placement(self, worker: Worker) -> Placement:
+        group_rank, group_world_size, master_addr, master_port = self._where
+        return Placement(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            group_rank=group_rank,
+            world_size=worker.world_size,
+            local_world_size=self._config.nproc,
+            group_world_size=group_world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+
+    def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
+        env = dict(os.environ)
+        env.update(
+            worker_environment(
+                placement,
+                run_id=self._config.run_id,
+                role=self._config.role,
+                restarts=form.restarts,
+                max_restarts=self._config.limits.max_restarts,
+                round_number=form.round.number,
+                reason=form.cause,
+                error_file=error_file,
+                nccl_async_error_handling=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            )
+        )
+        if self._config.nproc > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
+        return env
+
+    def _result(self, outcome: Outcome) -> RunResult:
+        if outcome.code == ExitCode.DONE:
+            return RunResult(WorkerState.SUCCEEDED)
+        if outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            return RunResult(WorkerState.STOPPED)
+        failures = {
+            rank: ProcessFailure(
+                local_rank=reaped.placement.local_rank,
+                pid=reaped.pid,
+                exitcode=reaped.exit_code,
+                error_file=str(self._config.run_directory / f"round_{reaped.round}" / str(rank) / "error.json"),
+            )
+            for rank, reaped in self._local_failures.items()
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)

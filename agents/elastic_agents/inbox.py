@@ -1,0 +1,73 @@
+"""One queue for all that an agent reacts to, with timers."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import signal
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
+
+from elastic_launch.clock import Clock
+
+__all__ = ["Inbox", "SignalsTo"]
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Filled from any thread and from signal handlers, emptied by one loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        # SimpleQueue.put is reentrant, so a signal handler may call it whatever the main thread is doing.
+        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, T]] = []
+        self._order = itertools.count()
+
+    def put(self, item: T) -> None:
+        """Add an item; never blocks."""
+        self._queue.put(item)
+
+    def put_later(self, delay: float, item: T) -> None:
+        """Add an item after delay seconds; for the thread that takes."""
+        heapq.heappush(self._timers, (self._clock.now() + delay, next(self._order), item))
+
+    def take(self) -> T:
+        """Return the next item; what has come goes before timers that are due."""
+        while True:
+            wait = self._timers[0][0] - self._clock.now() if self._timers else None
+            try:
+                # Without an upper bound a signal could wait for the next item on platforms without sem_clockwait.
+                return self._queue.get(timeout=max(0.0, min(wait, 60.0)) if wait is not None else 60.0)
+            except queue.Empty:
+                if self._timers and self._timers[0][0] <= self._clock.now():
+                    return heapq.heappop(self._timers)[2]
+
+
+class SignalsTo:
+    """Puts signals into an inbox while entered; the handlers found before are restored on leaving.
+
+    Args:
+        make: builds the inbox' item from the signal's number.
+    """
+
+    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[T], make: Any) -> None:
+        self._numbers = tuple(numbers)
+        self._inbox = inbox
+        self._make = make
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalsTo:
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._inbox.put(self._make(number))

@@ -1,0 +1,114 @@
+"""Runs one node's part of a run, and tells how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.policy import SignalCaught
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import Event, JsonLines
+from elastic_launch.rendezvous.messages import Failure
+
+if TYPE_CHECKING:
+    from elastic_agents.agent import Outcome
+
+__all__ = ["run"]
+
+_log = logging.getLogger("elastic_launch")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Journal:
+    """Events go to the node's file; the leader's decisions also to the console, one line each."""
+
+    def __init__(self, file: JsonLines) -> None:
+        self._file = file
+
+    def emit(self, event: Event) -> None:
+        self._file.emit(event)
+        if type(event).leader:
+            _log.info("%s", event.line())
+
+
+def run(config: LaunchConfig) -> int:
+    """Run this node's part of a run and return its exit code."""
+    _configure_logging()
+    clock = MonotonicClock()
+    inbox: Inbox[object] = Inbox(clock)
+    with SignalsTo(_SIGNALS, inbox, SignalCaught):
+        directory = config.run_directory
+        _log.info("run %s, logs in %s", config.run_id, directory)
+        journal = _Journal(
+            JsonLines(
+                directory / f"events-{config.node_id}.jsonl",
+                clock,
+                lambda error: _log.warning("events are not recorded: %s", error),
+            )
+        )
+        with _quiet_torch():
+            from elastic_agents.agent import LocalElasticAgent
+            from elastic_launch.rendezvous.backend import C10dBackend
+
+        agent = LocalElasticAgent(config, C10dBackend(config, clock, journal), journal, clock=clock, inbox=inbox)
+        agent.run()
+    return _tell(config, agent.outcome)
+
+
+def _tell(config: LaunchConfig, outcome: Outcome) -> int:
+    """Print the summary; a root cause comes last, where the user looks first."""
+    directory = config.run_directory
+    if outcome.code == ExitCode.DONE:
+        _log.info("done: %s; restarts: %d; logs in %s", outcome.cause, outcome.restarts, directory)
+        return outcome.code
+    stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+    level = logging.WARNING if stopped else logging.ERROR
+    _log.log(level, "exit code %d: %s; logs in %s", outcome.code, outcome.cause, directory)
+    if outcome.failure is not None:
+        _log.log(level, "%s", _root_cause(outcome.failure))
+    return outcome.code
+
+
+def _root_cause(failure: Failure) -> str:
+    lines = [
+        f"root cause: rank {failure.rank} on node {failure.node_id} (pid {failure.pid}, round {failure.round}) "
+        f"ended {failure.ran:.1f} s after its start: {failure.message}"
+    ]
+    lines += [f"    {line}" for line in failure.detail]
+    lines.append(f"    its logs: {failure.log}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keep the C++ side of torch from printing what this process reports itself.
+
+    The workers' environment stays as it was.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "FATAL")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def _configure_logging() -> None:
+    level = logging.getLevelNamesMapping().get(os.environ.get("LOGLEVEL", "INFO").upper(), logging.INFO)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[elastic-launch] %(message)s"))
+    logger = logging.getLogger("elastic_launch")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level)

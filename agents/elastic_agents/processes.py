@@ -1,0 +1,112 @@
+"""Starting, signalling and reaping worker processes, behind an interface with more than one implementation to come."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
+
+OnExit = Callable[[int, int], None]
+"""Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    """A process to start.
+
+    Attributes:
+        stdout, stderr: descriptors that the process writes to; the caller keeps and closes its own.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    stdout: int
+    stderr: int
+
+
+class WorkerProcesses(Protocol):
+    """Starts processes, each leading a session of its own, and tells of their ends at once."""
+
+    def start(self, request: StartRequest) -> int:
+        """Start a process and return its pid, which is its session's id too.
+
+        Raises:
+            OSError: if it cannot be executed.
+        """
+        ...
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal a process, if it is not reaped yet."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the processes must have ended."""
+        ...
+
+
+class ExecProcesses:
+    """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens."""
+
+    def __init__(self, on_exit: OnExit) -> None:
+        self._on_exit = on_exit
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._closed = False
+        self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
+        self._thread.start()
+
+    def start(self, request: StartRequest) -> int:
+        process = subprocess.Popen(
+            list(request.argv),
+            env=dict(request.env),
+            stdout=request.stdout,
+            stderr=request.stderr,
+            start_new_session=True,
+        )
+        with self._lock:
+            pidfd = os.pidfd_open(process.pid)
+            self._running[process.pid] = (process, pidfd)
+            self._selector.register(pidfd, selectors.EVENT_READ, process.pid)
+        self._wake_out.send(b"x")
+        return process.pid
+
+    def signal(self, pid: int, number: int) -> None:
+        with self._lock:
+            if pid in self._running:
+                signal.pidfd_send_signal(self._running[pid][1], number)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake_out.send(b"x")
+        self._thread.join(10)
+        for process, pidfd in self._running.values():
+            process.kill()
+            process.wait()
+            os.close(pidfd)
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _reap(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(60.0):
+                if key.data is None:
+                    self._wake_in.recv(4096)
+                    continue
+                with self._lock:
+                    process, pidfd = self._running.pop(key.data)
+                    self._selector.unregister(pidfd)
+                    os.close(pidfd)
+                    code = process.wait()
+                self._on_exit(key.data, code)

@@ -1,0 +1,162 @@
+"""The workers of one round on one node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_agents.failures import OutOfMemoryCounter, report
+from elastic_agents.guard import Guard
+from elastic_agents.output import OutputPump, Stream
+from elastic_agents.processes import StartRequest, WorkerProcesses
+from elastic_agents.sessions import kill_sessions
+from elastic_launch.clock import Clock
+from elastic_launch.contract import Placement
+from elastic_launch.rendezvous.messages import Failure
+
+__all__ = ["Reaped", "WorkerSet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """A worker's end."""
+
+    round: int
+    placement: Placement
+    pid: int
+    exit_code: int
+    ran: float
+    ended: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    round: int
+    placement: Placement
+    pid: int
+    started: float
+    directory: Path
+    stderr: Stream
+
+
+class WorkerSet:
+    """Owns the processes of the present round, their sessions and their output.
+
+    Args:
+        node_id: for failure reports.
+        directory: under which ``round_<n>/<rank>/{stdout.log,stderr.log,error.json}`` are written.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        directory: Path,
+        processes: WorkerProcesses,
+        pump: OutputPump,
+        guard: Guard,
+        clock: Clock,
+    ) -> None:
+        self._node_id = node_id
+        self._directory = directory
+        self._processes = processes
+        self._pump = pump
+        self._guard = guard
+        self._clock = clock
+        self._memory = OutOfMemoryCounter()
+        self._alive: dict[int, _Worker] = {}
+        self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
+        self._sessions: set[int] = set()
+
+    def directory(self, round_number: int, rank: int) -> Path:
+        """Where a worker's files go, made if need be."""
+        path = self._directory / f"round_{round_number}" / str(rank)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "error.json").unlink(missing_ok=True)
+        return path
+
+    def start(
+        self,
+        round_number: int,
+        placement: Placement,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        directory: Path,
+    ) -> int:
+        """Start one worker and return its pid.
+
+        Raises:
+            OSError: if its command cannot be executed.
+        """
+        _, out = self._pump.open(1, directory / "stdout.log")
+        stderr, err = self._pump.open(2, directory / "stderr.log")
+        began = self._clock.now()
+        try:
+            pid = self._processes.start(StartRequest(argv, env, out, err))
+        finally:
+            os.close(out)
+            os.close(err)
+        self._guard.add(pid)
+        self._sessions.add(pid)
+        self._alive[pid] = _Worker(round_number, placement, pid, began, directory, stderr)
+        return pid
+
+    def reap(self, pid: int, exit_code: int) -> Reaped | None:
+        """Take note of an exit; None if the process was no worker of the present round.
+
+        What a failed worker started is killed with it; what a finished one left running has until the round's end.
+        """
+        worker = self._alive.pop(pid, None)
+        if worker is None:
+            return None
+        now = self._clock.now()
+        if exit_code != 0:
+            self._end_sessions({pid})
+        reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
+        self._reaped[worker.placement.local_rank] = (worker, reaped)
+        return reaped
+
+    def failure(self, local_rank: int, preempted: bool) -> Failure:
+        """Build the report on a worker that was reaped."""
+        worker, reaped = self._reaped[local_rank]
+        worker.stderr.ended.wait(0.2)
+        return report(
+            node_id=self._node_id,
+            round_number=worker.round,
+            rank=worker.placement.rank,
+            local_rank=local_rank,
+            pid=worker.pid,
+            exit_code=reaped.exit_code,
+            ran=reaped.ran,
+            error_file=worker.directory / "error.json",
+            stderr=worker.stderr.tail(),
+            preempted=preempted,
+            out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
+        )
+
+    def terminate(self) -> None:
+        """Ask the workers that are left to end: SIGTERM to each main process."""
+        for pid in self._alive:
+            self._processes.signal(pid, signal.SIGTERM)
+            # A stopped process would not see it before its grace is over.
+            self._processes.signal(pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill the workers that are left with their whole sessions; their exits come as usual."""
+        for pid in self._alive:
+            self._processes.signal(pid, signal.SIGKILL)
+
+    def end_round(self) -> list[int]:
+        """Kill whatever the round's workers left behind; return the processes that could not be killed."""
+        stuck = self._end_sessions(set(self._sessions))
+        self._reaped.clear()
+        return stuck
+
+    def _end_sessions(self, sids: set[int]) -> list[int]:
+        stuck = kill_sessions(sids)
+        for sid in sids:
+            self._sessions.discard(sid)
+            self._guard.remove(sid)
+        return stuck

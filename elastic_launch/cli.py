@@ -1,0 +1,357 @@
+"""``elastic-launch``: from flags and environment to a :class:`LaunchConfig`, and on to the agent."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_launch import __version__
+from elastic_launch.config import (
+    ZERO_ALLOWED,
+    Command,
+    LaunchConfig,
+    Limits,
+    Timing,
+    parse_endpoint,
+    parse_nnodes,
+    state_directory,
+)
+from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
+from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Setting, Values, help_text, nearest, split
+
+__all__ = ["console_main", "main", "parse"]
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("c10d",)
+
+TIMES = tuple(item.name for item in fields(Timing))
+
+OF_TORCH = {
+    "last_call_timeout": "join_settle",
+    "keep_alive_interval": "beat",
+    "keep_alive_max_attempt": "dead_after",
+}
+"""torch's keys of --rdzv-conf that have another name here."""
+
+# What torch assumes if only one of the two is given.
+TORCH_KEEP_ALIVE_INTERVAL = 5.0
+TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
+
+CONF_KEYS = (*TIMES, "is_host", *OF_TORCH)
+
+
+def console_main() -> NoReturn:
+    """The console script."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        # The agent has handlers of its own: this came before there was anything to clean up.
+        code = ExitCode.INTERRUPTED
+    sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launch as the command line asks for it.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit code, see :class:`~elastic_launch.errors.ExitCode`.
+    """
+    try:
+        line = split(sys.argv[1:] if argv is None else argv)
+        if line.wants == "--help":
+            sys.stdout.write(help_text())
+            return ExitCode.DONE
+        if line.wants == "--version":
+            print(f"{PROGRAM} {__version__}")
+            return ExitCode.DONE
+        config = _configure(line, os.environ)
+        # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
+        from elastic_agents.main import run
+
+        return run(config)
+    except ElasticLaunchError as error:
+        hint = textwrap.indent(error.hint, "  ")
+        print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+        return error.exit_code
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
+    """Turn arguments and environment into a configuration; nothing is started or written.
+
+    Args:
+        argv: arguments without the program's name.
+        environ: where ``PET_*`` and other defaults come from.
+
+    Raises:
+        UsageError: if they cannot be a launch.
+    """
+    return _configure(split(argv), environ)
+
+
+def _configure(line: Line, environ: Mapping[str, str]) -> LaunchConfig:
+    values = Values(line.given, environ)
+    try:
+        return _build(line, values)
+    except UsageError as error:
+        raise values.attribute(error) from None
+
+
+def _build(line: Line, values: Values) -> LaunchConfig:
+    command = _command(line, values)
+    low, high = parse_nnodes(values.text("--nnodes") or "1:1")
+    max_restarts = values.integer("--max-restarts")
+    limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
+    standalone = values.switch("--standalone")
+    if standalone and high > 1:
+        raise UsageError(
+            f"--standalone runs on one node, --nnodes {values.text('--nnodes')} asks for up to {high}.",
+            "Drop --nnodes to stay on this node, or --standalone to use several.",
+        )
+    backend = values.text("--rdzv-backend") or LaunchConfig.backend
+    if backend not in BACKENDS:
+        raise UsageError(
+            f"--rdzv-backend {backend} is not supported.",
+            f"Supported: {', '.join(BACKENDS)}. Without the flag it is {LaunchConfig.backend}.",
+        )
+    asked = values.text("--rdzv-endpoint")
+    endpoint = None if asked is None else parse_endpoint(asked)
+    if standalone and endpoint:
+        asker = "--rdzv-endpoint" if "--rdzv-endpoint" in values.given else values.variable("--rdzv-endpoint")
+        log.warning("--standalone ignores %s %s: this node hosts its own store.", asker, endpoint)
+        endpoint = None
+    timing, is_host = _timing(values)
+    if endpoint is None and is_host is False:
+        raise UsageError(
+            "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
+            "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
+        )
+    grace = values.setting("--shutdown-timeout")
+    return LaunchConfig(
+        command=command,
+        limits=limits,
+        # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
+        run_id=values.text("--rdzv-id") or (LaunchConfig.run_id if endpoint else secrets.token_hex(6)),
+        backend=backend,
+        endpoint=endpoint,
+        announce=high > 1 and endpoint is None,
+        timing=timing,
+        node_id=values.text("--node-id") or f"{socket.gethostname()}-{secrets.token_hex(3)}",
+        node_rank=values.integer("--node-rank"),
+        local_addr=values.text("--local-addr"),
+        is_host=is_host,
+        role=values.text("--role") or LaunchConfig.role,
+        shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
+        log_dir=_log_dir(values),
+        # Last, because to count devices is to import torch.
+        nproc=_nproc(values.text("--nproc") or "1"),
+    )
+
+
+def _timing(values: Values) -> tuple[Timing, bool | None]:
+    """Put the rendezvous' settings together: whether this node hosts the store is one of them."""
+    settings: dict[str, Setting] = {}
+    for layer in _layers(values):
+        for key in layer:
+            # Our words win over torch's, but not those in the environment over torch's in a flag.
+            settings.pop(OF_TORCH.get(key, ""), None)
+        settings |= layer
+    times = {key: settings[key].seconds(zero=key in ZERO_ALLOWED) for key in TIMES if key in settings}
+    if last_call := settings.get("last_call_timeout"):
+        times.setdefault("join_settle", last_call.seconds(zero=True))
+    interval, attempts = settings.get("keep_alive_interval"), settings.get("keep_alive_max_attempt")
+    if interval:
+        times.setdefault("beat", interval.seconds())
+    if interval or attempts:
+        count = attempts.positive() if attempts else TORCH_KEEP_ALIVE_MAX_ATTEMPT
+        times.setdefault("dead_after", times.get("beat", TORCH_KEEP_ALIVE_INTERVAL) * count)
+    host = settings.get("is_host")
+    return Timing(**times), host.truth() if host else None
+
+
+def _layers(values: Values) -> Iterable[dict[str, Setting]]:
+    """The settings by where they stand, weakest first: the environment's, then those of the command line."""
+    flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
+    if variable := values.variable("--rdzv-conf"):
+        yield _conf(variable, values.environ[variable])
+    yield {
+        key: Setting(f"{variable}=", values.environ[variable])
+        for key, name in flags.items()
+        if (variable := values.variable(name))
+    }
+    merged: dict[str, Setting] = {}
+    for text in values.given.get("--rdzv-conf", ()):
+        merged |= _conf("--rdzv-conf", text)
+    yield merged
+    yield {key: Setting(f"{name} ", values.text(name) or "") for key, name in flags.items() if name in values.given}
+
+
+def _conf(asked: str, text: str) -> dict[str, Setting]:
+    """Parse ``key=value,key=value``."""
+    found: dict[str, Setting] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        key, _, value = map(str.strip, item.partition("="))
+        if key not in CONF_KEYS:
+            meant = nearest(key, CONF_KEYS)
+            known = f"Known: {', '.join(CONF_KEYS)}."
+            raise UsageError(
+                f"{asked} has the unknown key {key!r}.", f"Did you mean {meant}? {known}" if meant else known
+            )
+        if not value:
+            raise UsageError(f"{asked} gives {key} no value.", "Write KEY=VALUE,KEY=VALUE.")
+        found[key] = Setting(f"{asked} {key}=", value)
+    return found
+
+
+def _nproc(text: str) -> int:
+    """The number of workers that --nproc asks for; torch is imported only to count devices."""
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("auto", "gpu"):
+        import torch
+
+        if text == "auto":
+            found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            return found or len(os.sched_getaffinity(0))
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"--nproc gpu: torch {torch.__version__} finds no CUDA device here.",
+                "Give a number or cpu, or mend the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
+            )
+        return torch.cuda.device_count()
+    try:
+        return Setting("--nproc ", text).whole()
+    except UsageError:
+        raise UsageError(f"--nproc {text} is no number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
+
+
+def _log_dir(values: Values) -> Path:
+    text = values.text("--log-dir")
+    if text is None:
+        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
+        path = state_directory(values.environ) / stamp
+    else:
+        # Workers may change their directory, and still have to find their error files.
+        path = Path(os.path.abspath(text))
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    if not os.path.isdir(base):
+        raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--log-dir {path}: no permission to write to {base}.",
+            "Name a directory of yours with --log-dir.",
+        )
+    return path
+
+
+def _command(line: Line, values: Values) -> Command:
+    script, arguments = line.script, line.arguments
+    if script is None:
+        raise UsageError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
+    module, no_python = values.switch("--module"), values.switch("--no-python")
+    if module and no_python:
+        raise UsageError(
+            "-m/--module and --no-python contradict each other.",
+            "Drop --no-python to run a Python module, or --module to run a program.",
+        )
+    if no_python:
+        argv = (_program(script, values.environ), *arguments)
+        return Command(argv, ("--no-python", script, *arguments))
+    python = values.environ.get("PYTHON_EXEC") or sys.executable
+    if not shutil.which(python, path=values.environ.get("PATH")):
+        raise UsageError(f"PYTHON_EXEC={python} is not an executable file.", "Correct or unset it.")
+    if module:
+        # Another interpreter may find modules that this one does not.
+        if python == sys.executable:
+            _check_module(script)
+        return Command((python, "-u", "-m", script, *arguments), ("-m", script, *arguments))
+    _check_script(script)
+    return Command((python, "-u", script, *arguments), (script, *arguments))
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a working directory that is gone"
+
+
+def _check_script(script: str) -> None:
+    # os.path has no exceptions to catch for a name too long or a directory that may not be entered.
+    if not os.path.exists(script):
+        raise UsageError(
+            f"there is no script {script!r} in {_here()}.",
+            "Correct the path, or give -m for a module or --no-python for a program.",
+        )
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"the script {script!r} is a directory without a __main__.py.", "Name a file in it.")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {script!r} cannot be read.", "Change its permissions.")
+
+
+def _check_module(name: str) -> None:
+    """Find the top-level package, or the module if there is no dot; to look further would import it."""
+    top, _, rest = name.partition(".")
+    spec = _find(top) if top else None
+    if spec is None:
+        raise UsageError(
+            f"-m {name}: there is no module {top!r} in {_here()} or on sys.path.",
+            "Correct the name, change to the directory that has it, or install it.",
+        )
+    locations = spec.submodule_search_locations
+    if rest and locations is None:
+        raise UsageError(
+            f"-m {name}: {top!r} is a module and has no {rest!r} in it.",
+            f"Write -m {top}, or without -m the path of a script.",
+        )
+    if not rest and locations is not None and not PathFinder.find_spec(f"{top}.__main__", list(locations)):
+        raise UsageError(
+            f"-m {name}: {top!r} is a package without __main__.py.",
+            "Name a module in it, as in -m package.module.",
+        )
+
+
+def _find(top: str) -> ModuleSpec | None:
+    importlib.invalidate_caches()
+    # python -m looks in the working directory first.
+    if found := PathFinder.find_spec(top, ["", *sys.path]):
+        return found
+    try:
+        # Editable installs come with finders of their own.
+        return importlib.util.find_spec(top)
+    except ValueError:
+        return None
+
+
+def _program(script: str, environ: Mapping[str, str]) -> str:
+    if shutil.which(script, path=environ.get("PATH")):
+        return script
+    if os.path.isdir(script):
+        raise UsageError(f"--no-python {script}: it is a directory.", "Name a program in it.")
+    if not os.path.exists(script):
+        raise UsageError(
+            f"--no-python {script}: there is no such program on PATH or in {_here()}.", "Correct its name."
+        )
+    if not os.access(script, os.X_OK):
+        raise UsageError(
+            f"--no-python {script}: it is not executable.",
+            "chmod +x it, or drop --no-python to run it by Python.",
+        )
+    # A name without a slash would be looked for on PATH only.
+    return os.path.join(os.curdir, script)

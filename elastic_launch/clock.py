@@ -1,0 +1,23 @@
+"""Time as a dependency, so that tests inject it instead of sleeping."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "MonotonicClock"]
+
+
+class Clock(Protocol):
+    """A monotonic clock of one host. Its values are never compared with those of another host."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary moment; never falls."""
+        ...
+
+
+class MonotonicClock:
+    """The host's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()

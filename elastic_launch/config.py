@@ -1,0 +1,285 @@
+"""What a launch is made of: frozen values, validated where they are made.
+
+:class:`LaunchConfig` is what the command line produces and the agent consumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from elastic_launch.errors import UsageError
+
+__all__ = [
+    "Command",
+    "Endpoint",
+    "LaunchConfig",
+    "Limits",
+    "Timing",
+    "check_seconds",
+    "parse_endpoint",
+    "parse_nnodes",
+    "state_directory",
+]
+
+LONGEST_WAIT = 1e6
+"""Seconds: eleven days. poll(2) takes milliseconds in an int, so a wait or a sum beyond 24 days overflows."""
+
+ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
+"""The fields of :class:`Timing` that may be 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that hold for the whole run and are equal on all nodes.
+
+    Raises:
+        UsageError: on a range that holds no number of nodes.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise UsageError(
+                f"--nnodes asks for at least {self.min_nodes} nodes.",
+                "The minimum must be 1 or more, as in --nnodes 1:4.",
+            )
+        if self.max_nodes < self.min_nodes:
+            raise UsageError(
+                f"--nnodes {self.min_nodes}:{self.max_nodes} has a maximum below its minimum.",
+                f"Write MIN:MAX, as in --nnodes {self.max_nodes}:{self.min_nodes}.",
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts is {self.max_restarts}.", "Give 0 (never restart) or more.")
+
+    def __str__(self) -> str:
+        return f"--nnodes {self.min_nodes}:{self.max_nodes} --max-restarts {self.max_restarts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The rendezvous' deadlines, in seconds; the keys of ``--rdzv-conf``.
+
+    Attributes:
+        join_settle: how long the first round waits, with at least min nodes, for a further arrival.
+        dead_after: silence after which a node counts as dead.
+        min_wait: how long a run below min nodes stays parked before it ends with 94.
+        return_after: how long a live member may take to stop its workers after a break.
+        resize_delay: quiet time after an arrival before a running round is resized.
+        beat: interval of the beats on a link.
+        join_timeout: how long to look for the endpoint, and for members to start a round's workers.
+        read_timeout: deadline of one call to the control store.
+    """
+
+    join_settle: float = 2.0
+    dead_after: float = 5.0
+    min_wait: float = 600.0
+    return_after: float = 30.0
+    resize_delay: float = 1.0
+    beat: float = 1.0
+    join_timeout: float = 600.0
+    read_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            check_seconds(f"--rdzv-conf {item.name}={value:g}", value, zero=item.name in ZERO_ALLOWED)
+        if self.dead_after < 2 * self.beat:
+            raise UsageError(
+                f"dead_after={self.dead_after:g} leaves no room for beats every {self.beat:g} s.",
+                f"Give dead_after={2 * self.beat:g} or more, or a smaller beat.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host and a port as the user wrote them; port 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What every worker executes.
+
+    Attributes:
+        argv: the process' whole argument vector.
+        display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given;
+            without the interpreter, whose path may differ by node. Fit to stand behind our flags.
+    """
+
+    argv: tuple[str, ...]
+    display: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One node's part in one run.
+
+    Attributes:
+        nproc: workers on this node.
+        endpoint: where the control store is; None: this node hosts it.
+        announce: this node chose the endpoint itself and others may join: print how.
+        node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
+        node_rank: wanted rank of this node, or None.
+        local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
+        is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
+        shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
+        log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+    """
+
+    command: Command
+    limits: Limits = field(default_factory=Limits)
+    nproc: int = 1
+    run_id: str = "none"
+    backend: str = "c10d"
+    endpoint: Endpoint | None = None
+    announce: bool = False
+    timing: Timing = field(default_factory=Timing)
+    node_id: str = "node"
+    node_rank: int | None = None
+    local_addr: str | None = None
+    is_host: bool | None = None
+    role: str = "default"
+    shutdown_timeout: float = 30.0
+    log_dir: Path = field(default_factory=lambda: state_directory())
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
+        check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
+        if not _names_a_file(self.run_id):
+            raise UsageError(
+                f"--rdzv-id {self.run_id!r} cannot name a run.",
+                "Give 1 to 200 printable bytes without a slash, such as a job id.",
+            )
+        if not _names_a_file(self.node_id):
+            raise UsageError(
+                f"--node-id {self.node_id!r} cannot name a node.",
+                "Give 1 to 200 printable bytes without a slash, such as a host name.",
+            )
+        if self.node_rank is not None and self.node_rank < 0:
+            raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run's logs and events go."""
+        return self.log_dir / self.run_id
+
+    def digest(self) -> str:
+        """SHA-256 over what must be equal on all nodes: the command and the limits."""
+        value = [list(self.command.display), str(self.limits), self.backend]
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def check_seconds(asked: str, value: float, *, zero: bool) -> float:
+    """Return value if it is a time that can be waited for.
+
+    Args:
+        asked: the setting as the user wrote it, for the error.
+        zero: whether not waiting at all makes sense.
+
+    Raises:
+        UsageError: on a negative, endless or undefined time.
+    """
+    if not math.isfinite(value) or value < 0 or value > LONGEST_WAIT or (value == 0 and not zero):
+        raise UsageError(
+            f"{asked} is not a time to wait.",
+            f"Give {'at least' if zero else 'more than'} 0 seconds, at most {LONGEST_WAIT:.0f}.",
+        )
+    return value
+
+
+def _names_a_file(text: str) -> bool:
+    fits = 0 < len(os.fsencode(text)) <= 200
+    return fits and text.isprintable() and "/" not in text and text not in (".", "..")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Parse ``N`` or ``MIN:MAX``.
+
+    Raises:
+        UsageError: if text is neither.
+    """
+    found = re.fullmatch(r"(-?[0-9]{1,9})(?::(-?[0-9]{1,9}))?", text.strip())
+    if not found:
+        raise UsageError(f"--nnodes {text!r} is not a number of nodes.", "Write N or MIN:MAX, as in --nnodes 1:4.")
+    low, high = found.groups()
+    return int(low), int(high or low)
+
+
+def parse_endpoint(text: str, default_port: int = 29400) -> Endpoint:
+    """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``.
+
+    Raises:
+        UsageError: if text is none of these.
+    """
+    asked = f"--rdzv-endpoint {text!r}"
+    hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."
+    text = text.strip()
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise UsageError(f"{asked} has a bracket that does not close an address.", hint)
+        port, is_v6 = rest[1:], True
+    elif text.count(":") > 1:
+        host, port, is_v6 = text, "", True
+    else:
+        host, _, port = text.partition(":")
+        is_v6 = False
+    if not host:
+        raise UsageError(f"{asked} names no host.", hint)
+    if is_v6 and not _is_v6(host):
+        raise UsageError(f"{asked} has {host!r} where an IPv6 address belongs.", hint)
+    if re.search(r"[\s/\[\]]", host):
+        raise UsageError(f"{asked} has {host!r} where a host name belongs.", hint)
+    if not port:
+        return Endpoint(host, default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise UsageError(f"{asked} has the port {port!r}.", "A port is a number from 0 to 65535.")
+    return Endpoint(host, int(port))
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's state directory for this program (XDG Base Directory Specification 0.8).
+
+    Args:
+        environ: the variables to go by; None: those of this process.
+
+    Raises:
+        UsageError: if the user has no home directory, as in some containers.
+    """
+    variables = os.environ if environ is None else environ
+    base = variables.get("XDG_STATE_HOME", "")
+    if not base.startswith("/"):
+        home = variables.get("HOME", "")
+        try:
+            base = str((Path(home) if home.startswith("/") else Path.home()) / ".local" / "state")
+        except RuntimeError:
+            raise UsageError(
+                "There is no directory for logs: neither HOME, XDG_STATE_HOME nor the user database has one.",
+                "Name one with --log-dir.",
+            ) from None
+    return Path(base) / "elastic-launch"

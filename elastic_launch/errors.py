@@ -1,0 +1,90 @@
+"""Every error that a user can meet, with its exit code and a remedy.
+
+::
+
+    ElasticLaunchError
+    ├── UsageError                  2   a flag or value that cannot work
+    └── RendezvousError            95   lost or refused
+        ├── EndpointError               cannot be resolved, reached or bound
+        ├── RefusedError                this node does not fit the run
+        ├── StoreError                  the control store failed or did not answer in time
+        └── ProtocolError               a message or record that cannot be understood
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = [
+    "ElasticLaunchError",
+    "EndpointError",
+    "ExitCode",
+    "ProtocolError",
+    "RefusedError",
+    "RendezvousError",
+    "StoreError",
+    "UsageError",
+]
+
+
+class ExitCode(IntEnum):
+    """Exit codes of ``elastic-launch``; a failed worker's own code and 128 + N for signal N come beside them."""
+
+    DONE = 0
+    TRAINING_FAILED = 1
+    USAGE = 2
+    STARTUP_FAILURE = 90
+    BUDGET_SPENT = 91
+    NO_PROGRESS = 92
+    DO_NOT_RETRY = 93
+    TOO_FEW_NODES = 94
+    RENDEZVOUS = 95
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class ElasticLaunchError(Exception):
+    """Root of all errors.
+
+    Args:
+        message: what was asked for and what was found.
+        hint: what to do about it.
+    """
+
+    exit_code: int = ExitCode.TRAINING_FAILED
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UsageError(ElasticLaunchError):
+    """A flag, a value or a combination of them that cannot work."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RendezvousError(ElasticLaunchError):
+    """The rendezvous was lost, or refused this node."""
+
+    exit_code = ExitCode.RENDEZVOUS
+
+
+class EndpointError(RendezvousError):
+    """The endpoint cannot be resolved, reached or bound."""
+
+
+class RefusedError(RendezvousError):
+    """The run refuses this node: another command, other limits, another protocol version."""
+
+
+class StoreError(RendezvousError):
+    """The control store failed or did not answer before its deadline."""
+
+
+class ProtocolError(RendezvousError):
+    """A message or record that cannot be understood."""

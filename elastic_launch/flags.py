@@ -1,0 +1,372 @@
+"""The table of flags, how an argument vector is split by it, and the help made from it.
+
+argparse would do for the values, not for the names: it calls two spellings of one flag ambiguous, objects to
+an argument of the script that resembles several flags, and drops a ``--`` in front of the script's arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_launch.config import LaunchConfig, Limits, Timing, check_seconds
+from elastic_launch.errors import ExitCode, UsageError
+
+__all__ = [
+    "BY_NAME",
+    "FLAGS",
+    "GROUPS",
+    "PROGRAM",
+    "USAGE",
+    "Flag",
+    "Line",
+    "Setting",
+    "Values",
+    "help_text",
+    "nearest",
+    "split",
+]
+
+PROGRAM = "elastic-launch"
+USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
+SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it runs."
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: every spelling, with dashes.
+        purpose: what it is for, in a few words.
+        metavar: what its value is called in the help; empty for a switch.
+        default: the default as the help shows it.
+        in_environment: whether ``PET_<NAME>`` can give it.
+        fallback: a further variable that can, after those.
+    """
+
+    names: tuple[str, ...]
+    purpose: str
+    metavar: str = ""
+    default: str = ""
+    in_environment: bool = True
+    fallback: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name under which its values are kept: the first long one."""
+        return next(name for name in self.names if name.startswith("--"))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that can give its value, the first that is set winning."""
+        if not self.in_environment:
+            return ()
+        long = [name[2:] for name in self.names if name.startswith("--")]
+        own = ["PET_" + name.upper().replace("-", "_") for name in long]
+        return (*own, self.fallback) if self.fallback else tuple(own)
+
+
+def _timing(name: str, purpose: str) -> Flag:
+    default = getattr(Timing(), name)
+    return Flag((f"--{name.replace('_', '-')}",), purpose, "S", f"{default:g}")
+
+
+GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
+    (
+        "Size",
+        (
+            Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
+            Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
+            Flag(("--standalone",), "one node, whatever endpoint is given"),
+        ),
+    ),
+    (
+        "Where nodes meet",
+        (
+            Flag(("--rdzv-backend",), "what keeps the control record", "NAME", "c10d"),
+            Flag(("--rdzv-endpoint",), "node that hosts the record", "HOST:PORT", "this one"),
+            Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
+            Flag(("--rdzv-conf",), "settings of the rendezvous, several merge", "K=V,..."),
+            Flag(("--node-rank",), "wanted rank of this node", "N", "any"),
+            Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
+            Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
+        ),
+    ),
+    (
+        "Times, in seconds",
+        (
+            _timing("join_settle", "wait of the first round for more nodes"),
+            _timing("resize_delay", "quiet before arrivals resize a round"),
+            _timing("dead_after", "silence that makes a node dead"),
+            _timing("return_after", "to stop workers after a break"),
+            _timing("min_wait", "to wait below the minimum of nodes"),
+            Flag(
+                ("--shutdown-timeout",),
+                "from SIGTERM to SIGKILL",
+                "S",
+                f"{LaunchConfig.shutdown_timeout:g}",
+                fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            ),
+        ),
+    ),
+    (
+        "Workers",
+        (
+            Flag(("--max-restarts",), "restarts after faults of workers", "N", str(Limits().max_restarts)),
+            Flag(("-m", "--module"), "the script is a module, as in python -m"),
+            Flag(("--no-python",), "the script is a program of its own"),
+            Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
+            Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+        ),
+    ),
+    (
+        "Information",
+        (
+            Flag(("-h", "--help"), "show this and exit", in_environment=False),
+            Flag(("--version",), "show the version and exit", in_environment=False),
+        ),
+    ),
+)
+
+FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)
+
+BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
+    (ExitCode.DONE, "all workers of all nodes are done"),
+    (ExitCode.TRAINING_FAILED, "failed, and the worker's own code is unknown"),
+    (ExitCode.USAGE, "a flag or value that cannot work"),
+    (ExitCode.STARTUP_FAILURE, "workers fail at their start, again and again"),
+    (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
+    (ExitCode.NO_PROGRESS, "restarts without progress"),
+    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use"),
+    (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
+    (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
+    (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),
+    (ExitCode.TERMINATED, "terminated by SIGTERM"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A command line, split but not yet understood.
+
+    Attributes:
+        given: values by the name of their flag, in order; a switch has an empty one.
+        script: what the workers run, or None if the line names nothing.
+        arguments: what came after it, verbatim.
+        wants: ``--help`` or ``--version``, if one was met.
+    """
+
+    given: dict[str, list[str]] = field(default_factory=dict)
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    wants: str | None = None
+
+
+def split(argv: Sequence[str]) -> Line:
+    """Split an argument vector into our flags, the script, and the script's arguments.
+
+    Raises:
+        UsageError: on an unknown or ambiguous flag, and on a value that is missing or too much.
+    """
+    given: dict[str, list[str]] = {}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if token == "--":
+            return Line(given, rest[0] if rest else None, tuple(rest[1:]))
+        if not token.startswith("-") or token == "-":
+            return Line(given, token, tuple(rest))
+        flag, value = _resolve(token)
+        if not flag.metavar:
+            if value is not None:
+                raise UsageError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
+            if not flag.in_environment:
+                return Line(given, wants=flag.name)
+        elif value is None:
+            if not rest or _is_flag(rest[0]):
+                found = f"found {rest[0]}" if rest else "the command ends there"
+                raise UsageError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
+            value = rest.pop(0)
+        given.setdefault(flag.name, []).append(value or "")
+    return Line(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that is still text.
+
+    Every method raises a :class:`UsageError` if the text is not what it reads.
+
+    Attributes:
+        asked: what stood before the value, for errors.
+        text: the value.
+    """
+
+    asked: str
+    text: str
+
+    def whole(self) -> int:
+        """Read a whole number."""
+        if not re.fullmatch(r"[+-]?[0-9]{1,9}", self.text.strip()):
+            raise self._error("is not a whole number", "Give one of at most nine digits, as in 4.")
+        return int(self.text)
+
+    def positive(self) -> int:
+        """Read a whole number above 0."""
+        if (value := self.whole()) < 1:
+            raise self._error("is below 1", "Give 1 or more.")
+        return value
+
+    def seconds(self, *, zero: bool = False) -> float:
+        """Read a time to wait; zero says whether none will do."""
+        try:
+            value = float(self.text)
+        except ValueError:
+            raise self._error("is not a number of seconds", "Give one, as in 2.5.") from None
+        return check_seconds(f"{self.asked}{self.text}", value, zero=zero)
+
+    def truth(self) -> bool:
+        """Read a yes or no in the words that torch knows."""
+        word = self.text.strip().lower()
+        if word in ("1", "true", "t", "yes", "y"):
+            return True
+        if word in ("0", "false", "f", "no", "n"):
+            return False
+        raise self._error("is neither yes nor no", "Give 1 or 0, true or false, yes or no.")
+
+    def _error(self, problem: str, hint: str) -> UsageError:
+        return UsageError(f"{self.asked}{self.text} {problem}.", hint)
+
+
+class Values:
+    """The values of the flags: those given, then those of the environment.
+
+    Attributes:
+        given: see :class:`Line`.
+        environ: the variables to go by.
+    """
+
+    def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+        self.given = given
+        self.environ = environ
+
+    def variable(self, name: str) -> str | None:
+        """The variable that gives a flag's value in the environment; empty ones count as unset."""
+        return next((variable for variable in BY_NAME[name].variables if self.environ.get(variable)), None)
+
+    def text(self, name: str) -> str | None:
+        """The value of a flag as the user wrote it, or None.
+
+        Raises:
+            UsageError: if it was given, but empty, as by an unset variable of a shell script.
+        """
+        if texts := self.given.get(name):
+            if not texts[-1].strip():
+                raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
+            return texts[-1]
+        variable = self.variable(name)
+        return self.environ[variable] if variable else None
+
+    def switch(self, name: str) -> bool:
+        """Whether a switch is on."""
+        if name in self.given:
+            return True
+        variable = self.variable(name)
+        return variable is not None and Setting(f"{variable}=", self.environ[variable]).truth()
+
+    def setting(self, name: str) -> Setting | None:
+        """The value of a flag, or None, to be read as a number."""
+        text = self.text(name)
+        return None if text is None else Setting(f"{name} ", text)
+
+    def integer(self, name: str) -> int | None:
+        """The value of a flag that takes a whole number, or None."""
+        setting = self.setting(name)
+        return setting.whole() if setting else None
+
+    def attribute(self, error: UsageError) -> UsageError:
+        """Return error, saying which flags in its message come from the environment, as nobody typed them."""
+        found = [
+            f"{flag.name} comes from {variable}={self.environ[variable]} in the environment."
+            for flag in FLAGS
+            if flag.name not in self.given
+            and (variable := self.variable(flag.name))
+            and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
+        ]
+        return UsageError(" ".join([error.message, *found]), error.hint)
+
+
+def _resolve(token: str) -> tuple[Flag, str | None]:
+    """Find the flag that token spells, and the value after its equals sign."""
+    spelled, equals, text = token.partition("=")
+    name, value = spelled.replace("_", "-"), text if equals else None
+    if flag := BY_NAME.get(name):
+        return flag, value
+    if not name.startswith("--"):
+        # -n4, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
+        if name.startswith("-n") and name[2:].isdecimal() and not equals:
+            return BY_NAME["-n"], name[2:]
+        raise _unknown(spelled)
+    candidates = {flag.name: flag for known, flag in BY_NAME.items() if known.startswith(name)}
+    if not candidates:
+        raise _unknown(spelled)
+    if len(candidates) > 1:
+        raise UsageError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
+    return next(iter(candidates.values())), value
+
+
+def _is_flag(token: str) -> bool:
+    """Whether token, met where a value belongs, is rather the next flag."""
+    return token.startswith("--") or token in BY_NAME
+
+
+def _unknown(spelled: str) -> UsageError:
+    meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in BY_NAME if n.startswith("--")))
+    first = f"Did you mean {meant}? " if meant else ""
+    return UsageError(
+        f"unknown flag {spelled}.",
+        f"{first}{PROGRAM} --help lists the flags; those of the script go after the script.",
+    )
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that the user may have meant, if any is near."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return found[0] if found else None
+
+
+def help_text() -> str:
+    """The help: flags by group, one line each, then the environment and the exit codes."""
+    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
+    column = 2 + max(len(text) for text in shown.values()) + 2
+    lines = [f"usage: {USAGE}", "", SUMMARY]
+    for title, flags in GROUPS:
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            default = f" [{flag.default}]" if flag.default else ""
+            lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default)
+    lines += [
+        "",
+        "Names take dashes or underscores and may be shortened while they stay unique.",
+        "PET_<NAME>, as in PET_NNODES=1:4, gives a flag's default.",
+        "",
+        "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
+        "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
+        "  join_timeout, read_timeout, is_host;",
+        "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt",
+        "",
+        "Exit codes:",
+    ]
+    lines += [f"  {code.value:<6}{meaning}" for code, meaning in EXIT_CODES]
+    lines += ["  other a failed worker's own code, or 128 + N if signal N ended it"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,10 @@
+"""Rendezvous: a control record that is hard to lose, and links that are fast.
+
+``record``      the one value that a run keeps in its control store
+``store``       what a control store must do; ``c10d`` is the one on torch's TCPStore
+``messages``    what nodes and leader say to each other
+``leader``      who decides: a pure state machine (``ranks`` orders the members, ``verdict`` judges faults)
+``service``     the leader's input and output: links, clock, store
+``membership``  a node's side: finds the leader, holds the link, comes back
+``handler``     the same rendezvous for plain torchrun
+"""

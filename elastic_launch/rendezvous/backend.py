@@ -1,0 +1,160 @@
+"""Finding the leader, or becoming it. The c10d way: the leader is the host of the store that the endpoint names."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import Endpoint, LaunchConfig
+from elastic_launch.errors import EndpointError, RefusedError, StoreError
+from elastic_launch.events import EventSink
+from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
+from elastic_launch.rendezvous.net import listen, routable_address, source_address, try_listen
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.service import LeaderService
+from elastic_launch.rendezvous.store import ControlStore
+
+__all__ = ["Backend", "C10dBackend", "Place"]
+
+ACK_TIMEOUT = 5.0
+"""Seconds for which the host of an ended run waits until all nodes have heard of the end."""
+
+PROBE_TIMEOUT = 5.0
+"""Seconds that one attempt to reach the endpoint may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a node is to others.
+
+    Attributes:
+        address: what it advertises.
+        incarnation: random per agent start.
+        endpoint: where the store is, or None as long as it is not known.
+        hosting: whether this node has the store.
+    """
+
+    address: str
+    incarnation: str
+    endpoint: Endpoint | None
+    hosting: bool
+
+
+class Backend(Protocol):
+    """A way to the leader. All calls may block, within their deadlines, and come from one thread at a time."""
+
+    def open(self) -> Place:
+        """Find out who this node is and take what it must hold.
+
+        Raises:
+            RendezvousError: if it cannot be.
+        """
+        ...
+
+    def find_leader(self) -> ControlRecord:
+        """Return the present record.
+
+        Raises:
+            RendezvousError: if it cannot be had now; ``RefusedError`` if trying again is of no use.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop leading and release everything."""
+        ...
+
+
+class C10dBackend:
+    """See the module."""
+
+    def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._endpoint = config.endpoint
+        self._store: ControlStore | None = None
+        self._service: LeaderService | None = None
+        self._taken = False  # the endpoint is this host's, but somebody else listens there
+
+    def open(self) -> Place:
+        config = self._config
+        incarnation = secrets.token_hex(6)
+        wanted = config.endpoint or self._own_endpoint()
+        address = config.local_addr or source_address(wanted)
+        listener = None
+        if config.is_host is not False:
+            listener, taken = try_listen(wanted)
+            if config.is_host and listener is None:
+                found = "its port is in use" if taken else "it is not an address of this host"
+                raise EndpointError(
+                    f"This node is to host the store at {wanted} (is_host=true), but {found}.",
+                    "Give another --rdzv-endpoint, or leave out is_host.",
+                )
+        if listener is None:
+            self._taken = config.is_host is not False and taken
+            return Place(address, incarnation, wanted, hosting=False)
+        port = int(listener.getsockname()[1])
+        self._endpoint = Endpoint(wanted.host, port)
+        with contextlib.ExitStack() as undo:
+            undo.callback(listener.close)
+            links = undo.enter_context(contextlib.closing(listen(address)))
+            host = str(listener.getsockname()[0])
+            store = host_store(listener, host, config.run_id, config.timing.read_timeout)
+            leader = Leader(config.node_id, incarnation, address, int(links.getsockname()[1]))
+            record = ControlRecord(config.run_id, config.digest(), 1, leader).renewed()
+            if not store.compare_and_set(None, record.encode(), config.timing.read_timeout):
+                raise StoreError("the new store holds a control record already.")
+            undo.pop_all()
+        self._store = store
+        command = " ".join(config.command.display)
+        self._service = LeaderService(
+            links, store, record, config.limits, config.timing, command, self._clock, self._events
+        )
+        self._service.start()
+        return Place(address, incarnation, self._endpoint, hosting=True)
+
+    def _own_endpoint(self) -> Endpoint:
+        """No endpoint was given: any free port, on a routable address if others are to come."""
+        if not self._config.announce:
+            return Endpoint(self._config.local_addr or "127.0.0.1", 0)
+        host = self._config.local_addr or routable_address()
+        listener, taken = try_listen(Endpoint(host, 29400))
+        if listener is not None:
+            listener.close()
+        return Endpoint(host, 29400 if listener is not None and not taken else 0)
+
+    def find_leader(self) -> ControlRecord:
+        if self._store is not None:
+            return _present(self._store, PROBE_TIMEOUT)
+        assert self._endpoint is not None
+        timeout = min(PROBE_TIMEOUT, self._config.timing.read_timeout)
+        try:
+            store = connect_store(self._endpoint, self._config.run_id, timeout)
+        except NotAStoreError as error:
+            if self._taken:
+                raise RefusedError(error.message, error.hint) from error
+            raise
+        try:
+            record = _present(store, PROBE_TIMEOUT)
+            self._taken = False
+            return record
+        finally:
+            store.close()
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close(ACK_TIMEOUT)
+            self._service = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def _present(store: ControlStore, timeout: float) -> ControlRecord:
+    value = store.wait_changed(None, timeout)
+    if value is None:
+        raise StoreError(f"the store held no control record within {timeout:g} s.")
+    return ControlRecord.parse(value)

@@ -1,0 +1,93 @@
+"""Versionable JSON for frozen dataclasses: strict on types, bounded in size, never a pickle.
+
+Fields that the reader does not know are ignored, missing ones take their defaults: a newer writer can be understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from functools import cache
+from typing import Any, TypeVar
+
+from elastic_launch.errors import ProtocolError
+
+__all__ = ["MAX_BYTES", "decode", "dumps", "loads"]
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Largest value or line that is read, in bytes; about 16,000 members of 250 bytes."""
+
+T = TypeVar("T")
+
+
+def dumps(value: Any, **extra: str) -> bytes:
+    """Encode a dataclass as one line of JSON without the line end; extra keys come first."""
+    return json.dumps({**extra, **dataclasses.asdict(value)}, separators=(",", ":")).encode()
+
+
+def loads(data: bytes) -> dict[str, Any]:
+    """Parse one JSON object.
+
+    Raises:
+        ProtocolError: if data is too large, not JSON, or not an object.
+    """
+    if len(data) > MAX_BYTES:
+        raise ProtocolError(f"A value of {len(data)} bytes exceeds the limit of {MAX_BYTES}.")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"A value is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ProtocolError(f"A JSON object was expected, found {type(value).__name__}.")
+    return value
+
+
+def decode(kind: type[T], value: Any) -> T:
+    """Build a dataclass of the given kind from parsed JSON, checking every field's type.
+
+    Raises:
+        ProtocolError: if a field is missing or has another type; it names the field.
+    """
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{kind.__name__}: an object was expected, found {type(value).__name__}.")
+    arguments: dict[str, Any] = {}
+    for name, hint, required in _fields(kind):  # type: ignore[arg-type]
+        if name in value:
+            arguments[name] = _convert(hint, value[name], f"{kind.__name__}.{name}")
+        elif required:
+            raise ProtocolError(f"{kind.__name__}.{name} is missing.")
+    return kind(**arguments)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
+    return tuple(
+        (item.name, hints[item.name], item.default is missing and item.default_factory is missing)
+        for item in dataclasses.fields(kind)
+    )
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        return _convert(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where}: a list was expected, found {type(value).__name__}.")
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(inner, item, where) for item in value)
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return decode(hint, value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{where}: {hint.__name__} was expected, found {type(value).__name__}.")
+    return value

@@ -1,0 +1,206 @@
+"""The rendezvous behind torch's ``RendezvousHandler``, for plain torchrun with ``--rdzv-backend elastic-c10d``.
+
+The agent of this project listens to its membership directly; torchrun's agent asks ``next_rendezvous`` for a round and
+polls ``num_nodes_waiting``, which is above 0 from the moment on at which the leader has broken the round.
+"""
+
+from __future__ import annotations
+
+import queue
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, LaunchConfig, Limits, parse_endpoint
+from elastic_launch.events import Event
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backend import C10dBackend
+from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.settings import default_node_id, timing_from_conf
+from elastic_launch.rendezvous.worker_store import WorkerStore
+
+__all__ = ["C10dHandler", "MembershipHandler"]
+
+
+class MembershipHandler(RendezvousHandler):
+    """What torch's ``WorkerSpec`` wants to know of the rendezvous of this project's own agent."""
+
+    def __init__(self, config: LaunchConfig, membership: Membership) -> None:
+        self._config = config
+        self._membership = membership
+
+    def get_backend(self) -> str:
+        return f"elastic-{self._config.backend}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise RendezvousClosedError("The agent takes part in rounds by its membership, not by its handler.")
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        self._membership.leaving("closed")
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def shutdown(self) -> bool:
+        self._membership.close()
+        return True
+
+
+class _NoEvents:
+    def emit(self, event: Event) -> None:
+        return
+
+
+class C10dHandler(RendezvousHandler):
+    """One node's membership for torchrun's agent.
+
+    Args:
+        params: as torchrun makes them; its configuration takes the keys of ``--rdzv-conf``.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        conf = {key: str(value) for key, value in params.config.items()}
+        is_host = conf.pop("is_host", None)
+        nproc = int(conf.pop("nproc", "1"))
+        timing = timing_from_conf(conf)
+        self._config = LaunchConfig(
+            command=Command((), ("torchrun",)),
+            limits=Limits(params.min_nodes, params.max_nodes),
+            nproc=nproc,
+            run_id=params.run_id,
+            endpoint=parse_endpoint(params.endpoint) if params.endpoint else None,
+            timing=timing,
+            node_id=default_node_id(),
+            local_addr=params.local_addr,
+            is_host=None if is_host is None else is_host.lower() in ("1", "true", "t", "yes", "y"),
+        )
+        self._clock = MonotonicClock()
+        self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
+        backend = C10dBackend(self._config, self._clock, _NoEvents())
+        self._membership = Membership(self._config, backend, self._clock, self._events.put, self._reserve)
+        self._store: WorkerStore | None = None
+        self._started = False
+        self._round = 0
+        self._restart_due = False
+        self._ended = False
+
+    def get_backend(self) -> str:
+        return "elastic-c10d"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; torchrun has stopped the workers of the last one before it asks.
+
+        Raises:
+            RendezvousClosedError: the run has ended or refuses this node.
+            RendezvousConnectionError: the leader could not be reached.
+            RendezvousTimeoutError: no round was formed within min_wait.
+        """
+        if not self._started:
+            self._started = True
+            self._membership.start()
+        elif self._round:
+            assert self._store is not None
+            self._store.stop()
+            self._membership.stopped(self._round, self._store.reserve())
+        deadline = self._clock.now() + self._config.timing.join_timeout + self._config.timing.min_wait
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+            except queue.Empty:
+                raise RendezvousTimeoutError("No round was formed within join_timeout and min_wait.") from None
+            self._note(event)
+            if isinstance(event, m.Form):
+                return self._info(event)
+
+    def is_closed(self) -> bool:
+        self._drain()
+        return self._ended
+
+    def set_closed(self) -> None:
+        self._membership.leaving("closed")
+
+    def num_nodes_waiting(self) -> int:
+        self._drain()
+        return int(self._restart_due)
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def shutdown(self) -> bool:
+        if self._started:
+            self._membership.leaving("shutdown")
+            self._membership.close()
+        if self._store is not None:
+            self._store.close()
+        return True
+
+    def _reserve(self, address: str) -> int:
+        self._store = WorkerStore(address)
+        return self._store.reserve()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._note(self._events.get_nowait())
+            except queue.Empty:
+                return
+
+    def _note(self, event: MembershipEvent) -> None:
+        match event:
+            case m.Break(round=number) if number == self._round:
+                self._restart_due = True
+            case m.Evicted():
+                self._restart_due = True
+            case m.RunEnd(cause=cause):
+                self._ended = True
+                raise RendezvousClosedError(cause)
+            case RendezvousLost(error=error):
+                raise RendezvousConnectionError(str(error)) from error
+            case _:
+                return
+
+    def _info(self, form: m.Form) -> RendezvousInfo:
+        assert self._store is not None
+        self._round, self._restart_due = form.round.number, False
+        rank = next(i for i, x in enumerate(form.round.members) if x.node_id == self._config.node_id)
+        master = form.round.members[0]
+        timeout = self._config.timing.read_timeout
+        store: Store
+        if rank == 0:
+            store = self._store.serve(timeout)
+        else:
+            store = TCPStore(
+                master.address,
+                master.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+        self._membership.joined(self._round)
+        meeting = RendezvousStoreInfo(master.address, master.store_port)
+        prefix = PrefixStore(f"elastic_launch/round_{self._round}", store)
+        return RendezvousInfo(prefix, rank, len(form.round.members), meeting)

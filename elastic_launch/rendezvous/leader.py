@@ -1,0 +1,488 @@
+"""The leader: decides who trains together, as a pure state machine.
+
+Reports, closed links and turns of the clock go in; instructions come out, to be carried out in order. If a ``Commit``
+fails (somebody else's record stands there), the instructions behind it must be dropped and the leader with them.
+
+Invariants, checked by the stateful tests after every event:
+
+- a round number is committed once, and rounds are ordered by number;
+- the members of a round are distinct, their ranks a permutation, their number within the limits;
+- a round is formed only when every member of the one before has stopped or is dead;
+- a broken round is charged once, and only for crash, hang and out of memory;
+- nothing is ordered that the record does not hold yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from elastic_launch.config import Limits, Timing
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    Parked,
+    RestartCharged,
+    RoundBroken,
+    RoundFormed,
+    RunEnded,
+)
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.admission import refusal
+from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
+from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
+from elastic_launch.rendezvous.verdict import Kind, exit_code, is_early, judge, kind_of, root_cause
+
+__all__ = ["Close", "Commit", "Emit", "Instruction", "LeaderMachine", "Send"]
+
+COLLECT = 0.2
+"""Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
+
+TURN_CAP = 2.0
+"""A gap between two of the leader's own turns counts as so much silence of a node at most: who slept evicts nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write the record by compare-and-set."""
+
+    record: ControlRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send an order over a link."""
+
+    link: int
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close a link after what was sent over it."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Record an event."""
+
+    event: Event
+
+
+Instruction = Commit | Send | Close | Emit
+
+
+@dataclass(slots=True)
+class _Node:
+    hello: m.Hello
+    link: int
+    arrival: int
+    arrived: float
+    store_port: int
+    active: bool = False  # has, or may have, workers of the current round
+    joined: bool = False
+    done: bool = False
+    leaving: bool = False
+    silence: float = 0.0
+
+
+@dataclass(slots=True)
+class _Broken:
+    at: float
+    kind: Kind
+    cause: str
+    failures: list[tuple[float, m.Failure]] = field(default_factory=list)
+    judged: bool = False
+
+
+class LeaderMachine:
+    """A leader's reign.
+
+    Args:
+        record: the record as committed when this leader took its term.
+        limits, timing: the run's.
+        command: the run's command in words, for refusals.
+        now: the leader's monotonic clock, in seconds, here and in all methods.
+    """
+
+    def __init__(self, record: ControlRecord, limits: Limits, timing: Timing, command: str, now: float) -> None:
+        self.record = record
+        self.nodes: dict[str, _Node] = {}
+        self.restarts = record.restarts
+        self._limits = limits
+        self._timing = timing
+        self._command = command
+        self._began = now
+        self._turned = now
+        self._running = bool(record.round.members)
+        self._formed_at = now
+        self._broken: _Broken | None = None
+        self._floor = record.round.number
+        self._arrivals = 0
+        self._last_arrival = now
+        self._parked_at: float | None = None
+        self._failure: m.Failure | None = None
+        self._last_early = ""
+        self._out: list[Instruction] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's end is recorded."""
+        return self.record.end is not None
+
+    # What comes in.
+
+    def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
+        """A node said hello on a new link."""
+        reason = refusal(hello, self.record, self._limits, self._command)
+        if reason is not None:
+            self._send(link, m.Refused(self.record.term, *reason))
+            self._out.append(Close(link))
+            self._emit(NodeRefused(hello.node_id, reason[0]))
+            return self._flush()
+        if self.record.end is not None:
+            self._send(link, self._end_order())
+            return self._flush()
+        self._learn(hello)
+        known = self.nodes.get(hello.node_id)
+        if known is not None and known.hello.incarnation == hello.incarnation:
+            self._out.append(Close(known.link))
+            known.link, known.silence = link, 0.0
+            self._welcome(link, hello)
+            return self._flush()
+        if known is not None:
+            reason_text = f"a newer agent with the node id {hello.node_id} took its place"
+            self._send(known.link, m.Evicted(self.record.term, reason_text, final=True))
+            self._out.append(Close(known.link))
+            self._lose(known, reason_text, now)
+        self._admit(link, hello, now)
+        return self._flush()
+
+    def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
+        """A node reported; any report is a sign of life."""
+        node = self._by_link(link)
+        if node is None or self.ended:
+            return []
+        node.silence = 0.0
+        current = self.record.round.number
+        match report:
+            case m.Joined(round=number) if node.active and number == current:
+                node.joined = True
+            case m.Done(round=number) if node.active and number == current:
+                node.joined = node.done = True
+            case m.Failed(round=number, failure=failure) if number == current:
+                self._failed(node, failure, now)
+            case m.Stopped(store_port=port):
+                node.store_port = port
+                if report.round == current and (self._running or self._broken):
+                    if self._running and node.active:
+                        self._break(Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
+                    node.active = False
+            case m.Leaving(reason=reason):
+                self._leaving(node, reason, now)
+        self._consider(now)
+        return self._flush()
+
+    def closed(self, link: int, now: float) -> list[Instruction]:
+        """A link was closed by its node, or by the death of its process."""
+        node = self._by_link(link)
+        if node is None:
+            return []
+        if self.ended:
+            del self.nodes[node.hello.node_id]
+            return []
+        self._lose(node, "its connection closed", now)
+        self._consider(now)
+        return self._flush()
+
+    def turn(self, now: float) -> list[Instruction]:
+        """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
+        gap = min(now - self._turned, TURN_CAP)
+        self._turned = now
+        if self.ended:
+            return []
+        for node in list(self.nodes.values()):
+            node.silence += gap
+            if node.silence >= self._timing.dead_after:
+                self._out.append(Close(node.link))
+                self._lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
+        self._consider(now)
+        return self._flush()
+
+    def stopping(self, code: int, cause: str, now: float) -> list[Instruction]:
+        """End the run on request of the process that leads it."""
+        if not self.ended:
+            self._end(code, cause, now)
+        return self._flush()
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next turn is due, 0 or more."""
+        due = [now + self._timing.beat]
+        timing = self._timing
+        if self._broken and not self._broken.judged:
+            due.append(self._broken.at + COLLECT)
+        elif self._broken and any(node.active for node in self.nodes.values()):
+            due.append(self._broken.at + timing.return_after)
+        if not self._running:
+            due.append(self._last_arrival + timing.join_settle)
+            if self._parked_at is not None:
+                due.append(self._parked_at + timing.min_wait)
+        elif self._room():
+            due.append(self._last_arrival + timing.resize_delay)
+        return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
+
+    # Members come and go.
+
+    def _learn(self, hello: m.Hello) -> None:
+        """Take over what a member of an earlier reign knows: the record may have died with its host."""
+        self.restarts = max(self.restarts, hello.seen_restarts)
+        self._floor = max(self._floor, hello.seen_round)
+        if hello.seen_term >= self.record.term and hello.seen_round > self.record.round.number:
+            self._commit(replace(self.record, term=hello.seen_term + 1))
+
+    def _admit(self, link: int, hello: m.Hello, now: float) -> None:
+        node = _Node(hello, link, self._arrivals, now, hello.store_port)
+        self._arrivals += 1
+        rank = self.record.round.index(hello.node_id, hello.incarnation)
+        same_round = hello.holding == self.record.round.number and rank is not None
+        if hello.holding and not (same_round and self._running):
+            self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
+            self._out.append(Close(link))
+            return
+        if hello.holding:
+            node.active = node.joined = True
+            node.done = hello.done
+        else:
+            self._last_arrival = now
+        self.nodes[hello.node_id] = node
+        self._welcome(link, hello)
+        self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self._outlook()))
+        self._consider(now)
+        if not self._running and not self.ended and self._parked_at != now:
+            self._send(link, m.Notice(self.record.term, self._outlook()))
+
+    def _welcome(self, link: int, hello: m.Hello) -> None:
+        timing = self._timing
+        self._send(link, m.Welcome(self.record.term, hello.node_id, timing.beat, timing.dead_after))
+
+    def _failed(self, node: _Node, failure: m.Failure, now: float) -> None:
+        if self._running and node.active:
+            where = f"rank {failure.rank} on node {failure.node_id}"
+            self._break(kind_of(failure), f"{where}: {failure.message}", now)
+        if self._broken and not self._broken.judged:
+            self._broken.failures.append((now, failure))
+
+    def _leaving(self, node: _Node, reason: str, now: float) -> None:
+        if node.leaving:
+            return
+        node.leaving = True
+        if self._running and node.active:
+            self._break(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", now)
+        self._emit(NodeLeft(node.hello.node_id, reason, self._outlook()))
+
+    def _lose(self, node: _Node, cause: str, now: float, silence: float = 0.0) -> None:
+        del self.nodes[node.hello.node_id]
+        if node.leaving and not (self._running and node.active):
+            return  # it has said so, and nobody waits for it
+        text = f"node {node.hello.node_id} lost: {cause}"
+        if self._running and node.active:
+            self._break(Kind.NODE_LOSS, text, now)
+        elif self._broken and not self._broken.judged and node.active:
+            self._broken.kind = min(self._broken.kind, Kind.NODE_LOSS)
+        self._emit(NodeLost(node.hello.node_id, cause, silence, self._outlook()))
+
+    # Rounds.
+
+    def _break(self, kind: Kind, cause: str, now: float) -> None:
+        self._running = False
+        self._broken = _Broken(now, kind, cause)
+        number = self.record.round.number
+        for node in self.nodes.values():
+            if node.active:
+                self._send(node.link, m.Break(self.record.term, number, kind.text, cause))
+        self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, "a new round forms"))
+
+    def _consider(self, now: float) -> None:
+        """Do what has become possible or due."""
+        if self.ended:
+            return
+        if self._running:
+            self._consider_running(now)
+            return
+        broken = self._broken
+        active = [node for node in self.nodes.values() if node.active]
+        if broken and not broken.judged and (not active or now - broken.at >= COLLECT):
+            self._judge(broken, now)
+            if self.ended:
+                return
+        if active and broken and now - broken.at >= self._timing.return_after:
+            for node in active:
+                reason = f"its workers were not stopped within return_after ({self._timing.return_after:g} s)"
+                self._send(node.link, m.Evicted(self.record.term, reason))
+                self._out.append(Close(node.link))
+                self._lose(node, reason, now)
+            active = []
+        if not active and (broken is None or broken.judged):
+            self._gather(now)
+
+    def _consider_running(self, now: float) -> None:
+        members = [node for node in self.nodes.values() if node.active]
+        size = len(self.record.round.members)
+        absent = [
+            x for x in self.record.round.members if x.node_id not in self.nodes or not self.nodes[x.node_id].active
+        ]
+        if absent and now - self._formed_at >= self._timing.dead_after:
+            # Only a leader that took over a running round can miss members: these never came to it.
+            self._break(Kind.NODE_LOSS, f"node {absent[0].node_id} did not come to the new leader", now)
+            self._consider(now)
+        elif len(members) == size and all(node.done for node in members):
+            self._end(ExitCode.DONE, "all workers finished", now)
+        elif not all(node.joined for node in members):
+            if now - self._formed_at >= self._timing.join_timeout:
+                late = [node for node in members if not node.joined]
+                names = ", ".join(node.hello.node_id for node in late)
+                for node in late:
+                    node.leaving = True
+                self._break(Kind.NODE_LOSS, f"node {names} did not start its workers within join_timeout", now)
+        elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
+            names = ", ".join(node.hello.node_id for node in self._waiting())
+            self._break(Kind.MEMBERSHIP, f"resize: node {names} waits to join", now)
+            self._consider(now)
+
+    def _room(self) -> bool:
+        """Whether a running round should be resized for nodes that wait: not when some are done already."""
+        members = [node for node in self.nodes.values() if node.active]
+        finishing = any(node.done for node in members)
+        return bool(self._waiting()) and len(members) < self._limits.max_nodes and not finishing
+
+    def _waiting(self) -> list[_Node]:
+        return [node for node in self.nodes.values() if not node.active and not node.leaving]
+
+    def _judge(self, broken: _Broken, now: float) -> None:
+        broken.judged = True
+        kind = judge(broken.kind, (failure for _, failure in broken.failures))
+        failure = root_cause(broken.failures)
+        if not kind.is_fault:
+            return
+        self._failure = failure
+        early = failure.signature if failure and is_early(failure) else ""
+        max_restarts = self._limits.max_restarts
+        if kind is Kind.FATAL:
+            self._end(ExitCode.DO_NOT_RETRY, broken.cause, now)
+        elif early and early == self._last_early:
+            self._end(
+                ExitCode.STARTUP_FAILURE,
+                f"the script fails at its start, twice the same way: {broken.cause}",
+                now,
+            )
+        elif self.restarts >= max_restarts:
+            spent = (
+                "no restart allowed (--max-restarts 0)" if not max_restarts else f"all {max_restarts} restarts spent"
+            )
+            self._end(exit_code(failure, max_restarts), f"{spent}: {broken.cause}", now)
+        else:
+            self.restarts += 1
+            self._emit(RestartCharged(self.record.round.number, kind.text, self.restarts, max_restarts))
+        self._last_early = early
+
+    def _gather(self, now: float) -> None:
+        """Form the next round as soon as everybody it may expect is there."""
+        waiting = self._waiting()
+        limits, first = self._limits, self._broken is None
+        full = len(waiting) >= limits.max_nodes
+        settled = now - self._last_arrival >= self._timing.join_settle
+        if full or (len(waiting) >= limits.min_nodes and (not first or settled)):
+            self._form(now)
+        elif len(waiting) < limits.min_nodes and not (first and self._parked_at is None and not waiting):
+            if self._parked_at is None:
+                self._parked_at = now
+                event = Parked(len(waiting), limits.min_nodes, self._timing.min_wait)
+                self._emit(event)
+                for node in waiting:
+                    self._send(node.link, m.Notice(self.record.term, event.line()))
+            elif now - self._parked_at >= self._timing.min_wait:
+                cause = (
+                    f"{len(waiting)} of at least {limits.min_nodes} nodes after min_wait ({self._timing.min_wait:g} s)"
+                )
+                self._end(ExitCode.TOO_FEW_NODES, cause, now)
+
+    def _form(self, now: float) -> None:
+        last = {member.node_id: (rank, member.incarnation) for rank, member in enumerate(self.record.round.members)}
+
+        def last_rank(node: _Node) -> int | None:
+            rank, incarnation = last.get(node.hello.node_id, (None, ""))
+            return rank if incarnation == node.hello.incarnation else None
+
+        candidates = [
+            Candidate(node.hello.node_id, last_rank(node), node.hello.wanted_rank, node.arrival)
+            for node in self._waiting()
+        ]
+        chosen = [self.nodes[node_id] for node_id in rank_nodes(candidates, self._limits.max_nodes)]
+        members = tuple(
+            Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port) for x in chosen
+        )
+        formed = Round(max(self._floor, self.record.round.number) + 1, members)
+        cause = self._broken.cause if self._broken else "first"
+        since = self._broken.at if self._broken else self._began
+        self._commit(replace(self.record, round=formed, restarts=self.restarts))
+        for node in chosen:
+            node.active, node.joined, node.done = True, False, False
+            self._send(node.link, m.Form(self.record.term, formed, self.restarts, cause))
+        names = tuple(member.node_id for member in members)
+        term = self.record.term
+        self._emit(RoundFormed(formed.number, term, names, formed.world_size, self.restarts, cause, now - since))
+        self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
+
+    def _end(self, code: int, cause: str, now: float) -> None:
+        self._running = False
+        self._commit(replace(self.record, restarts=self.restarts, end=End(int(code), cause)))
+        for node in self.nodes.values():
+            self._send(node.link, self._end_order())
+        self._emit(RunEnded(int(code), cause, self.restarts, self.record.round.number, now - self._began))
+
+    def _end_order(self) -> m.RunEnd:
+        assert self.record.end is not None
+        failure = self._failure if self.record.end.code else None
+        return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self.restarts, failure)
+
+    def _outlook(self) -> str:
+        """What is next, in words."""
+        limits, waiting = self._limits, len(self._waiting())
+        if self.ended:
+            return "the run has ended"
+        if self._running:
+            members = sum(node.active for node in self.nodes.values())
+            if not waiting:
+                return "training goes on"
+            return "training is resized" if members < limits.max_nodes else f"round is full, {waiting} spare"
+        if waiting >= limits.max_nodes:
+            return "a round forms"
+        if waiting < limits.min_nodes:
+            return f"waiting for nodes: {waiting} of at least {limits.min_nodes}"
+        if self._broken:
+            return "a new round forms"
+        return f"the first round forms at {limits.max_nodes} nodes or {self._timing.join_settle:g} s without an arrival"
+
+    # Output.
+
+    def _commit(self, record: ControlRecord) -> None:
+        self.record = record.renewed()
+        self._out.append(Commit(self.record))
+
+    def _send(self, link: int, order: m.Order) -> None:
+        self._out.append(Send(link, order))
+
+    def _emit(self, event: Event) -> None:
+        self._out.append(Emit(event))
+
+    def _flush(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+    def _by_link(self, link: int) -> _Node | None:
+        return next((node for node in self.nodes.values() if node.link == link), None)

@@ -1,0 +1,326 @@
+"""A node's side of the rendezvous: finds the leader, holds the link, comes back after an outage.
+
+One thread does all that blocks; what it learns goes to ``notify`` as the values below, what the node has to say comes
+in through the methods.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backend import Backend, Place
+
+__all__ = ["LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
+
+_log = logging.getLogger(__name__)
+
+RETRY = 0.2
+"""Seconds between two attempts to reach the leader."""
+
+GONE_AFTER = 1.0
+"""Seconds after a closed link for which the leader is looked for before it counts as gone."""
+
+TURN_CAP = 2.0
+"""A gap between two turns of this thread counts as so much silence of the leader at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The node knows its address."""
+
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """The leader accepted this node's hello."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The leader cannot be reached.
+
+    Attributes:
+        gone: its process is gone, else it is only silent.
+    """
+
+    reason: str
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousLost:
+    """No use to go on trying."""
+
+    error: RendezvousError
+
+
+MembershipEvent = Opened | LinkUp | LinkDown | RendezvousLost | m.Form | m.Break | m.Evicted | m.Notice | m.RunEnd
+
+Notify = Callable[[MembershipEvent], None]
+Reserve = Callable[[str], int]
+
+
+class Membership:
+    """One node's membership in one run.
+
+    Args:
+        notify: called from the membership's thread with each event; must not block.
+        reserve: called with the node's advertised address; returns the port of its next worker store.
+    """
+
+    def __init__(self, config: LaunchConfig, backend: Backend, clock: Clock, notify: Notify, reserve: Reserve) -> None:
+        self._config = config
+        self._backend = backend
+        self._clock = clock
+        self._notify = notify
+        self._reserve = reserve
+        self._lock = threading.Lock()
+        self._outbox: deque[m.Report] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._closing = threading.Event()
+        self._hello: m.Hello | None = None
+        self._evicted = False
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the leader."""
+        self._thread.start()
+
+    def joined(self, number: int) -> None:
+        """The round's workers are started."""
+        self._say(m.Joined(number))
+
+    def done(self, number: int) -> None:
+        """The round's workers have all finished with 0."""
+        self._say(m.Done(number), done=True)
+
+    def failed(self, failure: m.Failure) -> None:
+        """A worker failed; this node is stopping the others."""
+        self._say(m.Failed(failure.round, failure))
+
+    def stopped(self, number: int, store_port: int) -> None:
+        """The round's workers are reaped; the node is ready for the next round."""
+        self._say(m.Stopped(number, store_port), store_port=store_port, holding=0, done=False)
+
+    def leaving(self, reason: str) -> None:
+        """This node leaves the run."""
+        self._say(m.Leaving(reason))
+
+    def close(self, timeout: float = 15.0) -> None:
+        """Hang up; as the leader of an ended run, wait first (bounded) until all nodes have heard of its end."""
+        self._closing.set()
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._wake_out.close()
+
+    def _say(self, report: m.Report, **known: int | bool) -> None:
+        with self._lock:
+            if self._hello is not None and known:
+                self._hello = replace(self._hello, **known)  # type: ignore[arg-type]
+            self._outbox.append(report)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"x")
+        except (BlockingIOError, OSError):
+            return
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            place = self._backend.open()
+            self._hello = self._first_hello(place)
+            self._notify(Opened(place))
+            self._stay()
+        except RendezvousError as error:
+            self._notify(RendezvousLost(error))
+        except OSError as error:
+            self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
+        finally:
+            self._backend.close()
+            self._wake_in.close()
+
+    def _first_hello(self, place: Place) -> m.Hello:
+        config = self._config
+        return m.Hello(
+            version=m.PROTOCOL_VERSION,
+            run_id=config.run_id,
+            digest=config.digest(),
+            command=" ".join(config.command.display),
+            limits=str(config.limits),
+            node_id=config.node_id,
+            incarnation=place.incarnation,
+            workers=config.nproc,
+            address=place.address,
+            store_port=self._reserve(place.address),
+            wanted_rank=config.node_rank,
+        )
+
+    def _stay(self) -> None:
+        """Keep a link to the leader until closed."""
+        timing = self._config.timing
+        deadline = self._clock.now() + timing.join_timeout
+        lost_at: float | None = None
+        told = False
+        while not self._closing.is_set():
+            try:
+                sock = self._connect()
+            except (EndpointError, StoreError, OSError) as error:
+                now = self._clock.now()
+                if not told and (lost_at is None or now - lost_at >= GONE_AFTER):
+                    told = True
+                    self._notify(LinkDown(str(error), gone=lost_at is not None))
+                if now >= deadline:
+                    raise
+                self._closing.wait(RETRY)
+                continue
+            told = False
+            with sock:
+                silent = self._converse(sock)
+            self._wait_released()
+            lost_at = self._clock.now()
+            deadline = lost_at + timing.min_wait
+            if silent and not self._closing.is_set():
+                told = True
+                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
+
+    def _wait_released(self) -> None:
+        """After an eviction: don't come back before the workers are killed."""
+        while self._evicted and not self._closing.is_set():
+            with self._lock:
+                if self._hello is not None and not self._hello.holding:
+                    self._evicted = False
+            self._closing.wait(0.02)
+
+    def _connect(self) -> socket.socket:
+        record = self._backend.find_leader()
+        if record.end is not None:
+            self._notify(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
+            self._closing.set()
+            raise StoreError("the run has ended.")
+        sock = socket.create_connection((record.leader.address, record.leader.port), timeout=5.0)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                assert self._hello is not None
+                self._outbox.clear()  # the hello says all that matters by now
+                sock.sendall(m.pack(self._hello))
+            sock.setblocking(False)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def _converse(self, sock: socket.socket) -> bool:
+        """Exchange messages until the link ends; say whether it ended by silence."""
+        timing, clock = self._config.timing, self._clock
+        reader = m.LineReader()
+        unsent = bytearray()
+        silence, turned, next_beat = 0.0, clock.now(), clock.now() + timing.beat
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while True:
+                now = clock.now()
+                silence += min(now - turned, TURN_CAP)
+                turned = now
+                if silence >= timing.dead_after:
+                    return True
+                if now >= next_beat:
+                    next_beat = now + timing.beat
+                    unsent += m.pack(m.Beat())
+                unsent += self._take()
+                if self._closing.is_set():
+                    self._last_words(sock, unsent)
+                    return False
+                try:
+                    if unsent:
+                        del unsent[: sock.send(unsent)]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return False
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(sock, wanted)
+                for key, events in selector.select(max(0.0, next_beat - now)):
+                    if key.fileobj is self._wake_in:
+                        self._wake_in.recv(4096)
+                    elif events & selectors.EVENT_READ:
+                        heard = self._hear(sock, reader)
+                        if heard is None:
+                            return False
+                        silence = 0.0 if heard else silence
+
+    def _take(self) -> bytes:
+        with self._lock:
+            reports, self._outbox = self._outbox, deque()
+        return b"".join(map(m.pack, reports))
+
+    def _last_words(self, sock: socket.socket, unsent: bytearray) -> None:
+        """Deliver what is still to be said, as far as that goes within a second."""
+        sock.settimeout(1.0)
+        try:
+            sock.sendall(unsent)
+        except OSError:
+            return
+
+    def _hear(self, sock: socket.socket, reader: m.LineReader) -> bool | None:
+        """Take in what has come; None if the link is over."""
+        try:
+            data = sock.recv(262144)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        if not data:
+            return None
+        try:
+            for line in reader.feed(data):
+                order = m.unpack(line)
+                if not isinstance(order, m.Report):
+                    self._obey(order)
+        except ProtocolError as error:
+            _log.warning("the link to the leader was closed: %s", error)
+            return None
+        return True
+
+    def _obey(self, order: m.Order) -> None:
+        """Pass an order on, unless it comes from a lower term than was seen."""
+        with self._lock:
+            hello = self._hello
+            assert hello is not None
+            if order.term < hello.seen_term:
+                return
+            hello = replace(hello, seen_term=order.term)
+            if isinstance(order, m.Form):
+                restarts = max(hello.seen_restarts, order.restarts)
+                hello = replace(
+                    hello, seen_round=order.round.number, seen_restarts=restarts, holding=order.round.number
+                )
+            self._hello = hello
+        match order:
+            case m.Pulse():
+                return
+            case m.Welcome():
+                self._notify(LinkUp())
+            case m.Refused(reason=reason, hint=hint):
+                raise RefusedError(f"The run refuses this node: {reason}", hint)
+            case _:
+                self._evicted = self._evicted or isinstance(order, m.Evicted)
+                self._notify(order)

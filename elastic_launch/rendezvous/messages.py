@@ -1,0 +1,315 @@
+"""What nodes and leader say to each other: one JSON object a line, ``type`` first.
+
+A node reports up, the leader orders down. Every message of the leader carries its term, and a node ignores one from a
+lower term than it has seen, so that a leader that was paused and wakes up can order nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous import codec
+from elastic_launch.rendezvous.record import Round
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Beat",
+    "Break",
+    "Done",
+    "Evicted",
+    "Failed",
+    "Failure",
+    "Form",
+    "Hello",
+    "Joined",
+    "Leaving",
+    "LineReader",
+    "Message",
+    "Notice",
+    "Order",
+    "Pulse",
+    "Refused",
+    "Report",
+    "RunEnd",
+    "Stopped",
+    "Welcome",
+    "pack",
+    "unpack",
+]
+
+PROTOCOL_VERSION = 1
+
+
+class Message(Protocol):
+    """Any of the dataclasses below."""
+
+    __dataclass_fields__: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's failure, as its node saw it.
+
+    Attributes:
+        kind: ``crash``, ``out of memory``, ``preemption`` or ``fatal``.
+        exit_code: as of ``subprocess``: -N for signal N.
+        message: one line: the exception, or the signal's name.
+        detail: traceback, or the last lines of stderr.
+        ran: seconds from the worker's start to its end.
+        ago: seconds from its end to this report, by the node's clock.
+        signature: equal for failures that look the same; empty if they cannot be compared.
+        log: where its log files are, on its node.
+    """
+
+    node_id: str
+    kind: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    message: str
+    detail: tuple[str, ...] = ()
+    ran: float = 0.0
+    ago: float = 0.0
+    signature: str = ""
+    log: str = ""
+    round: int = 0
+
+
+# Reports: node to leader.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message on a link.
+
+    Attributes:
+        command, limits: in words, so that a refusal can say what differs.
+        wanted_rank: rank that the node asks for, or None.
+        holding: number of the round whose workers it still has, 0 for none.
+        done: whether all of these have finished.
+        seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
+    """
+
+    version: int
+    run_id: str
+    digest: str
+    command: str
+    limits: str
+    node_id: str
+    incarnation: str
+    workers: int
+    address: str
+    store_port: int
+    wanted_rank: int | None = None
+    holding: int = 0
+    done: bool = False
+    seen_term: int = 0
+    seen_round: int = 0
+    seen_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am alive (node to leader)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The workers of the round are started."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker of the round failed; this node stops its others."""
+
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The workers of the round are reaped; the node is ready for the next one.
+
+    Attributes:
+        store_port: where its next worker store listens.
+    """
+
+    round: int
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All workers of the round finished with 0."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """This node leaves the run; nobody is to wait for it."""
+
+    reason: str
+
+
+Report = Hello | Beat | Joined | Failed | Stopped | Done | Leaving
+
+# Orders: leader to node.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hello was accepted."""
+
+    term: int
+    node_id: str
+    beat: float
+    dead_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node does not fit the run and must not come again."""
+
+    term: int
+    reason: str
+    hint: str = ""
+    code: int = 95
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """I am alive (leader to node)."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The round is formed and recorded: start its workers.
+
+    Attributes:
+        restarts: restarts charged so far.
+        cause: why the last round ended, ``first`` for the first one.
+    """
+
+    term: int
+    round: Round
+    restarts: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The round is over: stop its workers and report.
+
+    Attributes:
+        kind: see :class:`elastic_launch.rendezvous.verdict.Kind`.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """This node is no longer a member: kill its workers. ``final``: another agent took its place, do not come again."""
+
+    term: int
+    reason: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that the node's user wants to know, such as what the run waits for."""
+
+    term: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The run is over and recorded as such: stop and exit with the code.
+
+    Attributes:
+        failure: the root cause, if a worker's failure ended the run.
+    """
+
+    term: int
+    code: int
+    cause: str
+    restarts: int = 0
+    failure: Failure | None = None
+
+
+Order = Welcome | Refused | Pulse | Form | Break | Evicted | Notice | RunEnd
+
+_REPORTS: dict[str, type[Any]] = {
+    "hello": Hello,
+    "beat": Beat,
+    "joined": Joined,
+    "failed": Failed,
+    "stopped": Stopped,
+    "done": Done,
+    "leaving": Leaving,
+}
+_ORDERS: dict[str, type[Any]] = {
+    "welcome": Welcome,
+    "refused": Refused,
+    "pulse": Pulse,
+    "form": Form,
+    "break": Break,
+    "evicted": Evicted,
+    "notice": Notice,
+    "end": RunEnd,
+}
+_NAMES = {kind: name for table in (_REPORTS, _ORDERS) for name, kind in table.items()}
+
+
+def pack(message: Report | Order) -> bytes:
+    """Encode a message as one line."""
+    return codec.dumps(message, type=_NAMES[type(message)]) + b"\n"
+
+
+def unpack(line: bytes) -> Report | Order:
+    """Read one line.
+
+    Raises:
+        ProtocolError: if it is no message that this version knows.
+    """
+    value = codec.loads(line)
+    name = value.get("type")
+    kind = _REPORTS.get(name) or _ORDERS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"A message of the unknown type {str(name)[:50]!r} came over a link.")
+    message: Report | Order = codec.decode(kind, value)
+    return message
+
+
+class LineReader:
+    """Cuts a byte stream into lines, holding at most ``limit`` bytes of an unfinished one."""
+
+    def __init__(self, limit: int = codec.MAX_BYTES) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add what was received and return the lines that it completes.
+
+        Raises:
+            ProtocolError: if a line exceeds the limit.
+        """
+        self._pending += data
+        *lines, rest = self._pending.split(b"\n")
+        if len(rest) > self._limit:
+            raise ProtocolError(f"A line of more than {self._limit} bytes came over a link.")
+        self._pending = bytearray(rest)
+        return [bytes(line) for line in lines if line]

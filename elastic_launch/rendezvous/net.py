@@ -1,0 +1,102 @@
+"""Addresses and sockets: what to advertise, where to listen."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from elastic_launch.config import Endpoint
+from elastic_launch.errors import EndpointError
+
+__all__ = ["listen", "resolve", "routable_address", "source_address", "try_listen"]
+
+_ANYWHERE = ("192.0.2.1", 9)
+"""An address that is nowhere (RFC 5737): connecting a datagram socket to it asks the route and sends nothing."""
+
+
+def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Return the endpoint's addresses in the resolver's order.
+
+    Raises:
+        EndpointError: if the name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise EndpointError(
+            f"The rendezvous endpoint {endpoint} does not resolve: {error}.",
+            "Check --rdzv-endpoint, and that the name is known on this host.",
+        ) from error
+    return [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
+
+
+def try_listen(endpoint: Endpoint) -> tuple[socket.socket | None, bool]:
+    """Listen at the endpoint, if it is an address of this host.
+
+    Binding is the test: names are no evidence, since hosts in network namespaces and containers may share them.
+
+    Returns:
+        the listening socket or None, and whether the address is this host's but taken.
+    """
+    for family, address in resolve(endpoint):
+        try:
+            return _bound(family, address), False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None, True
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise EndpointError(
+                    f"This host may not listen at {endpoint}: {error.strerror}.", "Give a port above 1023."
+                ) from error
+    return None, False
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this host; at all of them if the advertised address is not one (address translation).
+
+    Raises:
+        EndpointError: if the port is in use.
+    """
+    listener, taken = try_listen(Endpoint(address, port))
+    if taken:
+        raise EndpointError(f"Port {port} of {address} is in use.", "Give another port, or end what listens there.")
+    return listener or _bound(socket.AF_INET, ("", port))
+
+
+def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def source_address(endpoint: Endpoint) -> str:
+    """Return this host's address on the route to the endpoint.
+
+    Raises:
+        EndpointError: if the name does not resolve or there is no route.
+    """
+    reason = "no address"
+    for family, address in resolve(endpoint):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address[0], address[1] or 9))
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                reason = error.strerror or str(error)
+    raise EndpointError(f"There is no route to the rendezvous endpoint {endpoint}: {reason}.", "Check the network.")
+
+
+def routable_address() -> str:
+    """Return the address by which other hosts most likely reach this one; loopback if there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ANYWHERE)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

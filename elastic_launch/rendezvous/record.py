@@ -1,0 +1,115 @@
+"""The control record: one value per run, changed only by compare-and-set of the whole."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous import codec
+
+__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node's part in a round.
+
+    Attributes:
+        incarnation: random per agent start; tells two agents of one node id apart.
+        workers: number of its workers.
+        address, store_port: where its worker store listens if it is the round's first member.
+    """
+
+    node_id: str
+    incarnation: str
+    workers: int
+    address: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Who trains together: members in rank order. Number 0 means that no round was formed yet."""
+
+    number: int = 0
+    members: tuple[Member, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all members."""
+        return sum(member.workers for member in self.members)
+
+    def index(self, node_id: str, incarnation: str) -> int | None:
+        """Rank of a node among the members, or None if it is none."""
+        for rank, member in enumerate(self.members):
+            if member.node_id == node_id and member.incarnation == incarnation:
+                return rank
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who decides, and where its links listen."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the run ended: the exit code of its nodes and why."""
+
+    code: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRecord:
+    """All that a run must not forget.
+
+    Attributes:
+        digest: SHA-256 over command and limits; a node with another one is refused.
+        term: a leader's reign; nodes ignore whatever comes from a lower one.
+        restarts: restarts charged to the budget so far.
+        last_step: last optimizer step known, or None.
+        nonce: random per write; tells two writers of otherwise equal records apart.
+    """
+
+    run_id: str
+    digest: str
+    term: int
+    leader: Leader
+    round: Round = field(default_factory=Round)
+    restarts: int = 0
+    last_step: int | None = None
+    end: End | None = None
+    nonce: str = ""
+    schema: int = SCHEMA
+
+    def renewed(self) -> ControlRecord:
+        """Return the same record under a fresh nonce, as every write must have."""
+        return replace(self, nonce=secrets.token_hex(8))
+
+    def encode(self) -> bytes:
+        """Return the record as JSON."""
+        return codec.dumps(self)
+
+    @staticmethod
+    def parse(data: bytes) -> ControlRecord:
+        """Read a record.
+
+        Raises:
+            ProtocolError: if data is no record of this schema.
+        """
+        value = codec.loads(data)
+        if value.get("schema") != SCHEMA:
+            raise ProtocolError(
+                f"The run's control record has schema {value.get('schema')!r}; this version reads {SCHEMA}.",
+                "Use the same version of elastic-launch on all nodes.",
+            )
+        return codec.decode(ControlRecord, value)

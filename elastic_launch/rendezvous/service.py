@@ -1,0 +1,267 @@
+"""The leader's input and output: one thread that owns the links, the clock and the store, and asks the machine."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import Limits, Timing
+from elastic_launch.errors import ProtocolError, StoreError
+from elastic_launch.events import EventSink
+from elastic_launch.rendezvous import leader as ld
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.store import ControlStore
+
+__all__ = ["LeaderService"]
+
+_log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT = 10.0
+"""Seconds within which a new connection must say hello."""
+
+MAX_UNSENT = 64 * 1024 * 1024
+"""Bytes that may wait for a node that does not read, before its link is closed."""
+
+
+@dataclass
+class _Link:
+    sock: socket.socket
+    opened: float
+    reader: m.LineReader = field(default_factory=lambda: m.LineReader(1024 * 1024))
+    unsent: bytearray = field(default_factory=bytearray)
+    greeted: bool = False
+    closing: bool = False
+
+
+class LeaderService:
+    """Leads a run until it is closed or deposed.
+
+    Args:
+        listener: where the links come in; taken over.
+        record: the record as committed for this leader's term; ``store`` holds it.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        store: ControlStore,
+        record: ControlRecord,
+        limits: Limits,
+        timing: Timing,
+        command: str,
+        clock: Clock,
+        events: EventSink,
+    ) -> None:
+        self._listener = listener
+        self._store = store
+        self._committed = record.encode()
+        self._clock = clock
+        self._timing = timing
+        self._events = events
+        self._machine = ld.LeaderMachine(record, limits, timing, command, clock.now())
+        self._links: dict[int, _Link] = {}
+        self._next_link = 1
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._stop = threading.Event()
+        self._linger = 0.0
+        self._queue: deque[ld.Instruction] = deque()
+        self._carrying = False
+        self._deposed = False
+        self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
+
+    def start(self) -> None:
+        """Begin to lead."""
+        for sock in (self._listener, self._wake_in):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def close(self, linger: float) -> None:
+        """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it."""
+        self._linger = linger
+        self._stop.set()
+        self._wake_out.send(b"x")
+        self._thread.join(linger + 5)
+        self._wake_out.close()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            for link in self._links.values():
+                link.sock.close()
+            self._selector.close()
+            self._listener.close()
+            self._wake_in.close()
+
+    def _serve(self) -> None:
+        clock, machine = self._clock, self._machine
+        next_pulse = clock.now() + self._timing.beat
+        give_up: float | None = None
+        while True:
+            now = clock.now()
+            if self._stop.is_set():
+                give_up = give_up if give_up is not None else now + (self._linger if machine.ended else 0)
+                if now >= give_up or not self._links or self._deposed:
+                    self._flush_all()
+                    return
+            wait = 0.05 if give_up is not None else max(0.0, min(machine.wait(now), next_pulse - now))
+            for key, _ in self._selector.select(wait):
+                self._ready(key)
+            now = clock.now()
+            self._carry_out(machine.turn(now))
+            if now >= next_pulse:
+                next_pulse = now + self._timing.beat
+                self._pulse(now)
+
+    def _ready(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._wake_in:
+            self._wake_in.recv(64)
+        elif key.fileobj is self._listener:
+            self._accept()
+        elif key.data in self._links:
+            self._flush(key.data)
+            if key.data in self._links:
+                self._receive(key.data)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            _log.warning("a link could not be accepted: %s", error)
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        number, self._next_link = self._next_link, self._next_link + 1
+        self._links[number] = _Link(sock, self._clock.now())
+        self._selector.register(sock, selectors.EVENT_READ, number)
+
+    def _receive(self, number: int) -> None:
+        link = self._links[number]
+        try:
+            data = link.sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(number, tell=True)
+            return
+        if link.closing:
+            return
+        try:
+            reports = [m.unpack(line) for line in link.reader.feed(data)]
+        except ProtocolError as error:
+            _log.warning("a link was closed: %s", error)
+            self._drop(number, tell=True)
+            return
+        for report in reports:
+            if number in self._links and not link.closing:
+                self._handle(number, link, report)
+
+    def _handle(self, number: int, link: _Link, report: m.Report | m.Order) -> None:
+        now = self._clock.now()
+        if isinstance(report, m.Hello):
+            link.greeted = True
+            self._carry_out(self._machine.hello(number, report, now))
+        elif not link.greeted or not isinstance(report, m.Report):
+            _log.warning("a link was closed: it sent %s before its hello", type(report).__name__)
+            self._drop(number, tell=False)
+        else:
+            self._carry_out(self._machine.report(number, report, now))
+
+    def _carry_out(self, instructions: list[ld.Instruction]) -> None:
+        """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
+        self._queue.extend(instructions)
+        if self._carrying:
+            return
+        self._carrying = True
+        while self._queue:
+            self._do(self._queue.popleft())
+        self._carrying = False
+
+    def _do(self, instruction: ld.Instruction) -> None:
+        match instruction:
+            case ld.Commit(record=record):
+                if not self._commit(record):
+                    self._queue.clear()
+                    self._deposed = True
+                    self._stop.set()
+            case ld.Send(link=number, order=order):
+                if number in self._links:
+                    self._links[number].unsent += m.pack(order)
+                    self._flush(number)
+            case ld.Close(link=number):
+                if number in self._links:
+                    self._links[number].closing = True
+                    self._flush(number)
+            case ld.Emit(event=event):
+                self._events.emit(event)
+
+    def _commit(self, record: ControlRecord) -> bool:
+        value = record.encode()
+        try:
+            written = self._store.compare_and_set(self._committed, value, self._timing.read_timeout)
+        except StoreError as error:
+            _log.error("the control record could not be written, this node leads no longer: %s", error)
+            return False
+        if written:
+            self._committed = value
+        else:
+            _log.error("the control record was written by somebody else, this node leads no longer")
+        return written
+
+    def _pulse(self, now: float) -> None:
+        pulse = m.pack(m.Pulse(self._machine.record.term))
+        for number, link in list(self._links.items()):
+            if link.greeted and not link.closing:
+                link.unsent += pulse
+                self._flush(number)
+            elif (link.closing and not link.unsent) or now - link.opened > HELLO_TIMEOUT:
+                self._drop(number, tell=False)
+
+    def _flush(self, number: int) -> None:
+        link = self._links[number]
+        try:
+            while link.unsent:
+                del link.unsent[: link.sock.send(link.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(number, tell=True)
+            return
+        if link.closing and not link.unsent:
+            self._half_close(link)
+        if len(link.unsent) > MAX_UNSENT:
+            self._drop(number, tell=True)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
+        if self._selector.get_key(link.sock).events != wanted:
+            self._selector.modify(link.sock, wanted, number)
+
+    def _half_close(self, link: _Link) -> None:
+        """Say goodbye without losing what was sent: the node closes its side when it has read all."""
+        try:
+            link.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def _flush_all(self) -> None:
+        for number in list(self._links):
+            self._flush(number)
+
+    def _drop(self, number: int, *, tell: bool) -> None:
+        link = self._links.pop(number, None)
+        if link is None:
+            return
+        self._selector.unregister(link.sock)
+        link.sock.close()
+        if tell and link.greeted:
+            self._carry_out(self._machine.closed(number, self._clock.now()))

@@ -1,0 +1,57 @@
+"""The store under which the workers of a round meet: bound before anybody reads its address."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from elastic_launch.rendezvous.net import listen
+
+__all__ = ["WorkerStore"]
+
+
+class WorkerStore:
+    """Holds a listening socket for the next round; serves on it if this node turns out to be the round's first member.
+
+    Args:
+        address: the address that this node advertises.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._listener: socket.socket | None = None
+        self._server: TCPStore | None = None
+
+    def reserve(self) -> int:
+        """Return the port of the next round's store, listening from now on."""
+        if self._listener is None:
+            self._listener = listen(self.address)
+        return int(self._listener.getsockname()[1])
+
+    def serve(self, timeout: float) -> TCPStore:
+        """Serve on the reserved port until :meth:`stop`; workers connect as clients (TORCHELASTIC_USE_AGENT_STORE)."""
+        port = self.reserve()
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        self._server = TCPStore(
+            self.address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+        return self._server
+
+    def stop(self) -> None:
+        """End the present round's server, if this node has it."""
+        self._server = None  # the last reference closes it
+
+    def close(self) -> None:
+        """Release everything."""
+        self.stop()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None

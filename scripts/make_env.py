@@ -1,0 +1,110 @@
+"""Bring the environment that runs this script up to what pyproject.toml and constraints.txt ask for.
+
+Started by the Makefile with the environment's own Python, before anything is installed: standard library
+only. PIP_ARGS holds further arguments for every pip install.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+CONSTRAINTS = "constraints.txt"
+LINK_NAME = "torch-of-another-interpreter.pth"
+
+DESCRIBE = """
+import json, os, sys, torch
+directories = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
+print(json.dumps([torch.__version__, list(sys.version_info[:2]), directories]))
+"""
+
+
+@dataclass(frozen=True)
+class OtherTorch:
+    interpreter: str
+    version: str
+    python: tuple[int, int]
+    directories: list[str]
+
+
+def pip_install(*arguments: str) -> None:
+    extra = shlex.split(os.environ.get("PIP_ARGS", ""))
+    command = [sys.executable, "-m", "pip", "install", *extra, "-c", CONSTRAINTS, *arguments]
+    print("env:", shlex.join(command[1:]), flush=True)
+    if code := subprocess.run(command).returncode:
+        sys.exit(f"env: pip failed with exit code {code}; its message is above. PIP_ARGS= reaches pip.")
+
+
+def ensure_pip() -> None:
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        subprocess.run([sys.executable, "-m", "ensurepip"], check=True)
+
+
+def find_torch(interpreter: str) -> OtherTorch | None:
+    found = subprocess.run([interpreter, "-c", DESCRIBE], capture_output=True, text=True)
+    if found.returncode:
+        print(f"env: {interpreter} cannot import torch, so it is installed", flush=True)
+        return None
+    torch_version, (major, minor), directories = json.loads(found.stdout)
+    return OtherTorch(interpreter, torch_version, (major, minor), directories)
+
+
+def link_torch(torch: OtherTorch, site_packages: Path) -> None:
+    if torch.python != sys.version_info[:2]:
+        sys.exit(
+            f"env: {torch.interpreter} and the environment in {sys.prefix} differ in their Python version; "
+            "remove that directory, or name another with VENV=path"
+        )
+    print(f"env: using torch {torch.version} of {torch.interpreter}", flush=True)
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    dependencies: list[str] = project["dependencies"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    skipped = ("torch", project["name"])
+    wanted = [
+        line
+        for line in (*dependencies, *(line for extra in extras.values() for line in extra))
+        if re.split(r"[^\w.-]", line)[0] not in skipped
+    ]
+    # pip must not see the other interpreter's packages while it installs the tools: it would count
+    # them as installed, and their commands would be missing from this environment.
+    link = site_packages / LINK_NAME
+    link.unlink(missing_ok=True)
+    pip_install(*wanted)
+    link.write_text("".join(f"{directory}\n" for directory in torch.directories))
+    pip_install("--no-deps", "-e", ".")
+
+    # Only now is there a library that compares versions.
+    from packaging.requirements import Requirement
+
+    required = next(r for r in map(Requirement, dependencies) if r.name == "torch")
+    if not required.specifier.contains(torch.version, prereleases=True):
+        sys.exit(
+            f"env: {required} is needed, {torch.interpreter} has {torch.version}; "
+            "without PYTHON= the right one is installed"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reuse-torch-of", metavar="PYTHON", help="use this interpreter's torch if it has one")
+    interpreter = parser.parse_args().reuse_torch_of
+    ensure_pip()
+    torch = find_torch(interpreter) if interpreter else None
+    if torch is None:
+        # constraints.txt pins torch: without it pip may bring gigabytes of another build.
+        pip_install("-e", ".[dev]")
+    else:
+        link_torch(torch, Path(sysconfig.get_path("purelib")))
+    print(f"env: ready in {sys.prefix} with torch {torch.version if torch else version('torch')}")
+
+
+if __name__ == "__main__":
+    main()
