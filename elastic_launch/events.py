@@ -41,7 +41,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each."""
+    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each.
+
+    An event whose ``line`` is empty is told by another one.
+    """
 
     leader: ClassVar[bool] = False
 
@@ -66,29 +69,40 @@ class NodeJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeLost(Event):
-    """A node is dead: its connection closed, or it was silent for too long."""
+    """A node is dead: its connection closed, or it was silent for too long.
+
+    Attributes:
+        detect_s: seconds from its last sign of life, as far as the leader can tell.
+        broke: number of the round that was broken for it, 0 if none was.
+    """
 
     leader: ClassVar[bool] = True
     node: str
     cause: str
     detect_s: float
+    broke: int
     next: str
 
     def line(self) -> str:
-        return f"node {self.node} lost ({self.cause}); {self.next}"
+        return "" if self.broke else f"node {self.node} lost ({self.cause}); {self.next}"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft(Event):
-    """A node said that it leaves."""
+    """A node said that it leaves.
+
+    Attributes:
+        broke: number of the round that was broken for it, 0 if none was.
+    """
 
     leader: ClassVar[bool] = True
     node: str
     cause: str
+    broke: int
     next: str
 
     def line(self) -> str:
-        return f"node {self.node} leaves ({self.cause}); {self.next}"
+        return "" if self.broke else f"node {self.node} leaves ({self.cause}); {self.next}"
 
 
 @dataclass(frozen=True, slots=True)

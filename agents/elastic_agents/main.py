@@ -36,8 +36,8 @@ class _Journal:
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
-        if type(event).leader:
-            _log.info("%s", event.line())
+        if type(event).leader and (line := event.line()):
+            _log.info("%s", line)
 
 
 def run(config: LaunchConfig) -> int:

@@ -217,6 +217,8 @@ Action = (
 
 Decision = tuple[View, list[Action]]
 
+_ON_RETURN = "this node goes on when an agent is back at the endpoint"
+
 _PREEMPTING = (-signal.SIGTERM, -signal.SIGINT)
 
 
@@ -308,12 +310,13 @@ def _link_down(view: View, event: LinkDown) -> Decision:
             return _over(view, ExitCode.DONE, f"finished; the run's leader was lost afterwards ({event.reason})")
         return view, [Warn(f"the leader cannot be reached ({event.reason}); this node has finished and waits")]
     if view.phase is Phase.WAITING:
-        return view, [Warn(f"the leader cannot be reached: {event.reason}; this node waits and tries on")]
+        if not event.gone:
+            return view, [Warn(f"waiting for the endpoint: {event.reason}")]
+        return view, [Warn(f"parked: the leader is gone ({event.reason}); {_ON_RETURN}")]
     if event.gone or view.nodes == 1:
         # The host's workers died with it: the others would only hang. A node alone might train beside the others.
         view, actions = _stop(view)
-        text = f"the leader is gone: {event.reason}; this node parks and goes on when an agent is back at the endpoint"
-        return view, [Warn(text), *actions]
+        return view, [Warn(f"parking: the leader is gone ({event.reason}); {_ON_RETURN}"), *actions]
     return view, [Warn(f"{event.reason}; the workers train on")]
 
 

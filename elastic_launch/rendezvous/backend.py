@@ -22,9 +22,6 @@ __all__ = ["Backend", "C10dBackend", "Place"]
 ACK_TIMEOUT = 5.0
 """Seconds for which the host of an ended run waits until all nodes have heard of the end."""
 
-PROBE_TIMEOUT = 5.0
-"""Seconds that one attempt to reach the endpoint may take."""
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -54,8 +51,8 @@ class Backend(Protocol):
         """
         ...
 
-    def find_leader(self) -> ControlRecord:
-        """Return the present record.
+    def find_leader(self, timeout: float) -> ControlRecord:
+        """Return the present record, or fail within about timeout seconds.
 
         Raises:
             RendezvousError: if it cannot be had now; ``RefusedError`` if trying again is of no use.
@@ -126,11 +123,11 @@ class C10dBackend:
             listener.close()
         return Endpoint(host, 29400 if listener is not None and not taken else 0)
 
-    def find_leader(self) -> ControlRecord:
+    def find_leader(self, timeout: float) -> ControlRecord:
         if self._store is not None:
-            return _present(self._store, PROBE_TIMEOUT)
+            return _present(self._store, timeout)
         assert self._endpoint is not None
-        timeout = min(PROBE_TIMEOUT, self._config.timing.read_timeout)
+        timeout = min(timeout, self._config.timing.read_timeout)
         try:
             store = connect_store(self._endpoint, self._config.run_id, timeout)
         except NotAStoreError as error:
@@ -138,7 +135,7 @@ class C10dBackend:
                 raise RefusedError(error.message, error.hint) from error
             raise
         try:
-            record = _present(store, PROBE_TIMEOUT)
+            record = _present(store, timeout)
             self._taken = False
             return record
         finally:

@@ -281,20 +281,22 @@ class LeaderMachine:
         if node.leaving:
             return
         node.leaving = True
-        if self._running and node.active:
+        broke = self.record.round.number if self._running and node.active else 0
+        if broke:
             self._break(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", now)
-        self._emit(NodeLeft(node.hello.node_id, reason, self._outlook()))
+        self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
 
     def _lose(self, node: _Node, cause: str, now: float, silence: float = 0.0) -> None:
         del self.nodes[node.hello.node_id]
         if node.leaving and not (self._running and node.active):
             return  # it has said so, and nobody waits for it
         text = f"node {node.hello.node_id} lost: {cause}"
-        if self._running and node.active:
+        broke = self.record.round.number if self._running and node.active else 0
+        if broke:
             self._break(Kind.NODE_LOSS, text, now)
         elif self._broken and not self._broken.judged and node.active:
             self._broken.kind = min(self._broken.kind, Kind.NODE_LOSS)
-        self._emit(NodeLost(node.hello.node_id, cause, silence, self._outlook()))
+        self._emit(NodeLost(node.hello.node_id, cause, silence, broke, self._outlook()))
 
     # Rounds.
 
@@ -305,7 +307,7 @@ class LeaderMachine:
         for node in self.nodes.values():
             if node.active:
                 self._send(node.link, m.Break(self.record.term, number, kind.text, cause))
-        self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, "a new round forms"))
+        self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, self._outlook()))
 
     def _consider(self, now: float) -> None:
         """Do what has become possible or due."""
@@ -452,7 +454,9 @@ class LeaderMachine:
 
     def _outlook(self) -> str:
         """What is next, in words."""
-        limits, waiting = self._limits, len(self._waiting())
+        limits = self._limits
+        # Whoever still stops its workers for a broken round will be there for the next one.
+        waiting = sum(not node.leaving and not (self._running and node.active) for node in self.nodes.values())
         if self.ended:
             return "the run has ended"
         if self._running:

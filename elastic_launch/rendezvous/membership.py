@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
 
+FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
+"""Seconds that one attempt to find the leader may take: before this node was ever linked to it, and afterwards."""
+
 GONE_AFTER = 1.0
 """Seconds after a closed link for which the leader is looked for before it counts as gone."""
 
@@ -180,12 +183,13 @@ class Membership:
         told = False
         while not self._closing.is_set():
             try:
-                sock = self._connect()
+                sock = self._connect(FIRST_ATTEMPT if lost_at is None else NEXT_ATTEMPT)
             except (EndpointError, StoreError, OSError) as error:
                 now = self._clock.now()
                 if not told and (lost_at is None or now - lost_at >= GONE_AFTER):
                     told = True
-                    self._notify(LinkDown(str(error), gone=lost_at is not None))
+                    reason = error.message if isinstance(error, RendezvousError) else str(error)
+                    self._notify(LinkDown(reason.rstrip("."), gone=lost_at is not None))
                 if now >= deadline:
                     raise
                 self._closing.wait(RETRY)
@@ -208,13 +212,13 @@ class Membership:
                     self._evicted = False
             self._closing.wait(0.02)
 
-    def _connect(self) -> socket.socket:
-        record = self._backend.find_leader()
+    def _connect(self, timeout: float) -> socket.socket:
+        record = self._backend.find_leader(timeout)
         if record.end is not None:
             self._notify(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
             self._closing.set()
             raise StoreError("the run has ended.")
-        sock = socket.create_connection((record.leader.address, record.leader.port), timeout=5.0)
+        sock = socket.create_connection((record.leader.address, record.leader.port), timeout=timeout)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:

@@ -1,0 +1,61 @@
+"""What the benchmarks train: a plain DDP script that notes the time of every optimizer step.
+
+It imports nothing of any launcher and stands on torchrun's environment variables alone. Every rank appends one JSON
+line per step to the same file: {"step", "rank", "world", "pid", "clock"}, the last by ``time.monotonic()``, which all
+processes of a Linux host share.
+"""
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH = 32
+COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a layer for as long as a benchmark needs.")
+    parser.add_argument("--file", type=Path, required=True, help="where the lines go")
+    parser.add_argument("--steps", type=int, default=3000, help="after which it ends by itself")
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after each step")
+    return parser.parse_args()
+
+
+def note(file: int, step: int, rank: int, world: int) -> None:
+    """Append the line of one step: one write to a file opened for appending, so that lines never mix."""
+    line = {"step": step, "rank": rank, "world": world, "pid": os.getpid(), "clock": time.monotonic()}
+    os.write(file, json.dumps(line).encode() + b"\n")
+
+
+def train(args: argparse.Namespace, file: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    batch = torch.ones(8, WIDTH)
+    for step in range(1, args.steps + 1):
+        optimizer.zero_grad()
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+        note(file, step, rank, world)
+        time.sleep(args.sleep)
+
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    file = os.open(args.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    train(args, file)
+    os.close(file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

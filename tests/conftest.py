@@ -1,0 +1,59 @@
+"""Fixtures of all tests; every test is checked for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Job, job_in
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves threads, children, descriptors or shared memory."""
+    threads, children = set(threading.enumerate()), _children()
+    descriptors, shared = _descriptors(), set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 2.0
+    while True:
+        left = {
+            "threads": [t.name for t in threading.enumerate() if t not in threads],
+            "children": sorted(_children() - children),
+            "descriptors": sorted(_descriptors() - descriptors),
+            "shared memory": sorted(set(os.listdir("/dev/shm")) - shared),
+        }
+        if not any(left.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    assert not any(left.values()), f"left behind: { {name: what for name, what in left.items() if what} }"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Launches whose workers must not outlive the test."""
+    yield from job_in(tmp_path)

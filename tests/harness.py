@@ -1,0 +1,196 @@
+"""Real launches for tests: agents as processes, bounded waits, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LOOP = str(SCRIPTS / "loop.py")
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
+    """Return the first true value of probe; fail with what was waited for."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = probe()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not seen within {timeout:g} s: {what}")
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+class Agent:
+    """One ``elastic-launch`` process."""
+
+    def __init__(self, arguments: list[str], directory: Path, name: str, env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.output_path = directory / f"{name}.{time.monotonic_ns()}.out"
+        with self.output_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic_launch", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    def says(self, text: str, timeout: float = 30.0, times: int = 1) -> None:
+        """Wait until the text has been printed as often as asked."""
+
+        def probe() -> bool:
+            return self.output.count(text) >= times
+
+        try:
+            wait_for(f"{text!r} from {self.name}", probe, timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it printed:\n{self.output}") from None
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Return the exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not exit within {timeout:g} s; it printed:\n{self.output}") from None
+
+
+class Job:
+    """A run of the worker script ``loop.py`` (or another command) on any number of agents on this host."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.work = directory / "work"
+        self.work.mkdir()
+        self.logs = directory / "logs"
+        self.agents: list[Agent] = []
+        self.port = free_port()
+
+    def launch(
+        self,
+        *flags: str,
+        name: str = "agent",
+        command: list[str] | None = None,
+        script_flags: list[str] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Agent:
+        """Start an agent; by default its workers run ``loop.py``."""
+        if command is None:
+            command = [LOOP, str(self.work), *(script_flags or [])]
+        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env)
+        self.agents.append(agent)
+        return agent
+
+    def node(self, name: str, *flags: str, nnodes: str = "1:4", nproc: int = 1, **options: Any) -> Agent:
+        """Start an agent of a run of several nodes at this job's endpoint."""
+        endpoint = f"127.0.0.1:{self.port}"
+        several = ["--nnodes", nnodes, "--nproc", str(nproc), "--rdzv-endpoint", endpoint, "--node-id", name]
+        return self.launch(*several, *flags, name=name, **options)
+
+    def started(self) -> list[dict[str, Any]]:
+        """What each worker said at its start, in order."""
+        try:
+            text = (self.work / "started.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines()]
+
+    def world(self, size: int, *, after: int = 0, timeout: float = 40.0) -> list[dict[str, Any]]:
+        """Wait until a whole round of a world size runs, beyond a round number; return its workers in rank order."""
+
+        def probe() -> list[dict[str, Any]]:
+            rounds: dict[int, list[dict[str, Any]]] = {}
+            for worker in self.started():
+                number = int(worker["env"]["ELASTIC_LAUNCH_ROUND"])
+                if number > after and int(worker["env"]["WORLD_SIZE"]) == size:
+                    rounds.setdefault(number, []).append(worker)
+            latest = rounds[max(rounds)] if rounds else []
+            return sorted(latest, key=lambda x: int(x["env"]["RANK"])) if len(latest) == size else []
+
+        try:
+            return wait_for(f"a round of world size {size} after round {after}", probe, timeout)
+        except AssertionError as error:
+            outputs = "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.agents)
+            raise AssertionError(f"{error}\n{outputs}") from None
+
+    def tell(self, name: str, text: str = "") -> None:
+        """Make the file by which the workers are told something."""
+        path = self.work / name
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").rename(path)
+
+    def finish(self) -> None:
+        self.tell("finish")
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """All events of all nodes, in the order of this host's clock."""
+        found = []
+        for path in self.logs.glob("*/events-*.jsonl"):
+            found += [json.loads(line) for line in path.read_text().splitlines()]
+        found.sort(key=lambda event: event["clock"])
+        return [event for event in found if name in (None, event["event"])]
+
+    def close(self) -> list[int]:
+        """End everything; return the pids of workers and grandchildren that had outlived their agents."""
+        running = [agent for agent in self.agents if agent.process.poll() is None]
+        for agent in running:
+            agent.process.kill()
+            agent.process.wait()
+        pids = [pid for worker in self.started() for pid in (worker["pid"], *worker["children"])]
+        deadline = time.monotonic() + 5.0
+        while any(map(alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = [pid for pid in pids if alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return left
+
+
+def round_of(worker: dict[str, Any]) -> int:
+    return int(worker["env"]["ELASTIC_LAUNCH_ROUND"])
+
+
+def job_in(directory: Path) -> Iterator[Job]:
+    """A job whose workers must not outlive it."""
+    job = Job(directory)
+    try:
+        yield job
+    finally:
+        left = job.close()
+    assert not left, f"processes {left} outlived their agents"

@@ -1,0 +1,120 @@
+"""What cannot work ends with one clear message, its exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from harness import LOOP, Job
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--no-such-flag", LOOP], "--no-such-flag"),
+        (["--nnodes", "4:1", LOOP], "--nnodes 4:1"),
+        (["--nproc", "0", LOOP], "--nproc 0"),
+        (["there/is/none.py"], "there/is/none.py"),
+    ],
+)
+def test_usage_errors_end_with_2_and_leave_nothing(job: Job, arguments: list[str], found: str) -> None:
+    agent = job.launch(command=arguments)
+    assert agent.wait() == 2
+    assert found in agent.output
+    assert "Traceback" not in agent.output
+    assert not job.logs.exists()
+
+
+def test_an_endpoint_that_does_not_resolve(job: Job) -> None:
+    endpoint = ["--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29400", "--rdzv-conf", "join_timeout=1"]
+    agent = job.launch(*endpoint)
+    assert agent.wait() == 95
+    assert "no-such-host.invalid:29400 does not resolve" in agent.output
+    assert "Traceback" not in agent.output
+
+
+def test_an_endpoint_where_nothing_answers(job: Job) -> None:
+    agent = job.node("a", "--rdzv-conf", "is_host=false,join_timeout=1")
+    assert agent.wait() == 95
+    assert f"Nothing answers at the rendezvous endpoint 127.0.0.1:{job.port}" in agent.output
+
+
+def test_a_port_in_use_by_something_else(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", job.port)):
+        agent = job.node("a")
+        assert agent.wait() == 95
+    assert "in use by another service" in agent.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "found"),
+    [
+        ([], {"script_flags": ["other"]}, "with the command"),
+        ([], {"nnodes": "1:3"}, "--nnodes 1:3"),
+        (["--max-restarts", "7"], {}, "--max-restarts 7"),
+        (["--rdzv-id", "another"], {}, "'another'"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_and_harms_nobody(
+    job: Job, flags: list[str], options: dict[str, object], found: str
+) -> None:
+    host = job.node("a")
+    job.world(1)
+    stranger = job.node("b", *flags, **options)
+    assert stranger.wait() == 95
+    assert found in stranger.output
+    assert "Traceback" not in stranger.output
+    job.finish()
+    assert host.wait() == 0
+    assert len(job.events("round_formed")) == 1
+
+
+def test_another_protocol_version_is_refused(job: Job) -> None:
+    host = job.node("a", "--rdzv-id", "run")
+    job.world(1)
+    record = _record_at(job)
+    hello = {"type": "hello", "version": 99, "run_id": "run", "digest": "x", "command": "c", "limits": "l"}
+    hello |= {"node_id": "n", "incarnation": "i", "workers": 1, "address": "127.0.0.1", "store_port": 1}
+    with socket.create_connection((record["leader"]["address"], record["leader"]["port"]), timeout=10) as link:
+        link.sendall(json.dumps(hello).encode() + b"\n")
+        answer = json.loads(link.makefile().readline())
+    assert answer["type"] == "refused"
+    assert "version 99" in answer["reason"]
+    job.finish()
+    assert host.wait() == 0
+
+
+def test_garbage_on_the_links_port_harms_nobody(job: Job) -> None:
+    host = job.node("a", "--rdzv-id", "run")
+    job.world(1)
+    record = _record_at(job)
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 100 + b"\n", b'{"type":"hello"}\n', b"[1]\n"):
+        with socket.create_connection((record["leader"]["address"], record["leader"]["port"]), timeout=10) as link:
+            link.sendall(garbage)
+            link.settimeout(20)
+            assert link.recv(100) == b""
+    job.finish()
+    assert host.wait() == 0
+
+
+def test_an_event_log_that_cannot_be_written_does_not_stop_the_run(job: Job, tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file, not a directory")
+    agent = job.launch("--standalone", "--log-dir", str(blocked))
+    assert agent.wait() == 2
+    assert "--log-dir" in agent.output
+
+
+def _record_at(job: Job) -> dict[str, dict[str, object]]:
+    from elastic_launch.config import Endpoint
+    from elastic_launch.rendezvous.c10d import connect_store
+
+    store = connect_store(Endpoint("127.0.0.1", job.port), "run", 10)
+    try:
+        value = store.load(10)
+    finally:
+        store.close()
+    assert value is not None
+    return dict(json.loads(value))

@@ -1,0 +1,211 @@
+"""One node: start, faults, budget, signals, output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from harness import Job, alive, round_of
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "1",
+    "ROLE_NAME": "default",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "OMP_NUM_THREADS": "1",
+    "NODE_RANK": "0",
+    "ELASTIC_LAUNCH_ROUND": "1",
+    "ELASTIC_LAUNCH_START_REASON": "first",
+}
+
+
+def test_workers_get_every_variable_of_torchrun_and_their_arguments(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    agent = job.launch("--standalone", "--nproc", "2", "--rdzv-id", "abc", script_flags=["--nproc", "a b", "--", "-x"])
+    worker = job.world(2)[1]
+    job.finish()
+    assert agent.wait() == 0
+    assert {name: worker["env"].get(name) for name in TORCHRUN} == TORCHRUN
+    assert worker["env"]["MASTER_ADDR"] == "127.0.0.1"
+    assert int(worker["env"]["MASTER_PORT"]) > 0
+    assert worker["env"]["TORCHELASTIC_ERROR_FILE"].endswith("round_1/1/error.json")
+    assert worker["argv"][1:] == ["--nproc", "a b", "--", "-x"]
+    assert f"logs in {job.logs}/abc" in agent.output.splitlines()[0]
+    assert "done: all workers finished; restarts: 0; logs in" in agent.output.splitlines()[-1]
+
+
+def test_a_killed_worker_takes_the_round_down_and_the_next_one_starts(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child"])
+    first = job.world(2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = job.world(2, after=1)
+    assert [worker["env"]["TORCHELASTIC_RESTART_COUNT"] for worker in second] == ["1", "1"]
+    assert not [pid for worker in first for pid in (worker["pid"], *worker["children"]) if alive(pid)]
+    job.finish()
+    assert agent.wait() == 0
+    assert "signal 9 (SIGKILL)" in agent.output
+    assert "restart 1 of 3 (--max-restarts 3)" in agent.output
+    names = [event["event"] for event in job.events()]
+    assert names.count("round_formed") == 2
+    assert names.count("round_broken") == names.count("restart_charged") == 1
+    assert names.count("worker_started") == names.count("worker_exited") == 4
+
+
+def test_an_exit_is_seen_at_once(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "1")
+    worker = job.world(1)[0]
+    os.kill(worker["pid"], signal.SIGKILL)
+    job.world(1, after=1)
+    job.finish()
+    assert agent.wait() == 0
+    exited = next(event for event in job.events("worker_exited") if event["exit_code"] == -9)
+    broken = job.events("round_broken")[0]
+    assert broken["clock"] >= exited["clock"]
+    assert not broken["cause"].startswith("node")
+
+
+@pytest.mark.parametrize(("code", "expected"), [("3", 3), ("2", 1), ("91", 1)])
+def test_without_restarts_the_code_is_the_workers_own(job: Job, code: str, expected: int) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "0")
+    job.world(1)
+    job.tell("exit-0", code)
+    assert agent.wait() == expected
+    lines = agent.output.splitlines()
+    assert any("no restart allowed (--max-restarts 0)" in line for line in lines)
+    assert any("root cause: rank 0 on node" in line and f"exit code {code}" in line for line in lines)
+    assert f"    rank 0 leaves with {code}" in lines
+
+
+def test_a_signal_without_restarts_is_128_plus_its_number(job: Job) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "0")
+    os.kill(job.world(1)[0]["pid"], signal.SIGSEGV)
+    assert agent.wait() == 128 + signal.SIGSEGV
+    assert "signal 11 (SIGSEGV)" in agent.output
+
+
+def test_the_spent_budget_ends_the_run_with_91(job: Job) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "1")
+    os.kill(job.world(1)[0]["pid"], signal.SIGKILL)
+    os.kill(job.world(1, after=1)[0]["pid"], signal.SIGKILL)
+    assert agent.wait() == 91
+    assert "all 1 restarts spent" in agent.output
+
+
+def test_failing_twice_the_same_way_at_the_start_ends_the_run_with_90(job: Job) -> None:
+    job.tell("raise-0")
+    agent = job.launch("--standalone")
+    agent.says("restart 1 of 3")
+    job.tell("raise-0")
+    assert agent.wait() == 90
+    assert "RuntimeError: rank 0 was told to fail" in agent.output.split("root cause")[-1]
+    assert "Traceback (most recent call last):" in agent.output.split("root cause")[-1]
+
+
+def test_an_exception_recorded_by_torch_is_the_root_cause(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "recorded.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('bad batch')\nmain()\n"
+    )
+    agent = job.launch("--standalone", "--max-restarts", "0", command=[str(script)])
+    assert agent.wait() == 1
+    cause = agent.output.split("root cause")[-1]
+    assert "ValueError: bad batch" in cause
+    assert "recorded.py" in cause
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_the_workers_and_their_children(job: Job, number: int, code: int) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child"])
+    workers = job.world(2)
+    agent.signal(number)
+    assert agent.wait() == code
+    assert not [pid for worker in workers for pid in (worker["pid"], *worker["children"]) if alive(pid)]
+    assert "Traceback" not in agent.output
+
+
+def test_workers_that_ignore_the_signal_are_killed_after_their_grace(job: Job) -> None:
+    agent = job.launch("--standalone", "--shutdown-timeout", "1", script_flags=["--ignore-term"])
+    job.world(1)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    exits = job.events("worker_exited")
+    assert [event["exit_code"] for event in exits] == [-9]
+
+
+def test_the_second_signal_kills(job: Job) -> None:
+    agent = job.launch("--standalone", "--shutdown-timeout", "600", script_flags=["--ignore-term"])
+    job.world(1)
+    agent.signal(signal.SIGINT)
+    agent.says("SIGINT received")
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+
+
+def test_a_signal_before_the_first_rendezvous_ends_cleanly(job: Job) -> None:
+    agent = job.launch("--standalone")
+    agent.says("logs in")
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert "Traceback" not in agent.output
+
+
+def test_a_worker_ended_by_sigterm_is_a_free_restart(job: Job) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "0")
+    os.kill(job.world(1)[0]["pid"], signal.SIGTERM)
+    job.world(1, after=1)
+    job.finish()
+    assert agent.wait() == 0
+    assert "restarts: 0" in agent.output
+
+
+def test_the_killed_agents_workers_die_with_it(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child", "--ignore-term"])
+    workers = job.world(2)
+    agent.kill()
+    # The fixture waits for the workers and their children, and fails if any stays.
+    assert len(workers) == 2
+
+
+def test_output_goes_to_the_console_and_to_files(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", "--rdzv-id", "out")
+    job.world(2)
+    job.finish()
+    assert agent.wait() == 0
+    assert "rank 1 of 2 in round 1" in agent.output
+    assert (job.logs / "out/round_1/1/stdout.log").read_text() == "rank 1 of 2 in round 1\n"
+    for line in next((job.logs / "out").glob("events-*.jsonl")).read_text().splitlines():
+        assert {"event", "time", "clock"} <= json.loads(line).keys()
+
+
+def test_a_module_and_a_program_run_as_well(job: Job) -> None:
+    agent = job.launch("--standalone", "-m", command=["json.tool", "--help"])
+    assert agent.wait() == 0
+    program = job.launch("--standalone", "--no-python", command=["bash", "-c", "echo rank $RANK; exit 0"])
+    assert program.wait() == 0
+    assert "rank 0" in program.output
+
+
+def test_rounds_are_numbered_over_restarts(job: Job) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "5")
+    number = 0
+    for _ in range(3):
+        worker = job.world(1, after=number)[0]
+        number = round_of(worker)
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert round_of(job.world(1, after=number)[0]) == 4
+    job.finish()
+    assert agent.wait() == 0

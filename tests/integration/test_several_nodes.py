@@ -1,0 +1,158 @@
+"""Several nodes, as several agents on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from harness import Job, alive, round_of, wait_for
+
+
+def test_two_nodes_form_one_world(job: Job) -> None:
+    a = job.node("a", nnodes="2", nproc=2)
+    b = job.node("b", nnodes="2", nproc=1)
+    workers = job.world(3)
+    env = [worker["env"] for worker in workers]
+    assert [e["RANK"] for e in env] == ["0", "1", "2"]
+    assert sorted(e["LOCAL_RANK"] for e in env) == ["0", "0", "1"]
+    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in env}) == 1
+    assert {e["GROUP_WORLD_SIZE"] for e in env} == {"2"}
+    job.finish()
+    assert (a.wait(), b.wait()) == (0, 0)
+
+
+def test_a_dead_worker_takes_its_round_down_on_every_node(job: Job) -> None:
+    a, b = job.node("a", nnodes="2"), job.node("b", nnodes="2")
+    first = job.world(2)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    job.world(2, after=1)
+    assert not any(alive(worker["pid"]) for worker in first)
+    job.finish()
+    assert (a.wait(), b.wait()) == (0, 0)
+    assert len(job.events("restart_charged")) == 1
+
+
+def test_a_lost_node_shrinks_the_world_and_its_return_grows_it(job: Job) -> None:
+    a = job.node("a", nnodes="1:2")
+    b = job.node("b", nnodes="1:2")
+    job.world(2)
+    host, other = (a, b) if "hosts" in a.output else (b, a)
+    other.kill()
+    shrunk = job.world(1, after=1)
+    assert shrunk[0]["env"]["TORCHELASTIC_RESTART_COUNT"] == "0"
+    again = job.node(other.name, nnodes="1:2")
+    grown = job.world(2, after=round_of(shrunk[0]))
+    assert {worker["env"]["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
+    job.finish()
+    assert (host.wait(), again.wait()) == (0, 0)
+    assert [e["node"] for e in job.events("node_lost")] == [other.name]
+
+
+def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
+    timing = ["--dead-after", "2"]
+    host = job.node("a", *timing, nnodes="1:2")
+    host.says("hosts")
+    other = job.node("b", *timing, nnodes="1:2")
+    frozen = job.world(2)[1]
+    os.kill(other.process.pid, signal.SIGSTOP)
+    shrunk = job.world(1, after=1)
+    assert "silent for 2." in host.output
+    os.kill(other.process.pid, signal.SIGCONT)
+    grown = job.world(2, after=round_of(shrunk[0]))
+    assert not alive(frozen["pid"])
+    assert round_of(grown[0]) > round_of(shrunk[0])
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+
+
+def test_members_park_while_the_host_is_gone_and_go_on_with_it(job: Job) -> None:
+    host = job.node("a", nnodes="1:2")
+    host.says("hosts")
+    other = job.node("b", nnodes="1:2")
+    first = job.world(2)
+    host.kill()
+    other.says("goes on when an agent is back at the endpoint")
+    wait_for("b's worker to be stopped", lambda: not any(alive(worker["pid"]) for worker in first))
+    again = job.node("a", nnodes="1:2")
+    second = job.world(2, after=1)
+    assert round_of(second[0]) == 2
+    job.finish()
+    assert (again.wait(), other.wait()) == (0, 0)
+    assert job.events("round_formed")[-1]["term"] == 2
+
+
+def test_a_leaving_node_is_not_waited_for(job: Job) -> None:
+    host = job.node("a", nnodes="1:2")
+    host.says("hosts")
+    other = job.node("b", nnodes="1:2")
+    job.world(2)
+    other.signal(signal.SIGTERM)
+    job.world(1, after=1)
+    assert other.wait() == 143
+    job.finish()
+    assert host.wait() == 0
+    assert "node b leaves (SIGTERM)" in host.output
+    assert not job.events("restart_charged")
+
+
+def test_below_min_the_run_parks_and_ends_with_94(job: Job) -> None:
+    flags = ["--min-wait", "3"]
+    host = job.node("a", *flags, nnodes="2")
+    host.says("hosts")
+    other = job.node("b", *flags, nnodes="2")
+    first = job.world(2)
+    other.kill()
+    host.says("parked with 1 node, 2 needed")
+    wait_for("the workers to be stopped", lambda: not any(alive(worker["pid"]) for worker in first))
+    assert host.wait() == 94
+    assert len(job.events("round_formed")) == 1
+
+
+def test_a_spare_waits_and_takes_over(job: Job) -> None:
+    host = job.node("a", nnodes="1:2")
+    host.says("hosts")
+    second = job.node("b", nnodes="1:2")
+    job.world(2)
+    spare = job.node("c", nnodes="1:2")
+    host.says("node c joined")
+    second.kill()
+    job.world(2, after=1)
+    job.finish()
+    assert (host.wait(), spare.wait()) == (0, 0)
+
+
+def test_a_newer_agent_takes_the_place_of_the_older_with_its_node_id(job: Job) -> None:
+    host = job.node("a", nnodes="1:2")
+    host.says("hosts")
+    older = job.node("b", nnodes="1:2")
+    first = job.world(2)
+    newer = job.node("b", nnodes="1:2")
+    assert older.wait() == 95
+    assert "took its place" in older.output
+    job.world(2, after=round_of(first[0]))
+    job.finish()
+    assert (host.wait(), newer.wait()) == (0, 0)
+
+
+def test_node_ranks_are_honoured(job: Job) -> None:
+    host = job.node("a", "--node-rank", "1", nnodes="2")
+    host.says("hosts")
+    other = job.node("b", "--node-rank", "0", nnodes="2")
+    job.world(2)
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert job.events("round_formed")[0]["nodes"] == ["b", "a"]
+
+
+def test_the_session_of_a_dead_program_is_ended_whole(job: Job) -> None:
+    command = ["bash", "-c", f"echo $$ > {job.work}/pid-$GROUP_RANK-$WORLD_SIZE; sleep 600; true"]
+    host = job.node("a", "--no-python", nnodes="1:2", command=command)
+    host.says("hosts")
+    other = job.node("b", "--no-python", nnodes="1:2", command=command)
+    wait_for("both workers", lambda: (job.work / "pid-0-2").exists() and (job.work / "pid-1-2").exists())
+    pids = [int(wait_for("a pid", (job.work / f"pid-{i}-2").read_text)) for i in (0, 1)]
+    other.kill()
+    wait_for("the other's worker to restart alone", (job.work / "pid-0-1").exists)
+    assert not any(map(alive, pids))
+    host.signal(signal.SIGTERM)
+    assert host.wait() == 143

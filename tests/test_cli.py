@@ -1,0 +1,343 @@
+"""Tests of the command line: what every flag becomes, and what a mistake is answered with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_launch import cli
+from elastic_launch.config import Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.errors import UsageError
+from elastic_launch.flags import FLAGS
+
+Parse = Callable[..., LaunchConfig]
+
+
+@pytest.fixture
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Parse a command line, given as one string or as its words, beside a ``train.py``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def parse_it(*line: str, **environ: str) -> LaunchConfig:
+        argv = line[0].split() if len(line) == 1 else list(line)
+        return cli.parse(argv, {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ})
+
+    return parse_it
+
+
+def refused(parse: Parse, *line: str, **environ: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        parse(*line, **environ)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint, "an error has to say what to do"
+    return caught.value
+
+
+# What comes out of a bare command line.
+
+
+def test_defaults(parse: Parse, tmp_path: Path) -> None:
+    config = parse("train.py")
+    assert config.limits == Limits(1, 1, 3)
+    assert (config.nproc, config.backend, config.role) == (1, "c10d", "default")
+    assert (config.endpoint, config.announce, config.is_host) == (None, False, None)
+    assert config.timing == Timing()
+    assert (config.node_rank, config.local_addr, config.shutdown_timeout) == (None, None, 30)
+    assert config.log_dir.parent == tmp_path / ".local" / "state" / "elastic-launch"
+    assert re.fullmatch(rf"\d{{8}}T\d{{6}}Z-{os.getpid()}", config.log_dir.name)
+    assert re.fullmatch(r".+-[0-9a-f]{6}", config.node_id)
+    assert config.command.argv == (sys.executable, "-u", "train.py")
+
+
+def test_parsing_leaves_nothing_on_disk(parse: Parse, tmp_path: Path) -> None:
+    parse("train.py")
+    parse("--log-dir logs/deep train.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_ids_of_two_agents_differ(parse: Parse) -> None:
+    first, second = parse("train.py"), parse("train.py")
+    assert first.node_id != second.node_id
+    assert first.run_id != second.run_id
+
+
+@pytest.mark.parametrize(
+    ("line", "run_id"),
+    [
+        ("--rdzv-endpoint node0 train.py", "none"),
+        ("--rdzv-endpoint node0 --rdzv-id job7 train.py", "job7"),
+        ("--rdzv-id job7 train.py", "job7"),
+        ("--standalone --rdzv-id job7 train.py", "job7"),
+    ],
+)
+def test_run_id(parse: Parse, line: str, run_id: str) -> None:
+    assert parse(line).run_id == run_id
+
+
+# One flag at a time, in all its spellings.
+
+VALUES: list[tuple[str, str, str, object]] = [
+    # flag, value, field of the configuration, what it becomes
+    ("nnodes", "3", "limits", Limits(3, 3)),
+    ("nnodes", "1:4", "limits", Limits(1, 4)),
+    ("nproc", "2", "nproc", 2),
+    ("nproc-per-node", "2", "nproc", 2),
+    ("nproc", "cpu", "nproc", len(os.sched_getaffinity(0))),
+    ("rdzv-backend", "c10d", "backend", "c10d"),
+    ("rdzv-endpoint", "[::1]:1", "endpoint", Endpoint("::1", 1)),
+    ("rdzv-id", "-5", "run_id", "-5"),
+    ("rdzv-conf", "beat=0.5", "timing", Timing(beat=0.5)),
+    ("node-rank", "3", "node_rank", 3),
+    ("node-id", "rack1", "node_id", "rack1"),
+    ("local-addr", "10.0.0.7", "local_addr", "10.0.0.7"),
+    ("join-settle", "0", "timing", Timing(join_settle=0)),
+    ("dead-after", "7.5", "timing", Timing(dead_after=7.5)),
+    ("min-wait", "1e3", "timing", Timing(min_wait=1000)),
+    ("return-after", "9", "timing", Timing(return_after=9)),
+    ("resize-delay", "0", "timing", Timing(resize_delay=0)),
+    ("max-restarts", "0", "limits", Limits(1, 1, 0)),
+    ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
+    ("role", "trainer", "role", "trainer"),
+    ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "attribute", "expected"), VALUES)
+def test_every_spelling_of_a_flag_with_a_value(
+    parse: Parse, name: str, text: str, attribute: str, expected: object
+) -> None:
+    under = name.replace("-", "_")
+    variable = f"PET_{under.upper()}"
+    for line in (
+        [f"--{name}", text],
+        [f"--{name}={text}"],
+        [f"--{under}", text],
+        [f"--{under}={text}"],
+        [f"--{name.replace('-', '_', 1)}", text],
+    ):
+        assert getattr(parse(*line, "train.py"), attribute) == expected
+    assert getattr(parse("train.py", **{variable: text}), attribute) == expected
+    if name != "rdzv-conf":  # whose values merge
+        assert getattr(parse(f"--{name}={text}", "train.py", **{variable: "nonsense"}), attribute) == expected
+
+
+def test_every_flag_is_tested() -> None:
+    tested = {f"--{name}" for name, *_ in VALUES}
+    switches = {flag.name for flag in FLAGS if not flag.metavar}
+    assert {flag.name for flag in FLAGS} - tested == switches
+    assert switches == {"--standalone", "--module", "--no-python", "--help", "--version"}
+
+
+@pytest.mark.parametrize(
+    ("line", "nproc"),
+    [
+        ("-n 3 train.py", 3),
+        ("-n3 train.py", 3),
+        ("-n=3 train.py", 3),
+        ("--nproc 2 -n 3 train.py", 3),
+        ("-n 3 --nproc_per_node 2 train.py", 2),
+    ],
+)
+def test_the_last_spelling_of_nproc_wins(parse: Parse, line: str, nproc: int) -> None:
+    assert parse(line).nproc == nproc
+
+
+# Where nodes meet.
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint", "announce"),
+    [
+        ("train.py", None, False),
+        ("--nnodes 1:1 train.py", None, False),
+        ("--standalone train.py", None, False),
+        ("--nnodes 2 train.py", None, True),
+        ("--nnodes 1:4 train.py", None, True),
+        ("--nnodes 1:4 --rdzv-endpoint node0:1 train.py", Endpoint("node0", 1), False),
+        ("--rdzv-endpoint [::1]:0 train.py", Endpoint("::1", 0), False),
+    ],
+)
+def test_endpoint(parse: Parse, line: str, endpoint: Endpoint | None, announce: bool) -> None:
+    config = parse(line)
+    assert (config.endpoint, config.announce) == (endpoint, announce)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "named"),
+    [
+        ("--standalone --rdzv-endpoint node0 train.py", {}, "--rdzv-endpoint node0:29400"),
+        ("--standalone train.py", {"PET_RDZV_ENDPOINT": "node0"}, "PET_RDZV_ENDPOINT node0:29400"),
+        ("--rdzv-endpoint=node0 train.py", {"PET_STANDALONE": "1"}, "--rdzv-endpoint node0:29400"),
+    ],
+)
+def test_standalone_ignores_an_endpoint_with_a_warning(
+    parse: Parse, caplog: pytest.LogCaptureFixture, line: str, environ: dict[str, str], named: str
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="elastic_launch"):
+        config = parse(line, **environ)
+    assert config.endpoint is None
+    assert config.run_id != "none"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"--standalone ignores {named}" in caplog.text
+
+
+@pytest.mark.parametrize("nnodes", ["2", "1:4"])
+def test_standalone_is_one_node(parse: Parse, nnodes: str) -> None:
+    error = refused(parse, f"--standalone --nnodes {nnodes} train.py")
+    assert f"--nnodes {nnodes}" in error.message
+    assert "--standalone" in error.message
+    assert "Drop --nnodes" in error.hint
+    error = refused(parse, f"--nnodes {nnodes} train.py", PET_STANDALONE="1")
+    assert "--standalone comes from PET_STANDALONE=1 in the environment" in error.message
+
+
+@pytest.mark.parametrize("backend", ["static", "etcd", "C10D"])
+def test_other_backends_name_what_is_supported(parse: Parse, backend: str) -> None:
+    error = refused(parse, f"--rdzv-backend {backend} train.py")
+    assert backend in error.message
+    assert "c10d" in error.hint
+    error = refused(parse, "train.py", PET_RDZV_BACKEND=backend)
+    assert f"PET_RDZV_BACKEND={backend}" in error.message
+
+
+# Values that cannot work, from a flag and from the environment.
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message", "hint"),
+    [
+        ("nnodes", "a", "--nnodes 'a'", "MIN:MAX"),
+        ("nnodes", "4:1", "--nnodes 4:1", "--nnodes 1:4"),
+        ("nnodes", "0", "--nnodes asks for at least 0", "1 or more"),
+        ("nproc", "0", "--nproc 0", "auto, cpu or gpu"),
+        ("nproc", "-2", "--nproc -2", "1 or more"),
+        ("nproc", "many", "--nproc many", "auto, cpu or gpu"),
+        ("nproc", "1.5", "--nproc 1.5", "auto, cpu or gpu"),
+        ("nproc", "9" * 5000, "--nproc 999", "auto, cpu or gpu"),
+        ("max-restarts", "-1", "--max-restarts is -1", "0"),
+        ("max-restarts", "few", "--max-restarts few", "4"),
+        ("node-rank", "-1", "--node-rank -1", "0 or more"),
+        ("node-rank", "first", "--node-rank first", "4"),
+        ("node-id", "a/b", "--node-id 'a/b'", "slash"),
+        ("rdzv-id", "a/b", "--rdzv-id 'a/b'", "slash"),
+        ("rdzv-endpoint", "node0:x", "--rdzv-endpoint 'node0:x'", "65535"),
+        ("shutdown-timeout", "-1", "--shutdown-timeout -1", "0 seconds"),
+        ("shutdown-timeout", "long", "--shutdown-timeout long", "2.5"),
+    ],
+)
+def test_values_that_cannot_work(parse: Parse, name: str, text: str, message: str, hint: str) -> None:
+    error = refused(parse, f"--{name}={text}", "train.py")
+    assert message in error.message
+    assert hint in error.hint
+    assert "environment" not in str(error)
+    variable = f"PET_{name.upper().replace('-', '_')}"
+    error = refused(parse, "train.py", **{variable: text})
+    assert message in error.message
+    assert f"--{name} comes from {variable}={text} in the environment." in error.message
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in VALUES} - {"rdzv-conf"}))
+def test_an_empty_value_is_a_mistake_as_a_flag_and_none_in_the_environment(parse: Parse, name: str) -> None:
+    assert f"--{name.removesuffix('-per-node')} has an empty value" in refused(parse, f"--{name}=", "train.py").message
+    assert parse("train.py", **{f"PET_{name.upper().replace('-', '_')}": ""}).limits == Limits()
+
+
+@pytest.mark.parametrize(
+    ("text", "standalone"), [("1", True), ("true", True), ("0", False), ("", False), ("no", False)]
+)
+def test_switches_in_the_environment(
+    parse: Parse, caplog: pytest.LogCaptureFixture, text: str, standalone: bool
+) -> None:
+    config = parse("--rdzv-endpoint node0 train.py", PET_STANDALONE=text)
+    assert (config.endpoint is None) is standalone
+    assert bool(caplog.records) is standalone
+
+
+def test_a_switch_in_the_environment_that_is_neither(parse: Parse) -> None:
+    assert "PET_STANDALONE=2 is neither yes nor no" in refused(parse, "train.py", PET_STANDALONE="2").message
+
+
+def test_module_from_the_environment(parse: Parse) -> None:
+    assert parse("train", PET_MODULE="1").command.argv[2:] == ("-m", "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "expected"),
+    [
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, 5),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "PET_SHUTDOWN_TIMEOUT": "6"}, 6),
+        ("--shutdown-timeout 7", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "PET_SHUTDOWN_TIMEOUT": "6"}, 7),
+    ],
+)
+def test_shutdown_timeout(parse: Parse, line: str, environ: dict[str, str], expected: float) -> None:
+    assert parse(f"{line} train.py", **environ).shutdown_timeout == expected
+
+
+def test_a_bad_default_of_torch_is_named(parse: Parse) -> None:
+    message = refused(parse, "train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="x").message
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=x in the environment" in message
+
+
+# Devices, by a torch that has what the test says.
+
+
+def fake_torch(cuda: int = 0, accelerators: int = 0) -> SimpleNamespace:
+    def available(count: int) -> SimpleNamespace:
+        return SimpleNamespace(is_available=lambda: count > 0, device_count=lambda: count)
+
+    return SimpleNamespace(__version__="2.fake", cuda=available(cuda), accelerator=available(accelerators))
+
+
+@pytest.mark.parametrize(
+    ("text", "torch", "expected"),
+    [
+        ("gpu", fake_torch(cuda=4, accelerators=4), 4),
+        ("auto", fake_torch(cuda=4, accelerators=4), 4),
+        ("auto", fake_torch(accelerators=2), 2),
+        ("auto", fake_torch(), len(os.sched_getaffinity(0))),
+        ("cpu", fake_torch(cuda=4, accelerators=4), len(os.sched_getaffinity(0))),
+    ],
+)
+def test_nproc_by_devices(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, text: str, torch: SimpleNamespace, expected: int
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert parse(f"--nproc {text} train.py").nproc == expected
+    assert parse("train.py", PET_NPROC_PER_NODE=text).nproc == expected
+
+
+def test_nproc_gpu_without_one(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(accelerators=1))
+    error = refused(parse, "--nproc gpu train.py")
+    assert "--nproc gpu: torch 2.fake finds no CUDA device" in error.message
+    assert "cpu" in error.hint
+
+
+# Logs.
+
+
+def test_log_dir_is_absolute_for_workers_that_change_directory(parse: Parse, tmp_path: Path) -> None:
+    assert parse("--log-dir logs train.py").log_dir == tmp_path / "logs"
+
+
+def test_a_log_dir_below_a_file(parse: Parse) -> None:
+    assert "train.py is not a directory" in refused(parse, "--log-dir train.py/logs train.py").message
+
+
+@pytest.mark.parametrize("line", ["train.py", "--log-dir logs train.py"])
+def test_a_log_dir_that_cannot_be_written(
+    parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    # Not by its permissions: they do not hold for root.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    error = refused(parse, line)
+    assert f"no permission to write to {tmp_path}" in error.message
+    assert "--log-dir" in error.hint

@@ -1,0 +1,141 @@
+"""Tests of ``main`` and the console script: what is printed, returned and left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import elastic_launch
+from elastic_launch import cli
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import EndpointError
+from elastic_launch.flags import help_text
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
+    """Stand in for the agent and return the list of what it is asked to run; it exits with 17."""
+    asked: list[LaunchConfig] = []
+
+    def run(config: LaunchConfig) -> int:
+        asked.append(config)
+        return 17
+
+    module = ModuleType("elastic_agents.main")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elastic_agents", ModuleType("elastic_agents"))
+    monkeypatch.setitem(sys.modules, "elastic_agents.main", module)
+    return asked
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script in it, and an environment without settings."""
+    for name in os.environ:
+        if name.startswith(("PET_", "TORCH_ELASTIC_")) or name in ("PYTHON_EXEC", "XDG_STATE_HOME"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+def test_main_runs_the_agent_and_returns_its_code(agent: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_ROLE", "trainer")
+    assert cli.main(["--nproc", "2", "train.py"]) == 17
+    assert [(config.nproc, config.role) for config in agent] == [(2, "trainer")]
+    monkeypatch.setattr(sys, "argv", ["elastic-launch", "--nproc", "3", "train.py"])
+    assert cli.main() == 17
+    assert agent[1].nproc == 3
+
+
+def test_main_prints_an_error_with_its_hint(
+    here: Path, agent: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["--nnodes", "4:1", "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "elastic-launch: error: --nnodes 4:1 has a maximum below its minimum.\n  Write MIN:MAX, as in --nnodes 1:4.\n"
+    )
+    assert not agent
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+@pytest.mark.usefixtures("here", "agent")
+def test_main_prints_errors_of_the_agent_and_returns_their_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: LaunchConfig) -> int:
+        raise EndpointError("node0:29400 does not answer.", "Start node0 first,\nor look at the firewall.")
+
+    monkeypatch.setattr(sys.modules["elastic_agents.main"], "run", run)
+    assert cli.main(["train.py"]) == 95
+    assert capsys.readouterr().err == (
+        "elastic-launch: error: node0:29400 does not answer.\n  Start node0 first,\n  or look at the firewall.\n"
+    )
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "--he", "--nproc 2 --help", "--nproc nonsense -h train.py"])
+def test_main_helps(agent: list[LaunchConfig], capsys: pytest.CaptureFixture[str], line: str) -> None:
+    assert cli.main(line.split()) == 0
+    assert capsys.readouterr().out == help_text()
+    assert not agent
+
+
+@pytest.mark.parametrize("line", ["--version", "--vers", "--nnodes 1:4 --version train.py"])
+def test_main_tells_its_version(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    assert cli.main(line.split()) == 0
+    assert capsys.readouterr().out == f"elastic-launch {elastic_launch.__version__}\n"
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(0, 0), (17, 17), (KeyboardInterrupt(), 130)])
+def test_console_main_exits(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: int | KeyboardInterrupt,
+    code: int,
+) -> None:
+    def main() -> int:
+        if isinstance(outcome, KeyboardInterrupt):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(cli, "main", main)
+    with pytest.raises(SystemExit) as caught:
+        cli.console_main()
+    assert caught.value.code == code
+    assert capsys.readouterr() == ("", "")
+
+
+# In a process of its own.
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(elastic_launch.__file__).parents[1])
+    environ = {"PATH": os.environ["PATH"], "HOME": str(cwd), "PYTHONPATH": root}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_import_is_free_of_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, elastic_launch, elastic_launch.cli\n"
+        "print(sorted(name for name in sys.modules if name in ('torch', 'numpy', 'elastic_agents')))"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
+    done = python("-m", "elastic_launch", "--nporc", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("elastic-launch: error: unknown flag --nporc.\n  Did you mean --nproc?")
+    assert not list(tmp_path.iterdir())
