@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import platform
+import resource
 import shlex
 import signal
 import socket
@@ -100,7 +101,7 @@ class Job:
     def __init__(self, stop: Stop, timeout: float) -> None:
         self._stop = stop
         self._timeout = timeout
-        self._launchers: list[subprocess.Popen[bytes]] = []
+        self._launchers: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def __enter__(self) -> Job:
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-benchmark-")
@@ -115,7 +116,7 @@ class Job:
         finally:
             if isinstance(error, Missing):
                 error.args = (f"{error}\n{self._last_words()}",)
-            for process in self._launchers:
+            for _command, process in self._launchers:
                 process.poll()
             self._temporary.cleanup()
 
@@ -137,7 +138,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the benchmark alone
             )
-        self._launchers.append(process)
+        self._launchers.append((shlex.join(command), process))
         return process.pid, began
 
     def step(self, rank: int, world: int, at_least: int = 1, other_than: int = 0) -> Record:
@@ -146,25 +147,23 @@ class Job:
         return self._wait(
             wanted,
             self.steps,
-            lambda x: (
-                (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and x["pid"] != other_than
-            ),
+            lambda x: (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and x["pid"] != other_than,
         )
 
-    def event(self, node: str, name: str, after: float = 0.0) -> Record:
-        """Wait for the first event of this name in a node's log, after a moment."""
-        log = Tail(self.directory / "logs" / "benchmark" / f"events-{node}.jsonl")
-        return self._wait(f"{name} of {node}", log, lambda x: x["event"] == name and x["clock"] > after)
+    def event(self, source: str, name: str, after: float = 0.0, **fields: object) -> Record:
+        """Wait for the first event of this name, with these fields, in a node's log, after a moment."""
+        log = Tail(self.directory / "logs" / "benchmark" / f"events-{source}.jsonl")
+        wanted = {"event": name, **fields}
+        return self._wait(f"{name} of {source}", log, lambda x: x["clock"] > after and wanted.items() <= x.items())
 
     def _wait(self, wanted: str, tail: Tail, match: Callable[[Record], bool]) -> Record:
         while True:
-            alive = [process for process in self._launchers if process.poll() is None]
+            codes = [process.poll() for _command, process in self._launchers]
             for record in tail.read():
                 if match(record):
                     return record
             self._stop.check()
-            if not alive:
-                codes = [process.returncode for process in self._launchers]
+            if None not in codes:
                 raise Missing(f"waited for {wanted}, but the launcher ended with {codes}")
             if time.monotonic() > self._deadline:
                 raise Missing(f"waited for {wanted}, but {self._timeout:g} s are over")
@@ -172,9 +171,9 @@ class Job:
 
     def _last_words(self) -> str:
         texts = []
-        for number, process in enumerate(self._launchers):
+        for number, (command, _process) in enumerate(self._launchers):
             output = (self.directory / f"output-{number}.log").read_text(errors="replace").splitlines()
-            texts += [f"  {shlex.join(map(str, process.args))}", *(f"    {line}" for line in output[-25:])]
+            texts += [f"  {command}", *(f"    {line}" for line in output[-25:])]
         return "\n".join(texts)
 
 
@@ -252,9 +251,9 @@ def start_torchrun(job: Job) -> float:
     return job.start([program("torchrun"), *options, *job.script()], environ)[1]
 
 
-def start_node(job: Job, node: str, nnodes: str, port: int, *, host: bool) -> tuple[int, float]:
-    """Start one node of ours with one worker; return the agent's pid and the moment just before."""
-    options = ["--nnodes", nnodes, "--nproc", "1", "--node-id", node, "--rdzv-id", "benchmark"]
+def start_node(job: Job, node: str, nnodes: str, port: int, *, host: bool, nproc: int = 1) -> tuple[int, float]:
+    """Start one node of ours; return the agent's pid and the moment just before."""
+    options = ["--nnodes", nnodes, "--nproc", str(nproc), "--node-id", node, "--rdzv-id", "benchmark"]
     options += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", f"is_host={int(host)}"]
     options += ["--log-dir", str(job.directory / "logs")]
     return job.start([program("elastic-launch"), *options, *job.script()])
@@ -305,17 +304,32 @@ def measure_node_killed(new_job: NewJob, _: str) -> Figures:
         return formed - killed, job.step(0, 1)["clock"] - killed
 
 
-def measure_two_nodes(new_job: NewJob, _: str) -> Figures:
-    """From just before the first node's start to the first step: one node of 1:1, two of 1:4, the difference."""
+def launch_one_node(new_job: NewJob, nproc: int) -> float:
+    """From just before the start of one node of 1:1 to the first step."""
     with new_job() as job:
-        _pid, began = start_node(job, "host", "1:1", free_port(), host=True)
-        one = job.step(0, 1)["clock"] - began
+        _pid, began = start_node(job, "host", "1:1", free_port(), host=True, nproc=nproc)
+        return float(job.step(0, nproc)["clock"]) - began
+
+
+def measure_two_nodes(new_job: NewJob, _: str) -> Figures:
+    """What two nodes of 1:4 with a worker each need more than one of 1:1, with one worker and with as many workers."""
+    one_worker, two_workers = launch_one_node(new_job, 1), launch_one_node(new_job, 2)
     with new_job() as job:
         port = free_port()
         _pid, began = start_node(job, "host", "1:4", port, host=True)
         start_node(job, "other", "1:4", port, host=False)
-        two = job.step(0, 2)["clock"] - began
-    return one, two, two - one
+        two_nodes = job.step(0, 2)["clock"] - began
+        joined = job.event("host", "node_joined", node="other")["clock"]
+        formed = job.event("host", "round_formed", world_size=2)["clock"]
+    return one_worker, two_workers, two_nodes, two_nodes - one_worker, two_nodes - two_workers, formed - joined
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds that this machine has spent, and those of them that went to our children."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    spent = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent, ours.ru_utime + ours.ru_stime
 
 
 @dataclass(frozen=True)
@@ -355,9 +369,12 @@ SCENARIOS = {
         measure_two_nodes,
         ("ours",),
         (
-            ("launch -> first step: one node of 1:1", ""),
-            ("launch -> first step: two nodes of 1:4", ""),
-            ("what two nodes of 1:4 need more than one of 1:1", "<= 2.5 s"),
+            ("launch -> first step: one node of 1:1, 1 worker", ""),
+            ("launch -> first step: one node of 1:1, 2 workers", ""),
+            ("launch -> first step: two nodes of 1:4, 1 worker each", ""),
+            ("two nodes need more than one with 1 worker", "<= 2.5 s"),
+            ("two nodes need more than one with 2 workers", ""),
+            ("second node joined -> first round formed", ""),
         ),
     ),
 }
@@ -428,19 +445,28 @@ def table(results: Mapping[str, Result]) -> str:
     return "\n".join(lines)
 
 
-def circumstances(runs: int) -> Record:
-    """Under which the figures hold."""
-    return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "runs": runs,
-        "versions": {
-            "elastic-launch": version("elastic-launch"),
-            "torch": version("torch"),
-            "python": platform.python_version(),
-        },
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
+class Circumstances:
+    """Under which the figures hold; from its making until :meth:`record`."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self._load = os.getloadavg()[0]
+        self._cpu = cpu_seconds()
+        self._began = time.monotonic()
+
+    def record(self) -> Record:
+        cores = len(os.sched_getaffinity(0))
+        (spent_then, ours_then), (spent, ours) = self._cpu, cpu_seconds()
+        others = (spent - spent_then - (ours - ours_then)) / (os.cpu_count() or 1) / (time.monotonic() - self._began)
+        return {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "runs": self._runs,
+            "versions": {name: version(name) for name in ("elastic-launch", "torch")}
+            | {"python": platform.python_version()},
+            "cores": cores,
+            "load_before": round(self._load, 2),
+            "others_cpu": round(max(0.0, others), 3),
+        }
 
 
 def report(about: Record, results: Mapping[str, Result]) -> Record:
@@ -461,7 +487,7 @@ def report(about: Record, results: Mapping[str, Result]) -> Record:
 
 def headline(about: Record) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    load = f"load {about['load_before']:.2f} before, {about['load_after']:.2f} after"
+    load = f"load before {about['load_before']:.2f}, {about['others_cpu']:.0%} of the CPU used by others meanwhile"
     return f"{about['date']}: {versions}, {about['cores']} cores, CPU, gloo; median of {about['runs']} runs; {load}"
 
 
@@ -486,13 +512,13 @@ def main() -> int:
     stop = Stop()
     stop.catch()
     become_subreaper()
-    about = circumstances(args.runs)
+    circumstances = Circumstances(args.runs)
     try:
         results = measure_all(args.only or list(SCENARIOS), args.runs, lambda: Job(stop, args.timeout))
     except Stopped as stopped:
         say(str(stopped))
         return 128 + stop.number
-    about["load_after"] = round(os.getloadavg()[0], 2)
+    about = circumstances.record()
     print(f"{headline(about)}\n\n{table(results)}")
     if args.json:
         args.json.write_text(json.dumps(report(about, results), indent=2) + "\n")
