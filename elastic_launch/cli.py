@@ -8,11 +8,9 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,38 +18,22 @@ from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.config import (
-    ZERO_ALLOWED,
     Command,
     LaunchConfig,
     Limits,
-    Timing,
     parse_endpoint,
     parse_nnodes,
     state_directory,
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
-from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Setting, Values, help_text, nearest, split
+from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 
 __all__ = ["console_main", "main", "parse"]
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("c10d",)
-
-TIMES = tuple(item.name for item in fields(Timing))
-
-OF_TORCH = {
-    "last_call_timeout": "join_settle",
-    "keep_alive_interval": "beat",
-    "keep_alive_max_attempt": "dead_after",
-}
-"""torch's keys of --rdzv-conf that have another name here."""
-
-# What torch assumes if only one of the two is given.
-TORCH_KEEP_ALIVE_INTERVAL = 5.0
-TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
-
-CONF_KEYS = (*TIMES, "is_host", *OF_TORCH)
 
 
 def console_main() -> NoReturn:
@@ -136,7 +118,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         asker = "--rdzv-endpoint" if "--rdzv-endpoint" in values.given else values.variable("--rdzv-endpoint")
         log.warning("--standalone ignores %s %s: this node hosts its own store.", asker, endpoint)
         endpoint = None
-    timing, is_host = _timing(values)
+    timing, is_host = read_timing(_layers(values))
     if endpoint is None and is_host is False:
         raise UsageError(
             "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
@@ -152,7 +134,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         endpoint=endpoint,
         announce=high > 1 and endpoint is None,
         timing=timing,
-        node_id=values.text("--node-id") or f"{socket.gethostname()}-{secrets.token_hex(3)}",
+        node_id=values.text("--node-id") or default_node_id(),
         node_rank=values.integer("--node-rank"),
         local_addr=values.text("--local-addr"),
         is_host=is_host,
@@ -164,32 +146,11 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     )
 
 
-def _timing(values: Values) -> tuple[Timing, bool | None]:
-    """Put the rendezvous' settings together: whether this node hosts the store is one of them."""
-    settings: dict[str, Setting] = {}
-    for layer in _layers(values):
-        for key in layer:
-            # Our words win over torch's, but not those in the environment over torch's in a flag.
-            settings.pop(OF_TORCH.get(key, ""), None)
-        settings |= layer
-    times = {key: settings[key].seconds(zero=key in ZERO_ALLOWED) for key in TIMES if key in settings}
-    if last_call := settings.get("last_call_timeout"):
-        times.setdefault("join_settle", last_call.seconds(zero=True))
-    interval, attempts = settings.get("keep_alive_interval"), settings.get("keep_alive_max_attempt")
-    if interval:
-        times.setdefault("beat", interval.seconds())
-    if interval or attempts:
-        count = attempts.positive() if attempts else TORCH_KEEP_ALIVE_MAX_ATTEMPT
-        times.setdefault("dead_after", times.get("beat", TORCH_KEEP_ALIVE_INTERVAL) * count)
-    host = settings.get("is_host")
-    return Timing(**times), host.truth() if host else None
-
-
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:
     """The settings by where they stand, weakest first: the environment's, then those of the command line."""
     flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
     if variable := values.variable("--rdzv-conf"):
-        yield _conf(variable, values.environ[variable])
+        yield parse_conf(variable, values.environ[variable])
     yield {
         key: Setting(f"{variable}=", values.environ[variable])
         for key, name in flags.items()
@@ -197,26 +158,9 @@ def _layers(values: Values) -> Iterable[dict[str, Setting]]:
     }
     merged: dict[str, Setting] = {}
     for text in values.given.get("--rdzv-conf", ()):
-        merged |= _conf("--rdzv-conf", text)
+        merged |= parse_conf("--rdzv-conf", text)
     yield merged
     yield {key: Setting(f"{name} ", values.text(name) or "") for key, name in flags.items() if name in values.given}
-
-
-def _conf(asked: str, text: str) -> dict[str, Setting]:
-    """Parse ``key=value,key=value``."""
-    found: dict[str, Setting] = {}
-    for item in filter(None, map(str.strip, text.split(","))):
-        key, _, value = map(str.strip, item.partition("="))
-        if key not in CONF_KEYS:
-            meant = nearest(key, CONF_KEYS)
-            known = f"Known: {', '.join(CONF_KEYS)}."
-            raise UsageError(
-                f"{asked} has the unknown key {key!r}.", f"Did you mean {meant}? {known}" if meant else known
-            )
-        if not value:
-            raise UsageError(f"{asked} gives {key} no value.", "Write KEY=VALUE,KEY=VALUE.")
-        found[key] = Setting(f"{asked} {key}=", value)
-    return found
 
 
 def _nproc(text: str) -> int:

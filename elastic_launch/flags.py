@@ -6,13 +6,13 @@ an argument of the script that resembles several flags, and drops a ``--`` in fr
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic_launch.config import LaunchConfig, Limits, Timing, check_seconds
+from elastic_launch.config import LaunchConfig, Limits, Timing
 from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.settings import Setting, nearest
 
 __all__ = [
     "BY_NAME",
@@ -22,10 +22,8 @@ __all__ = [
     "USAGE",
     "Flag",
     "Line",
-    "Setting",
     "Values",
     "help_text",
-    "nearest",
     "split",
 ]
 
@@ -196,53 +194,6 @@ def split(argv: Sequence[str]) -> Line:
     return Line(given)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A value that is still text.
-
-    Every method raises a :class:`UsageError` if the text is not what it reads.
-
-    Attributes:
-        asked: what stood before the value, for errors.
-        text: the value.
-    """
-
-    asked: str
-    text: str
-
-    def whole(self) -> int:
-        """Read a whole number."""
-        if not re.fullmatch(r"[+-]?[0-9]{1,9}", self.text.strip()):
-            raise self._error("is not a whole number", "Give one of at most nine digits, as in 4.")
-        return int(self.text)
-
-    def positive(self) -> int:
-        """Read a whole number above 0."""
-        if (value := self.whole()) < 1:
-            raise self._error("is below 1", "Give 1 or more.")
-        return value
-
-    def seconds(self, *, zero: bool = False) -> float:
-        """Read a time to wait; zero says whether none will do."""
-        try:
-            value = float(self.text)
-        except ValueError:
-            raise self._error("is not a number of seconds", "Give one, as in 2.5.") from None
-        return check_seconds(f"{self.asked}{self.text}", value, zero=zero)
-
-    def truth(self) -> bool:
-        """Read a yes or no in the words that torch knows."""
-        word = self.text.strip().lower()
-        if word in ("1", "true", "t", "yes", "y"):
-            return True
-        if word in ("0", "false", "f", "no", "n"):
-            return False
-        raise self._error("is neither yes nor no", "Give 1 or 0, true or false, yes or no.")
-
-    def _error(self, problem: str, hint: str) -> UsageError:
-        return UsageError(f"{self.asked}{self.text} {problem}.", hint)
-
-
 class Values:
     """The values of the flags: those given, then those of the environment.
 
@@ -337,12 +288,6 @@ def _unknown(spelled: str) -> UsageError:
 def _either(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that the user may have meant, if any is near."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return found[0] if found else None
 
 
 def help_text() -> str:

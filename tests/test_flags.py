@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from elastic_launch.cli import CONF_KEYS
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.flags import EXIT_CODES, FLAGS, Line, Values, help_text, split
+from elastic_launch.settings import CONF_KEYS
 
 
 def refused(*argv: str) -> UsageError:

@@ -26,8 +26,8 @@ from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import C10dBackend
 from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
-from elastic_launch.rendezvous.settings import default_node_id, timing_from_conf
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.settings import Setting, check_keys, default_node_id, read_timing
 
 __all__ = ["C10dHandler", "MembershipHandler"]
 
@@ -79,20 +79,18 @@ class C10dHandler(RendezvousHandler):
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        conf = {key: str(value) for key, value in params.config.items()}
-        is_host = conf.pop("is_host", None)
-        nproc = int(conf.pop("nproc", "1"))
-        timing = timing_from_conf(conf)
+        conf = {key: Setting(f"--rdzv-conf {key}=", str(value)) for key, value in params.config.items()}
+        check_keys("--rdzv-conf", conf)
+        timing, is_host = read_timing([conf])
         self._config = LaunchConfig(
             command=Command((), ("torchrun",)),
             limits=Limits(params.min_nodes, params.max_nodes),
-            nproc=nproc,
             run_id=params.run_id,
             endpoint=parse_endpoint(params.endpoint) if params.endpoint else None,
             timing=timing,
             node_id=default_node_id(),
             local_addr=params.local_addr,
-            is_host=None if is_host is None else is_host.lower() in ("1", "true", "t", "yes", "y"),
+            is_host=is_host,
         )
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()

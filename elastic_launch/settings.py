@@ -1,0 +1,142 @@
+"""Reading settings that are still text: numbers, times, and the keys of ``--rdzv-conf``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from elastic_launch.config import ZERO_ALLOWED, Timing, check_seconds
+from elastic_launch.errors import UsageError
+
+__all__ = ["CONF_KEYS", "TIMES", "Setting", "check_keys", "default_node_id", "nearest", "parse_conf", "read_timing"]
+
+TIMES = tuple(item.name for item in fields(Timing))
+
+OF_TORCH = {
+    "last_call_timeout": "join_settle",
+    "keep_alive_interval": "beat",
+    "keep_alive_max_attempt": "dead_after",
+}
+"""torch's keys of --rdzv-conf that have another name here."""
+
+# What torch assumes if only one of the two is given.
+TORCH_KEEP_ALIVE_INTERVAL = 5.0
+TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
+
+CONF_KEYS = (*TIMES, "is_host", *OF_TORCH)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that is still text.
+
+    Every method raises a :class:`UsageError` if the text is not what it reads.
+
+    Attributes:
+        asked: what stood before the value, for errors.
+        text: the value.
+    """
+
+    asked: str
+    text: str
+
+    def whole(self) -> int:
+        """Read a whole number."""
+        if not re.fullmatch(r"[+-]?[0-9]{1,9}", self.text.strip()):
+            raise self._error("is not a whole number", "Give one of at most nine digits, as in 4.")
+        return int(self.text)
+
+    def positive(self) -> int:
+        """Read a whole number above 0."""
+        if (value := self.whole()) < 1:
+            raise self._error("is below 1", "Give 1 or more.")
+        return value
+
+    def seconds(self, *, zero: bool = False) -> float:
+        """Read a time to wait; zero says whether none will do."""
+        try:
+            value = float(self.text)
+        except ValueError:
+            raise self._error("is not a number of seconds", "Give one, as in 2.5.") from None
+        return check_seconds(f"{self.asked}{self.text}", value, zero=zero)
+
+    def truth(self) -> bool:
+        """Read a yes or no in the words that torch knows."""
+        word = self.text.strip().lower()
+        if word in ("1", "true", "t", "yes", "y"):
+            return True
+        if word in ("0", "false", "f", "no", "n"):
+            return False
+        raise self._error("is neither yes nor no", "Give 1 or 0, true or false, yes or no.")
+
+    def _error(self, problem: str, hint: str) -> UsageError:
+        return UsageError(f"{self.asked}{self.text} {problem}.", hint)
+
+
+def default_node_id() -> str:
+    """Return a name for a node that was given none: its host's, and something that tells a host's agents apart."""
+    return f"{socket.gethostname()}-{secrets.token_hex(3)}"
+
+
+def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool | None]:
+    """Put the rendezvous' settings together; whether this node hosts the store is one of them.
+
+    Args:
+        layers: settings by their keys, weakest first.
+
+    Raises:
+        UsageError: on a value that is not what its key takes.
+    """
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        for key in layer:
+            # Our words win over torch's, but not those in the environment over torch's in a flag.
+            settings.pop(OF_TORCH.get(key, ""), None)
+        settings |= layer
+    times = {key: settings[key].seconds(zero=key in ZERO_ALLOWED) for key in TIMES if key in settings}
+    if last_call := settings.get("last_call_timeout"):
+        times.setdefault("join_settle", last_call.seconds(zero=True))
+    interval, attempts = settings.get("keep_alive_interval"), settings.get("keep_alive_max_attempt")
+    if interval:
+        times.setdefault("beat", interval.seconds())
+    if interval or attempts:
+        count = attempts.positive() if attempts else TORCH_KEEP_ALIVE_MAX_ATTEMPT
+        times.setdefault("dead_after", times.get("beat", TORCH_KEEP_ALIVE_INTERVAL) * count)
+    host = settings.get("is_host")
+    return Timing(**times), host.truth() if host else None
+
+
+def parse_conf(asked: str, text: str) -> dict[str, Setting]:
+    """Parse ``key=value,key=value``."""
+    found: dict[str, Setting] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        key, _, value = map(str.strip, item.partition("="))
+        check_keys(asked, [key])
+        if not value:
+            raise UsageError(f"{asked} gives {key} no value.", "Write KEY=VALUE,KEY=VALUE.")
+        found[key] = Setting(f"{asked} {key}=", value)
+    return found
+
+
+def check_keys(asked: str, keys: Iterable[str]) -> None:
+    """Refuse keys that the rendezvous doesn't know.
+
+    Raises:
+        UsageError: naming the nearest known key.
+    """
+    known = f"Known: {', '.join(CONF_KEYS)}."
+    for key in keys:
+        if key not in CONF_KEYS:
+            meant = nearest(key, CONF_KEYS)
+            hint = f"Did you mean {meant}? {known}" if meant else known
+            raise UsageError(f"{asked} has the unknown key {key!r}.", hint)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that the user may have meant, if any is near."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return found[0] if found else None
