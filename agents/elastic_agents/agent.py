@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.utils.api import macros
 
 from elastic_agents import policy as p
 from elastic_agents.failures import describe
@@ -196,7 +198,7 @@ class LocalElasticAgent(ElasticAgent):
             if config.limits.max_restarts != 3:
                 options.append(f"--max-restarts {config.limits.max_restarts}")
             options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
-            command = " ".join(["elastic-launch", *options, *config.command.display])
+            command = " ".join(["elastic-launch", *options, shlex.join(config.command.display)])
             _log.info("this node hosts the run; the others join with:\n    %s", command)
         elif config.limits.max_nodes > 1:
             role = "hosts the run's store" if hosting else "joins"
@@ -293,7 +295,7 @@ class LocalElasticAgent(ElasticAgent):
             env = self._environment(form, placement, str(directory / "error.json"))
             began = self._clock.now()
             try:
-                pid = self._workers.start(form.round.number, placement, self._config.command.argv, env, directory)
+                pid = self._workers.start(form.round.number, placement, self._argv(placement), env, directory)
             except OSError as error:
                 cause = f"{self._config.command.argv[0]} cannot be executed: {error.strerror}"
                 self._inbox.put(p.StartFailed(cause))
@@ -305,6 +307,11 @@ class LocalElasticAgent(ElasticAgent):
             )
         self._group.state = WorkerState.HEALTHY
         self._membership.joined(form.round.number)
+
+    def _argv(self, placement: Placement) -> list[str]:
+        program, *arguments = self._config.command.argv
+        # As torchrun does: ${local_rank} in the script's arguments.
+        return [program, *macros.substitute(arguments, str(placement.local_rank))]
 
     def _place(self, formed: Round) -> None:
         """Give the group's workers their ranks in a round; serve its worker store if this node is its first member."""

@@ -3,8 +3,10 @@
 ``record``      the one value that a run keeps in its control store
 ``store``       what a control store must do; ``c10d`` is the one on torch's TCPStore
 ``messages``    what nodes and leader say to each other
-``leader``      who decides: a pure state machine (``ranks`` orders the members, ``verdict`` judges faults)
+``leader``      who decides: a pure state machine, whose output are ``instructions``
+                (``admission`` refuses strangers, ``ranks`` orders the members, ``verdict`` judges faults)
 ``service``     the leader's input and output: links, clock, store
-``membership``  a node's side: finds the leader, holds the link, comes back
-``handler``     the same rendezvous for plain torchrun
+``membership``  a node's side: finds the leader by a ``backend``, holds the link, comes back
+``handler``     the same rendezvous for plain torchrun, made by ``entry``
+``worker_store`` the store under which the workers of a round meet
 """

@@ -79,7 +79,8 @@ class C10dHandler(RendezvousHandler):
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        conf = {key: Setting(f"--rdzv-conf {key}=", str(value)) for key, value in params.config.items()}
+        # torch's LaunchConfig always adds its `timeout`, which is that of handlers older than c10d.
+        conf = {k: Setting(f"--rdzv-conf {k}=", str(v)) for k, v in params.config.items() if k != "timeout"}
         check_keys("--rdzv-conf", conf)
         timing, is_host = read_timing([conf])
         self._config = LaunchConfig(

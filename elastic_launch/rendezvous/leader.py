@@ -14,7 +14,7 @@ Invariants, checked by the stateful tests after every event:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from elastic_launch.config import Limits, Timing
 from elastic_launch.errors import ExitCode
@@ -32,72 +32,18 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.admission import refusal
+from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
 from elastic_launch.rendezvous.verdict import Kind, exit_code, is_early, judge, kind_of, root_cause
 
-__all__ = ["Close", "Commit", "Emit", "Instruction", "LeaderMachine", "Send"]
+__all__ = ["COLLECT", "TURN_CAP", "LeaderMachine"]
 
 COLLECT = 0.2
 """Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
 
 TURN_CAP = 2.0
 """A gap between two of the leader's own turns counts as so much silence of a node at most: who slept evicts nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Write the record by compare-and-set."""
-
-    record: ControlRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send an order over a link."""
-
-    link: int
-    order: m.Order
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Close a link after what was sent over it."""
-
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Record an event."""
-
-    event: Event
-
-
-Instruction = Commit | Send | Close | Emit
-
-
-@dataclass(slots=True)
-class _Node:
-    hello: m.Hello
-    link: int
-    arrival: int
-    arrived: float
-    store_port: int
-    active: bool = False  # has, or may have, workers of the current round
-    joined: bool = False
-    done: bool = False
-    leaving: bool = False
-    silence: float = 0.0
-
-
-@dataclass(slots=True)
-class _Broken:
-    at: float
-    kind: Kind
-    cause: str
-    failures: list[tuple[float, m.Failure]] = field(default_factory=list)
-    judged: bool = False
 
 
 class LeaderMachine:
@@ -112,7 +58,7 @@ class LeaderMachine:
 
     def __init__(self, record: ControlRecord, limits: Limits, timing: Timing, command: str, now: float) -> None:
         self.record = record
-        self.nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, Node] = {}
         self.restarts = record.restarts
         self._limits = limits
         self._timing = timing
@@ -121,7 +67,7 @@ class LeaderMachine:
         self._turned = now
         self._running = bool(record.round.members)
         self._formed_at = now
-        self._broken: _Broken | None = None
+        self._broken: Broken | None = None
         self._floor = record.round.number
         self._arrivals = 0
         self._last_arrival = now
@@ -152,8 +98,7 @@ class LeaderMachine:
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._out.append(Close(known.link))
-            known.link, known.silence = link, 0.0
-            self._welcome(link, hello)
+            self._relink(known, link, hello, now)
             return self._flush()
         if known is not None:
             reason_text = f"a newer agent with the node id {hello.node_id} took its place"
@@ -246,7 +191,7 @@ class LeaderMachine:
             self._commit(replace(self.record, term=hello.seen_term + 1))
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
-        node = _Node(hello, link, self._arrivals, now, hello.store_port)
+        node = Node(hello, link, self._arrivals, now, hello.store_port)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
@@ -266,18 +211,30 @@ class LeaderMachine:
         if not self._running and not self.ended and self._parked_at != now:
             self._send(link, m.Notice(self.record.term, self._outlook()))
 
+    def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
+        """A known node comes back before its old link was seen to close; what it holds now is what counts."""
+        node.link, node.silence, node.store_port, node.hello = link, 0.0, hello.store_port, hello
+        if node.active and hello.holding != self.record.round.number:
+            if self._running:
+                self._break(Kind.NODE_LOSS, f"node {hello.node_id} came back without its workers", now)
+            node.active = False
+        elif node.active:
+            node.joined, node.done = True, hello.done
+        self._welcome(link, hello)
+        self._consider(now)
+
     def _welcome(self, link: int, hello: m.Hello) -> None:
         timing = self._timing
         self._send(link, m.Welcome(self.record.term, hello.node_id, timing.beat, timing.dead_after))
 
-    def _failed(self, node: _Node, failure: m.Failure, now: float) -> None:
+    def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
         if self._running and node.active:
             where = f"rank {failure.rank} on node {failure.node_id}"
             self._break(kind_of(failure), f"{where}: {failure.message}", now)
         if self._broken and not self._broken.judged:
             self._broken.failures.append((now, failure))
 
-    def _leaving(self, node: _Node, reason: str, now: float) -> None:
+    def _leaving(self, node: Node, reason: str, now: float) -> None:
         if node.leaving:
             return
         node.leaving = True
@@ -286,7 +243,7 @@ class LeaderMachine:
             self._break(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", now)
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
 
-    def _lose(self, node: _Node, cause: str, now: float, silence: float = 0.0) -> None:
+    def _lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
         del self.nodes[node.hello.node_id]
         if node.leaving and not (self._running and node.active):
             return  # it has said so, and nobody waits for it
@@ -302,7 +259,7 @@ class LeaderMachine:
 
     def _break(self, kind: Kind, cause: str, now: float) -> None:
         self._running = False
-        self._broken = _Broken(now, kind, cause)
+        self._broken = Broken(now, kind, cause)
         number = self.record.round.number
         for node in self.nodes.values():
             if node.active:
@@ -362,10 +319,10 @@ class LeaderMachine:
         finishing = any(node.done for node in members)
         return bool(self._waiting()) and len(members) < self._limits.max_nodes and not finishing
 
-    def _waiting(self) -> list[_Node]:
+    def _waiting(self) -> list[Node]:
         return [node for node in self.nodes.values() if not node.active and not node.leaving]
 
-    def _judge(self, broken: _Broken, now: float) -> None:
+    def _judge(self, broken: Broken, now: float) -> None:
         broken.judged = True
         kind = judge(broken.kind, (failure for _, failure in broken.failures))
         failure = root_cause(broken.failures)
@@ -416,7 +373,7 @@ class LeaderMachine:
     def _form(self, now: float) -> None:
         last = {member.node_id: (rank, member.incarnation) for rank, member in enumerate(self.record.round.members)}
 
-        def last_rank(node: _Node) -> int | None:
+        def last_rank(node: Node) -> int | None:
             rank, incarnation = last.get(node.hello.node_id, (None, ""))
             return rank if incarnation == node.hello.incarnation else None
 
@@ -488,5 +445,5 @@ class LeaderMachine:
         out, self._out = self._out, []
         return out
 
-    def _by_link(self, link: int) -> _Node | None:
+    def _by_link(self, link: int) -> Node | None:
         return next((node for node in self.nodes.values() if node.link == link), None)

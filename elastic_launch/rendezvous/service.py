@@ -13,8 +13,9 @@ from elastic_launch.clock import Clock
 from elastic_launch.config import Limits, Timing
 from elastic_launch.errors import ProtocolError, StoreError
 from elastic_launch.events import EventSink
-from elastic_launch.rendezvous import leader as ld
+from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.leader import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.store import ControlStore
 
@@ -64,14 +65,14 @@ class LeaderService:
         self._clock = clock
         self._timing = timing
         self._events = events
-        self._machine = ld.LeaderMachine(record, limits, timing, command, clock.now())
+        self._machine = LeaderMachine(record, limits, timing, command, clock.now())
         self._links: dict[int, _Link] = {}
         self._next_link = 1
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._stop = threading.Event()
         self._linger = 0.0
-        self._queue: deque[ld.Instruction] = deque()
+        self._queue: deque[to_do.Instruction] = deque()
         self._carrying = False
         self._deposed = False
         self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
@@ -177,7 +178,7 @@ class LeaderService:
         else:
             self._carry_out(self._machine.report(number, report, now))
 
-    def _carry_out(self, instructions: list[ld.Instruction]) -> None:
+    def _carry_out(self, instructions: list[to_do.Instruction]) -> None:
         """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
         self._queue.extend(instructions)
         if self._carrying:
@@ -187,22 +188,22 @@ class LeaderService:
             self._do(self._queue.popleft())
         self._carrying = False
 
-    def _do(self, instruction: ld.Instruction) -> None:
+    def _do(self, instruction: to_do.Instruction) -> None:
         match instruction:
-            case ld.Commit(record=record):
+            case to_do.Commit(record=record):
                 if not self._commit(record):
                     self._queue.clear()
                     self._deposed = True
                     self._stop.set()
-            case ld.Send(link=number, order=order):
+            case to_do.Send(link=number, order=order):
                 if number in self._links:
                     self._links[number].unsent += m.pack(order)
                     self._flush(number)
-            case ld.Close(link=number):
+            case to_do.Close(link=number):
                 if number in self._links:
                     self._links[number].closing = True
                     self._flush(number)
-            case ld.Emit(event=event):
+            case to_do.Emit(event=event):
                 self._events.emit(event)
 
     def _commit(self, record: ControlRecord) -> bool:

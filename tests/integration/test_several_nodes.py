@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 
 from harness import Job, alive, round_of, wait_for
@@ -156,3 +157,23 @@ def test_the_session_of_a_dead_program_is_ended_whole(job: Job) -> None:
     assert not any(map(alive, pids))
     host.signal(signal.SIGTERM)
     assert host.wait() == 143
+
+
+def test_a_signal_while_waiting_for_nodes_ends_cleanly(job: Job) -> None:
+    agent = job.node("a", nnodes="2")
+    agent.says("waiting for nodes: 1 of at least 2")
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert "Traceback" not in agent.output
+    assert not job.started()
+
+
+def test_without_an_endpoint_the_others_join_by_the_printed_command(job: Job) -> None:
+    first = job.launch("--nnodes", "2", "--nproc", "1", "--log-dir", str(job.logs), name="first")
+    first.says("the others join with:")
+    line = next(line for line in first.output.splitlines() if line.strip().startswith("elastic-launch --nnodes"))
+    _, *arguments = shlex.split(line)
+    second = job.launch(command=arguments, name="second")
+    job.world(2)
+    job.finish()
+    assert (first.wait(), second.wait()) == (0, 0)

@@ -26,7 +26,7 @@ line = {
 }
 with (directory / "started.jsonl").open("a") as file:
     file.write(json.dumps(line) + "\n")
-print(f"rank {rank} of {os.environ['WORLD_SIZE']} in round {os.environ['ELASTIC_LAUNCH_ROUND']}", flush=True)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} in round {os.environ.get('ELASTIC_LAUNCH_ROUND')}", flush=True)
 
 
 def take(name):

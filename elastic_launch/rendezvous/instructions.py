@@ -1,0 +1,84 @@
+"""What the leader's machine says and what it keeps in mind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_launch.events import Event
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.verdict import Kind
+
+__all__ = ["Broken", "Close", "Commit", "Emit", "Instruction", "Node", "Send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write the record by compare-and-set."""
+
+    record: ControlRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send an order over a link."""
+
+    link: int
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close a link after what was sent over it."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Record an event."""
+
+    event: Event
+
+
+Instruction = Commit | Send | Close | Emit
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that the leader has a link to.
+
+    Attributes:
+        store_port: where its next worker store listens.
+        active: it has, or may have, workers of the current round.
+        joined, done: these are started; all have finished with 0.
+        leaving: it said that it leaves.
+        silence: seconds without a sign of life.
+    """
+
+    hello: m.Hello
+    link: int
+    arrival: int
+    arrived: float
+    store_port: int
+    active: bool = False
+    joined: bool = False
+    done: bool = False
+    leaving: bool = False
+    silence: float = 0.0
+
+
+@dataclass(slots=True)
+class Broken:
+    """A round that was broken and whose successor is not formed yet.
+
+    Attributes:
+        failures: reports that came in, each with the leader's time of its receipt.
+        judged: the cause that counts is found and charged.
+    """
+
+    at: float
+    kind: Kind
+    cause: str
+    failures: list[tuple[float, m.Failure]] = field(default_factory=list)
+    judged: bool = False
