@@ -159,7 +159,12 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
     thread.start()
     thread.join(timeout)
     if errors:
-        raise errors[0]
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            # An error that refers to itself by its traceback would keep the store's socket open until some collection.
+            del error
     if not result:
         raise StoreError(f"the c10d store at {where} did not answer within {timeout:g} s.")
     return result[0]

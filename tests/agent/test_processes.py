@@ -1,0 +1,151 @@
+"""Starting, ending and reading from real processes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import alive, wait_for
+
+from elastic_agents.guard import Guard
+from elastic_agents.output import TAIL_LINES, OutputPump, Stream
+from elastic_agents.processes import ExecProcesses, StartRequest
+from elastic_agents.sessions import kill_sessions, session_members
+
+Exits = queue.SimpleQueue[tuple[int, int]]
+
+
+@pytest.fixture
+def exits() -> Exits:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def processes(exits: Exits) -> Iterator[ExecProcesses]:
+    processes = ExecProcesses(lambda pid, code: exits.put((pid, code)))
+    yield processes
+    processes.close()
+
+
+def _shell(command: str) -> StartRequest:
+    return StartRequest(["/bin/sh", "-c", command], {"PATH": os.environ["PATH"]}, 1, 2)
+
+
+def test_exits_are_told_with_their_codes_and_signals(processes: ExecProcesses, exits: Exits) -> None:
+    plain = processes.start(_shell("exit 3"))
+    assert exits.get(timeout=10) == (plain, 3)
+    sleeper = processes.start(_shell("exec sleep 600"))
+    processes.signal(sleeper, signal.SIGTERM)
+    assert exits.get(timeout=10) == (sleeper, -signal.SIGTERM)
+
+
+def test_signalling_a_reaped_process_does_nothing(processes: ExecProcesses, exits: Exits) -> None:
+    pid = processes.start(_shell("exit 0"))
+    exits.get(timeout=10)
+    processes.signal(pid, signal.SIGKILL)
+    assert exits.empty()
+
+
+def test_a_command_that_cannot_be_executed_raises(processes: ExecProcesses) -> None:
+    with pytest.raises(FileNotFoundError):
+        processes.start(StartRequest(["/no/such/program"], {}, 1, 2))
+
+
+def test_a_process_leads_a_session_that_is_killed_whole(processes: ExecProcesses, exits: Exits, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pid = processes.start(_shell(f"sleep 600 & (sleep 600 & echo $! >> {pids}; wait) & echo $! >> {pids}; wait"))
+    wait_for("the grandchildren", lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    # The shell, its sleeper, the subshell and that one's sleeper.
+    wait_for("the whole session", lambda: len(session_members({pid})) == 4)
+    assert kill_sessions({pid}) == []
+    assert session_members({pid}) == []
+    assert exits.get(timeout=10) == (pid, -signal.SIGKILL)
+
+
+def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from elastic_agents.guard import Guard\n"
+        "guard = Guard()\n"
+        "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
+        "guard.add(kept); guard.add(gone); guard.remove(gone)\n"
+        "print(kept, gone, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    assert agent.stdin is not None
+    guarded, released = map(int, agent.stdout.readline().split())
+    try:
+        agent.kill()
+        agent.wait()
+        wait_for("the guarded session's end", lambda: not alive(guarded))
+        assert alive(released)
+    finally:
+        os.kill(released, signal.SIGKILL)
+        agent.stdin.close()
+        agent.stdout.close()
+
+
+def test_a_dismissed_guard_kills_nobody() -> None:
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    guard = Guard()
+    guard.add(sleeper.pid)
+    guard.close()
+    assert sleeper.poll() is None
+    sleeper.kill()
+    sleeper.wait()
+
+
+@pytest.fixture
+def pump() -> Iterator[OutputPump]:
+    pump = OutputPump()
+    yield pump
+    pump.close()
+
+
+def _written(pump: OutputPump, path: Path, data: bytes) -> Stream:
+    console = os.open(os.devnull, os.O_WRONLY)
+    stream, sink = pump.open(console, path)
+    with os.fdopen(sink, "wb") as file:
+        file.write(data)
+    assert stream.ended.wait(10)
+    os.close(console)
+    return stream
+
+
+def test_output_is_kept_whole_in_the_file_and_its_end_in_memory(pump: OutputPump, tmp_path: Path) -> None:
+    data = b"".join(b"line %d\n" % i for i in range(100_000)) + b"no end of line"
+    stream = _written(pump, tmp_path / "log", data)
+    assert (tmp_path / "log").read_bytes() == data
+    expected = [f"line {i}" for i in range(100_000 - TAIL_LINES + 1, 100_000)] + ["no end of line"]
+    assert list(stream.tail()) == expected
+
+
+def test_lines_without_end_are_bounded_in_memory(pump: OutputPump, tmp_path: Path) -> None:
+    stream = _written(pump, tmp_path / "log", b"x" * 5_000_000)
+    (line,) = stream.tail()
+    assert len(line) <= 2000
+    assert (tmp_path / "log").stat().st_size == 5_000_000
+
+
+def test_a_file_that_cannot_be_written_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
+    stream = _written(pump, tmp_path / "no" / "such" / "directory", b"a\nb\n")
+    assert stream.tail() == ("a", "b")
+
+
+def test_a_console_that_nobody_reads_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
+    source, console = os.pipe()
+    os.close(source)
+    stream, sink = pump.open(console, tmp_path / "log")
+    os.write(sink, b"still here\n")
+    os.close(sink)
+    assert stream.ended.wait(10)
+    os.close(console)
+    assert (tmp_path / "log").read_bytes() == b"still here\n"

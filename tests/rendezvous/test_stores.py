@@ -1,0 +1,137 @@
+"""One conformance suite for all control stores."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from elastic_launch.config import Endpoint
+from elastic_launch.errors import EndpointError, RefusedError, StoreError
+from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
+from elastic_launch.rendezvous.net import listen
+from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.testing import MemoryStore
+
+TIMEOUT = 10.0
+
+Open = Callable[[], ControlStore]
+"""Opens a further view of one and the same store."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def libuv_pipe() -> None:
+    """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
+    host_store(listen("127.0.0.1"), "127.0.0.1", "run", TIMEOUT).close()
+
+
+@pytest.fixture(params=["memory", "c10d"])
+def open_store(request: pytest.FixtureRequest) -> Iterator[Open]:
+    if request.param == "memory":
+        memory = MemoryStore()
+        yield lambda: memory
+        return
+    listener = listen("127.0.0.1")
+    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+    opened: list[ControlStore] = [host_store(listener, "127.0.0.1", "run", TIMEOUT)]
+
+    def another() -> ControlStore:
+        opened.append(connect_store(endpoint, "run", TIMEOUT))
+        return opened[-1]
+
+    yield another
+    for store in reversed(opened):
+        store.close()
+
+
+def test_a_new_store_is_empty(open_store: Open) -> None:
+    assert open_store().load(TIMEOUT) is None
+
+
+def test_only_the_expected_value_is_replaced(open_store: Open) -> None:
+    a, b = open_store(), open_store()
+    assert a.compare_and_set(None, b"one", TIMEOUT)
+    assert not b.compare_and_set(None, b"other", TIMEOUT)
+    assert not b.compare_and_set(b"wrong", b"other", TIMEOUT)
+    assert b.load(TIMEOUT) == b"one"
+    assert b.compare_and_set(b"one", b"two", TIMEOUT)
+    assert not a.compare_and_set(b"one", b"three", TIMEOUT)
+    assert a.load(TIMEOUT) == b"two"
+
+
+def test_expecting_a_value_where_there_is_none_writes_nothing(open_store: Open) -> None:
+    store = open_store()
+    assert not store.compare_and_set(b"something", b"new", TIMEOUT)
+    assert store.load(TIMEOUT) is None
+
+
+def test_of_many_writers_exactly_one_wins(open_store: Open) -> None:
+    stores = [open_store() for _ in range(8)]
+    start = threading.Barrier(len(stores))
+
+    def write(number: int) -> bool:
+        start.wait()
+        return stores[number].compare_and_set(None, b"from %d" % number, TIMEOUT)
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        won = list(pool.map(write, range(len(stores))))
+    assert won.count(True) == 1
+    assert stores[0].load(TIMEOUT) == b"from %d" % won.index(True)
+
+
+def test_waiting_ends_with_the_change(open_store: Open) -> None:
+    waiter, writer = open_store(), open_store()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waiter.wait_changed, None, TIMEOUT)
+        assert writer.compare_and_set(None, b"new", TIMEOUT)
+        assert waiting.result(TIMEOUT) == b"new"
+
+
+def test_waiting_ends_by_its_deadline(open_store: Open) -> None:
+    store = open_store()
+    assert store.compare_and_set(None, b"same", TIMEOUT)
+    assert store.wait_changed(b"same", 0.1) == b"same"
+
+
+def test_a_large_value(open_store: Open) -> None:
+    store, value = open_store(), b"x" * 2_000_000
+    assert store.compare_and_set(None, value, TIMEOUT)
+    assert open_store().load(TIMEOUT) == value
+
+
+def test_c10d_another_runs_store_is_refused() -> None:
+    listener = listen("127.0.0.1")
+    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+    store = host_store(listener, "127.0.0.1", "mine", TIMEOUT)
+    with pytest.raises(RefusedError, match="serves run 'mine', not 'yours'"):
+        connect_store(endpoint, "yours", TIMEOUT)
+    store.close()
+
+
+def test_c10d_nothing_listens() -> None:
+    listener = listen("127.0.0.1")
+    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+    listener.close()
+    with pytest.raises(EndpointError, match="Nothing answers"):
+        connect_store(endpoint, "run", 1.0)
+
+
+def test_c10d_a_service_that_is_no_store_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint("127.0.0.1", server.getsockname()[1])
+        with pytest.raises(NotAStoreError, match="does not answer"):
+            connect_store(endpoint, "run", 1.0)
+
+
+def test_c10d_a_store_that_went_away_is_an_error() -> None:
+    listener = listen("127.0.0.1")
+    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+    host = host_store(listener, "127.0.0.1", "run", TIMEOUT)
+    client = connect_store(endpoint, "run", TIMEOUT)
+    host.close()
+    with pytest.raises(StoreError, match="the c10d store at"):
+        client.load(TIMEOUT)
+    client.close()
