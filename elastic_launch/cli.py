@@ -24,6 +24,7 @@ from elastic_launch.config import (
     parse_endpoint,
     parse_nnodes,
     state_directory,
+    writable,
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
@@ -193,15 +194,15 @@ def _log_dir(values: Values) -> Path:
     else:
         # Workers may change their directory, and still have to find their error files.
         path = Path(os.path.abspath(text))
+    if writable(path):
+        return path
     base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not os.path.isdir(base):
         raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
-    if not os.access(base, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"--log-dir {path}: no permission to write to {base}.",
-            "Name a directory of yours with --log-dir.",
-        )
-    return path
+    raise UsageError(
+        f"--log-dir {path}: no permission to write to {base}.",
+        "Name a directory of yours with --log-dir.",
+    )
 
 
 def _command(line: Line, values: Values) -> Command:

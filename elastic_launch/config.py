@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "parse_endpoint",
     "parse_nnodes",
     "state_directory",
+    "writable",
 ]
 
 LONGEST_WAIT = 1e6
@@ -265,11 +267,11 @@ def _is_v6(text: str) -> bool:
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:
     """The user's state directory for this program (XDG Base Directory Specification 0.8).
 
+    A user without a home directory, or with one that cannot be written, as in some containers, gets one for temporary
+    files: nobody who drops torchrun should meet a flag that he must set.
+
     Args:
         environ: the variables to go by; None: those of this process.
-
-    Raises:
-        UsageError: if the user has no home directory, as in some containers.
     """
     variables = os.environ if environ is None else environ
     base = variables.get("XDG_STATE_HOME", "")
@@ -278,8 +280,13 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
         try:
             base = str((Path(home) if home.startswith("/") else Path.home()) / ".local" / "state")
         except RuntimeError:
-            raise UsageError(
-                "There is no directory for logs: neither HOME, XDG_STATE_HOME nor the user database has one.",
-                "Name one with --log-dir.",
-            ) from None
-    return Path(base) / "elastic-launch"
+            base = ""
+    if base and writable(Path(base)):
+        return Path(base) / "elastic-launch"
+    return Path(tempfile.gettempdir()) / f"elastic-launch-{os.getuid()}"
+
+
+def writable(path: Path) -> bool:
+    """Whether a directory can be written, or made and written."""
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    return os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -220,6 +222,9 @@ def test_state_directory_of_a_user_without_home(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(UsageError, match="no directory for logs") as caught:
-        state_directory({})
-    assert "--log-dir" in caught.value.hint
+    assert state_directory({}) == Path(tempfile.gettempdir()) / f"elastic-launch-{os.getuid()}"
+
+
+def test_state_directory_where_home_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    assert state_directory({"HOME": str(tmp_path / "home")}).parent == Path(tempfile.gettempdir())
