@@ -1,0 +1,127 @@
+"""The arithmetic of the global batch: pure, no torch.
+
+The unit of work is the micro-batch. A global batch of G samples is a list of M = ceil(G / micro) micro-batches, the
+same list at every world size; a rank takes a contiguous slice of it, and the slice's length is the rank's number of
+accumulation steps. Fewer ranks mean longer slices and the same training, which Composer calls space-time equivalence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward and backward pass.
+
+    Attributes:
+        index: its place in the global batch, 0 to M - 1, whatever rank computes it.
+        start, stop: its samples, as positions in the global batch.
+    """
+
+    index: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One rank's share of one global batch.
+
+    Attributes:
+        micro_batches: the rank's, in order; empty on a rank that has nothing to do.
+        total: M, the number of micro-batches of all ranks.
+        weights: of each of the rank's micro-batches, its samples / the global batch's samples: the sum over all ranks
+            of weight times mean loss is the mean loss over the global batch.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    total: int
+    weights: tuple[float, ...]
+
+    @property
+    def grad_accum(self) -> int:
+        """Number of the rank's micro-batches; may differ between ranks."""
+        return len(self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """A global batch of ``size`` samples, worked off ``micro`` samples at a time.
+
+    Args:
+        size: G, samples in each optimizer step over all ranks, 1 or more.
+        micro: samples in each forward and backward pass, 1 to G.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    size: int
+    micro: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"GlobalBatch(size={self.size}): a global batch holds at least 1 sample.")
+        if not 1 <= self.micro <= self.size:
+            raise ValueError(
+                f"GlobalBatch(size={self.size}, micro={self.micro}): a micro-batch holds 1 to {self.size} samples."
+            )
+
+    def micro_batches(self, samples: int | None = None) -> tuple[MicroBatch, ...]:
+        """Return all micro-batches of a global batch, or of a short last one of so many samples."""
+        count = self._count(samples)
+        return tuple(
+            MicroBatch(index, start, min(start + self.micro, count))
+            for index, start in enumerate(range(0, count, self.micro))
+        )
+
+    def plan(self, world_size: int, rank: int, samples: int | None = None) -> BatchPlan:
+        """Return a rank's share.
+
+        Args:
+            samples: samples in this batch if it is a short last one, else None.
+
+        Raises:
+            ValueError: if there is no such rank, or no such number of samples.
+        """
+        everything = self.micro_batches(samples)
+        start, stop = slice_of(len(everything), world_size, rank)
+        mine, count = everything[start:stop], self._count(samples)
+        return BatchPlan(mine, len(everything), tuple(len(micro) / count for micro in mine))
+
+    def idle_ranks(self, world_size: int) -> int:
+        """Return how many ranks have no micro-batch in a full global batch."""
+        return max(0, world_size - len(self.micro_batches()))
+
+    def micro_for(self, world_size: int) -> int | None:
+        """Return the largest micro-batch size that gives every rank work; None if there are more ranks than samples."""
+        if world_size > self.size:
+            return None
+        # ceil(G / micro) >= W holds exactly for micro <= (G - 1) / (W - 1).
+        return self.size if world_size == 1 else (self.size - 1) // (world_size - 1)
+
+    def _count(self, samples: int | None) -> int:
+        count = self.size if samples is None else samples
+        if not 1 <= count <= self.size:
+            raise ValueError(f"samples={count}: a global batch of size {self.size} holds 1 to {self.size} samples.")
+        return count
+
+
+def slice_of(items: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return the half-open range of items that a rank takes.
+
+    Ranges are contiguous, in rank order, differ by at most 1 in length, and start at floor(rank * items / world_size):
+    where world_size divides items they are equal, and aligned in the reduction's tree if their length is a power of 2.
+
+    Raises:
+        ValueError: if there is no such rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}: a world of {world_size} has the ranks 0 to {world_size - 1}.")
+    return rank * items // world_size, (rank + 1) * items // world_size

@@ -1,0 +1,8 @@
+"""The worker's side: what a training script imports, and nothing that an agent needs.
+
+``world``       which world this process is in, and joining it
+``tree``        the fixed order in which an exact reduction adds; pure
+``reduction``   that reduction over the ranks
+``randomness``  random state from (seed, step, micro-batch) and (seed, epoch, sample)
+``loader``      ElasticLoader: the same samples in the same micro-batches at every world size
+"""

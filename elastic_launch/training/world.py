@@ -1,0 +1,110 @@
+"""Which world this process is in, and joining it.
+
+Without an agent of this project it is the world that RANK, WORLD_SIZE and MASTER_* describe (torchrun, srun, by hand);
+only without these it is one process alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic_launch.contract import ENV_ROUND
+from elastic_launch.errors import UsageError
+
+__all__ = ["World", "join", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A process' place.
+
+    Attributes:
+        round: number of the round under an agent of this project, else 0.
+        restarts: restarts of the run so far.
+        alone: there is no launcher: one process without a process group of others.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    round: int = 0
+    restarts: int = 0
+    alone: bool = True
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> World:
+        """Read the world from a worker's environment.
+
+        Raises:
+            UsageError: if it is described only in part, or not in numbers.
+        """
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if not environ.get(name)]
+        if len(missing) == len(needed) or missing == ["RANK", "WORLD_SIZE"]:
+            return World()
+        if missing:
+            raise UsageError(
+                f"The environment describes a world without {', '.join(missing)}.",
+                "Start the script by elastic-launch or torchrun, or set all of " + ", ".join(needed) + ".",
+            )
+
+        def number(name: str, default: int) -> int:
+            text = environ.get(name, str(default))
+            if not text.strip().isdecimal():
+                raise UsageError(f"{name}={text} in the environment is not a rank or a size.", "Give a number.")
+            return int(text)
+
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+        if rank >= world_size:
+            raise UsageError(f"RANK={rank} is none of the {world_size} ranks of WORLD_SIZE.", "They start at 0.")
+        return World(
+            rank=rank,
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
+            round=number(ENV_ROUND, 0),
+            restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
+            alone=False,
+        )
+
+    def device(self) -> torch.device:
+        """Return this rank's GPU if each local rank can have one of its own, else the CPU."""
+        if torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world_size:
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+
+def join(world: World, timeout: float = 600.0) -> torch.device:
+    """Join the world's process group and return the device to train on.
+
+    Args:
+        timeout: seconds after which a collective that nobody completes fails.
+    """
+    device = world.device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not world.alone and not dist.is_initialized():
+        # gloo stays at hand for control values, which live on the CPU.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return device
+
+
+def leave() -> None:
+    """Leave the process group; leaving it to the interpreter's exit aborts now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def environment() -> World:
+    """Return this process' world."""
+    return World.of(os.environ)

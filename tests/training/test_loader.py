@@ -1,0 +1,128 @@
+"""The same samples, in the same order and micro-batches, at every world size and through any restart."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from elastic_launch.batch import GlobalBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.loader import ElasticLoader
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Noisy(Numbers):
+    """Items that are random in all ways a dataset may be."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+@st.composite
+def loaders(draw: st.DrawFn) -> ElasticLoader:
+    size = draw(st.integers(1, 64))
+    micro = draw(st.integers(1, min(16, size)))
+    length = draw(st.integers(1, 150))
+    return ElasticLoader(Numbers(length), GlobalBatch(size, micro), seed=draw(st.integers(0, 3)))
+
+
+def _step(loader: ElasticLoader, step: int, world: int) -> list[list[int]]:
+    """All micro-batches of a step, of all ranks in rank order."""
+    return [micro for rank in range(world) for micro in loader.indices(step, world, rank)]
+
+
+@given(loaders(), st.integers(1, 9), st.integers(0, 2))
+def test_a_step_is_the_same_at_every_world_size(loader: ElasticLoader, world: int, epoch: int) -> None:
+    for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
+        assert _step(loader, step, world) == _step(loader, step, 1)
+
+
+@given(loaders(), st.lists(st.integers(1, 9), min_size=1, max_size=200))
+def test_each_sample_once_per_epoch_through_any_restart(loader: ElasticLoader, worlds: list[int]) -> None:
+    """The world may change at every step."""
+    for epoch in range(2):
+        steps = range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch)
+        seen = [i for step in steps for micro in _step(loader, step, worlds[step % len(worlds)]) for i in micro]
+        assert sorted(seen) == list(range(loader.length))
+
+
+@settings(max_examples=30)
+@given(loaders(), st.integers(1, 4), st.data())
+def test_what_is_loaded_from_a_step_on_is_what_is_planned(
+    loader: ElasticLoader, world: int, data: st.DataObject
+) -> None:
+    step = data.draw(st.integers(0, loader.steps_per_epoch - 1))
+    for rank in range(world):
+        loaded = [micro.tolist() for micro in loader.epoch_from(step, world, rank)]
+        planned = [m for s in range(step, loader.steps_per_epoch) for m in loader.indices(s, world, rank)]
+        assert loaded == planned
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_randomness_in_a_sample_depends_on_the_sample_alone(workers: int) -> None:
+    def load(world: int, workers: int) -> torch.Tensor:
+        loader = ElasticLoader(Noisy(20), GlobalBatch(8, 2), seed=5, num_workers=workers)
+        batches = [batch for rank in range(world) for batch in loader.epoch_from(0, world, rank)]
+        together = torch.cat(batches)
+        return together[together[:, 0].argsort()]
+
+    assert torch.equal(load(1, 0), load(3, workers))
+
+
+def test_epochs_and_seeds_differ_in_their_order() -> None:
+    loader = ElasticLoader(Numbers(100), GlobalBatch(10, 5))
+    other = ElasticLoader(Numbers(100), GlobalBatch(10, 5), seed=1)
+    assert loader.order(0) != loader.order(1)
+    assert loader.order(0) != other.order(0)
+    assert ElasticLoader(Numbers(3), GlobalBatch(1, 1), shuffle=False).order(7) == [0, 1, 2]
+
+
+def test_loading_leaves_the_random_state_alone() -> None:
+    loader = ElasticLoader(Noisy(8), GlobalBatch(4, 2))
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    list(loader.epoch_from(0, 1, 0))
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_a_short_last_batch_is_kept_or_dropped() -> None:
+    kept = ElasticLoader(Numbers(10), GlobalBatch(4, 2))
+    dropped = ElasticLoader(Numbers(10), GlobalBatch(4, 2), drop_last=True)
+    assert (kept.steps_per_epoch, dropped.steps_per_epoch) == (3, 2)
+    assert (kept.samples_in(2), kept.samples_in(3)) == (2, 4)
+
+
+def test_an_iterable_dataset_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(UsageError, match="iterable dataset") as caught:
+        ElasticLoader(Stream(), GlobalBatch(1, 1))
+    assert "map-style" in caught.value.hint
+
+
+@pytest.mark.parametrize(("length", "drop_last"), [(0, False), (3, True)])
+def test_a_dataset_without_a_batch_is_refused(length: int, drop_last: bool) -> None:
+    with pytest.raises(UsageError, match=f"a dataset of {length} samples holds no global batch of 4"):
+        ElasticLoader(Numbers(length), GlobalBatch(4, 2), drop_last=drop_last)
