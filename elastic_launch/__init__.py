@@ -3,4 +3,49 @@
 ``import elastic_launch`` alone imports no torch: whatever needs it is loaded on first use.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from elastic_launch.batch import BatchPlan as BatchPlan
+    from elastic_launch.batch import GlobalBatch as GlobalBatch
+    from elastic_launch.training.checkpoint import Checkpoint as Checkpoint
+    from elastic_launch.training.checkpoint import weights_sha256 as weights_sha256
+    from elastic_launch.training.loader import ElasticLoader as ElasticLoader
+    from elastic_launch.training.session import Run as Run
+    from elastic_launch.training.session import session as session
+
+_HOMES = {
+    "BatchPlan": "elastic_launch.batch",
+    "Checkpoint": "elastic_launch.training.checkpoint",
+    "ElasticLoader": "elastic_launch.training.loader",
+    "GlobalBatch": "elastic_launch.batch",
+    "Run": "elastic_launch.training.session",
+    "session": "elastic_launch.training.session",
+    "weights_sha256": "elastic_launch.training.checkpoint",
+}
+
+__all__ = [
+    "BatchPlan",
+    "Checkpoint",
+    "ElasticLoader",
+    "GlobalBatch",
+    "Run",
+    "__version__",
+    "session",
+    "weights_sha256",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

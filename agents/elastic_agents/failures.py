@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,7 +134,11 @@ def report(
 
 
 def _exception_in(stderr: Sequence[str]) -> str:
-    """Return the last line of a traceback in the output, if it holds one."""
-    if not any(line.startswith("Traceback (most recent call last)") for line in stderr):
+    """Return the exception's line of a traceback in the output, if it holds one, or its end.
+
+    torch writes the rank before each line once the process group is there.
+    """
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr]
+    if not any(line.startswith(("Traceback (most recent call last)", '  File "')) for line in lines):
         return ""
-    return next((line for line in reversed(stderr) if line and not line.startswith((" ", "["))), "")
+    return next((line for line in reversed(lines) if line and not line.startswith((" ", "["))), "")

@@ -130,7 +130,7 @@ class ExactReduction:
             shard = -(-(stop - start) // world)
             gathered = torch.empty(world * shard, dtype=part.dtype, device=part.device)
             summed = self._fold_shard(number, part, total, start, stop, shard)
-            dist.all_gather_into_tensor(gathered, summed, group=self._group)
+            dist.all_gather(list(gathered.view(world, shard).unbind()), summed, group=self._group)
             sums[start:stop] = gathered[: stop - start]
         return sums
 

@@ -1,0 +1,93 @@
+"""Which tensors the format holds, and their bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["DTYPES", "bytes_of", "dense", "name_of", "safetensors_type", "state_sha256", "stored_shape"]
+
+_NATIVE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+# Types for which safetensors has no name, or only its newer versions: as a flat tensor of these elements.
+_AS_ELEMENTS = {
+    torch.complex64: ("F32", 4),
+    torch.complex128: ("F64", 8),
+    torch.float8_e4m3fnuz: ("U8", 1),
+    torch.float8_e5m2fnuz: ("U8", 1),
+    torch.float8_e8m0fnu: ("U8", 1),
+}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {name_of(dtype): dtype for dtype in (*_NATIVE, *_AS_ELEMENTS)}
+"""All dtypes that the format holds, by name."""
+
+
+def safetensors_type(dtype: torch.dtype) -> str:
+    """Return the element type under which a tensor is stored, for example "BF16"."""
+    native = _NATIVE.get(dtype)
+    return native if native is not None else _AS_ELEMENTS[dtype][0]
+
+
+def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape under which a tensor is stored: its own, or (elements,) where its dtype has no name."""
+    if dtype in _NATIVE:
+        return shape
+    return (math.prod(shape) * dtype.itemsize // _AS_ELEMENTS[dtype][1],)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's values contiguous in host memory, without autograd; the tensor itself if it is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a dense tensor without copying them; the caller keeps the tensor alive meanwhile."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    # tensor.numpy() would need numpy, which is no dependency, and knows no bfloat16.
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def state_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of named tensors, in hex: equal exactly if names, dtypes, shapes and all bits are.
+
+    It does not depend on the order of the names, on devices, strides or sharing. Of each tensor, by sorted name, it
+    covers the lengths of name and dtype and both as UTF-8, the number of dimensions, each dimension, and the elements
+    in row-major order; all integers are 8 bytes, little-endian.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = dense(tensors[name])
+        for text in (name.encode("utf-8", "surrogatepass"), name_of(tensor.dtype).encode()):
+            digest.update(len(text).to_bytes(8, "little") + text)
+        for size in (tensor.dim(), *tensor.shape):
+            digest.update(size.to_bytes(8, "little"))
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()

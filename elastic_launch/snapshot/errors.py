@@ -1,0 +1,145 @@
+"""What can go wrong with a checkpoint.
+
+::
+
+    CheckpointError                    1
+    ├── UnsupportedStateError              the state holds what the format cannot
+    ├── CheckpointWriteError               the directory is read-only, full or no directory
+    └── CheckpointReadError                it is there and cannot be read
+        ├── DamagedCheckpointError             half-written, truncated, altered
+        ├── ForeignCheckpointError             another format, or another version of this one
+        └── CheckpointGoneError                removed while it was being read
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_launch.errors import ElasticLaunchError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointGoneError",
+    "CheckpointReadError",
+    "CheckpointWriteError",
+    "DamagedCheckpointError",
+    "ForeignCheckpointError",
+    "MalformedError",
+    "UnknownFormatError",
+    "UnsupportedStateError",
+    "reading",
+    "writing",
+]
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_ALLOWED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_DIRECTORY = {errno.ENOTDIR, errno.EEXIST}
+
+
+class MalformedError(Exception):
+    """Inside this package: content that no writer of ours wrote; says what is wrong, the caller knows in which file."""
+
+
+class UnknownFormatError(MalformedError):
+    """Inside this package: content of another format, or of another version of this one."""
+
+
+class CheckpointError(ElasticLaunchError):
+    """A checkpoint could not be written or read."""
+
+
+class UnsupportedStateError(CheckpointError):
+    """The state holds a value that the format cannot; the message has its type and its place."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written, or old ones not be removed; the message has the path and the cause."""
+
+
+class CheckpointReadError(CheckpointError):
+    """A checkpoint, or the directory of checkpoints, is there and cannot be read.
+
+    Attributes:
+        path: the directory.
+    """
+
+    def __init__(self, path: Path, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.path = path
+
+
+class DamagedCheckpointError(CheckpointReadError):
+    """A checkpoint is not what its writer wrote: half-written, truncated or altered."""
+
+    def __init__(self, path: Path, found: str) -> None:
+        super().__init__(
+            path,
+            f"The checkpoint {path} is damaged: {found}.",
+            "Use an older one. Remove this directory if nothing is still copying into it.",
+        )
+
+
+class ForeignCheckpointError(CheckpointReadError):
+    """A directory holds another format than this version reads."""
+
+    def __init__(self, path: Path, found: str) -> None:
+        super().__init__(
+            path,
+            f"The checkpoint {path} cannot be read: {found}.",
+            "Use the version of elastic-launch that wrote it, or another checkpoint directory.",
+        )
+
+
+class CheckpointGoneError(CheckpointReadError):
+    """A checkpoint was removed, by a pruning writer for example, while it was being read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """Turn the operating system's errors into one that says what could not be done, where and why.
+
+    Args:
+        what: completes "Could not ...", for example "write a checkpoint in".
+
+    Raises:
+        CheckpointWriteError: for an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointWriteError(f"Could not {what} {path}: {_cause(error)}.", _hint(error)) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As ``writing``, for what is read.
+
+    Raises:
+        CheckpointReadError: for an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointReadError(path, f"Could not read {path}: {_cause(error)}.", _hint(error)) from error
+
+
+def _cause(error: OSError) -> str:
+    cause = os.strerror(error.errno) if error.errno else str(error)
+    return f"{cause} ({error.filename})" if error.filename else cause
+
+
+def _hint(error: OSError) -> str:
+    if error.errno in _NO_ROOM:
+        return "Free space there, keep fewer checkpoints, or choose another checkpoint directory."
+    if error.errno in _NOT_ALLOWED:
+        return "Choose a checkpoint directory that this user can read and write."
+    if error.errno in _NO_DIRECTORY:
+        return "Choose a path that is a directory, or that can become one."
+    return "Check the file system that holds it."

@@ -1,0 +1,76 @@
+"""Tensors in a safetensors file.
+
+Written here and read by the safetensors library. Its own writer would need numpy, a second copy or a second pass for
+the checksum, and hides the operating system's errors; its parser is the one that the field has hardened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, safetensors_type, stored_shape
+from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
+
+__all__ = ["parts", "read"]
+
+_MAX_HEADER = 100_000_000  # Bytes; what the library reads at most.
+_ALIGNMENT = 8
+
+_ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
+
+
+def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file with these tensors, in order; at most one tensor at a time is copied.
+
+    Raises:
+        UnsupportedStateError: if there are more tensors than a file holds, about half a million.
+    """
+    # Widest elements first, so that each tensor is aligned to its elements without holes, which the format forbids.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, offset = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": safetensors_type(tensor.dtype),
+            "shape": stored_shape(tensor.dtype, tuple(tensor.shape)),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > _MAX_HEADER:
+        raise UnsupportedStateError(f"A checkpoint cannot hold {len(names)} tensors: their names take too much room.")
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        tensor = dense(tensors[name])
+        yield bytes_of(tensor)
+
+
+def read(descriptor: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an open file, each in memory of its own.
+
+    Raises:
+        MalformedError: if it is no such file, or has element types that this format does not use.
+    """
+    # By descriptor: the file whose checksum was verified, whatever now has its name.
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: _read_one(file, name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise MalformedError(f"it is no safetensors file: {error}") from error
+
+
+def _read_one(file: Any, name: str) -> torch.Tensor:
+    kind = file.get_slice(name).get_dtype()
+    if kind not in _ELEMENTS:
+        raise MalformedError(f"the tensor {name!r} has elements of type {kind}")
+    # What the library returns is mapped: it would change, or end the process, with the file.
+    tensor: torch.Tensor = file.get_tensor(name).clone()
+    return tensor

@@ -1,0 +1,202 @@
+"""Durable checkpoints: which one all ranks resume from, and when to save the next.
+
+The directory may be shared between the nodes or be each node's own: the ranks say what they have, the newest complete
+one by (round, step) is chosen, and who has it gives it to those who have not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
+from elastic_launch.training.durations import Interval
+from elastic_launch.training.exchange import broadcast_state
+from elastic_launch.training.world import World
+
+__all__ = ["Checkpoint", "Resumed", "weights_sha256"]
+
+_log = logging.getLogger(__name__)
+
+FINAL_TIMEOUT = 600.0
+"""Seconds for which the end of training waits until the last checkpoint is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a training goes on.
+
+    Attributes:
+        step: optimizer steps done.
+        state: by part; None at the very beginning.
+        worlds: world sizes of the rounds so far.
+    """
+
+    step: int = 0
+    state: dict[str, Any] | None = None
+    worlds: list[int] = field(default_factory=list)
+
+
+class Checkpoint:
+    """Saves to a directory, and resumes from it.
+
+    Args:
+        directory: shared by all nodes, or each node's own.
+        every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
+        keep: so many of the newest stay.
+
+    Raises:
+        UsageError: if every is no interval, or keep less than 1.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, every: int | str = "10min", keep: int = 3) -> None:
+        self.directory = Path(directory)
+        self._interval = Interval.parse(every)
+        if keep < 1:
+            raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
+        self._keep = keep
+        self._world = World()
+        self._round = 0
+        self._last_step = 0
+        self._last_time = 0.0
+        self._writer: snapshot.BackgroundWriter | None = None
+        self._saved = 0
+        self._error: snapshot.CheckpointError | None = None
+
+    def open(self, world: World, identity: dict[str, int]) -> Resumed:
+        """Agree with all ranks on what to resume from, and read it.
+
+        Args:
+            identity: what must be equal in the checkpoint and in this training, by the names that errors use.
+
+        Raises:
+            UsageError: if the checkpoint belongs to another training; it names what differs.
+            CheckpointError: if the directory cannot be read.
+        """
+        self._world = world
+        loaded = snapshot.newest(self.directory)
+        newest, holder, complete = _agree(world, loaded)
+        # Every start writes under a higher round than all before, also where no agent of this project counts them.
+        self._round = max(world.round, newest[0] + 1)
+        self._last_time = time.monotonic()
+        if holder is None:
+            return Resumed()
+        state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
+        if not complete:
+            state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
+        assert state is not None
+        _check(identity, state["meta"], newest[1])
+        self._last_step = newest[1]
+        worlds = [int(size) for size in state["meta"]["worlds"]]
+        return Resumed(newest[1], state["parts"], worlds)
+
+    def due(self, step: int, *, final: bool) -> bool:
+        """Whether to save after a step; the same on all ranks. The end of training is always saved."""
+        if step == self._last_step:
+            return False
+        due = final or self._interval.due(step - self._last_step, time.monotonic() - self._last_time)
+        if self._interval.seconds is not None and not final and self._world.world_size > 1:
+            # Clocks differ; the first rank's counts.
+            answer = torch.tensor([int(due)])
+            dist.broadcast(answer, src=0)
+            due = bool(answer.item())
+        if due:
+            self._last_step, self._last_time = step, time.monotonic()
+        return due
+
+    def save(self, state: dict[str, Any], step: int, identity: dict[str, int], worlds: list[int]) -> None:
+        """Copy a state and have it written beside the training."""
+        if self._writer is None:
+            self._writer = snapshot.BackgroundWriter(self.directory, keep=self._keep)
+        self._look_back()
+        meta = {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
+        self._writer.submit(_copied(state), step=step, round=self._round, meta=meta)
+
+    def finish(self, *, complete: bool) -> None:
+        """Wait until what was saved is written.
+
+        Raises:
+            CheckpointError: if nothing at all could be saved by a training that came to its end.
+        """
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        writer.flush(FINAL_TIMEOUT)
+        self._look_back(writer)
+        writer.close()
+        if complete and not self._saved and self._error is not None:
+            raise self._error
+
+    def _look_back(self, writer: snapshot.BackgroundWriter | None = None) -> None:
+        """Tell of the writes that have ended since the last look."""
+        writer = writer or self._writer
+        assert writer is not None
+        for outcome in writer.poll():
+            if outcome.info is not None:
+                self._saved += 1
+            if outcome.error is not None:
+                self._error = outcome.error
+                _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
+
+
+def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
+    """Return the newest (round, step) of all ranks, the first rank that has it, and whether all have the very same."""
+    mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
+    if world.world_size == 1:
+        return (mine[0], mine[1]), None if loaded is None else 0, True
+    all_of_them = [torch.zeros(3, dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(all_of_them, torch.tensor(mine, dtype=torch.int64))
+    found = [(int(entry[0]), int(entry[1]), int(entry[2])) for entry in all_of_them]
+    best = max(found)
+    if best == (0, 0, 0):
+        return (0, 0), None, True
+    return best[:2], found.index(best), all(entry == best for entry in found)
+
+
+def _check(identity: dict[str, int], meta: dict[str, Any], step: int) -> None:
+    saved = meta.get("identity", {})
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            raise UsageError(
+                f"The checkpoint of step {step} was made with {name} {saved.get(name)}, this training has {value}.",
+                "Use the same, or another directory: the samples of the steps to come would not be those left over.",
+            )
+    differing = [name for name, value in fingerprint().items() if meta.get("fingerprint", {}).get(name) != value]
+    if differing:
+        _log.warning(
+            "the checkpoint of step %d was made with another %s: the weights will not be the same to the bit",
+            step,
+            ", ".join(differing),
+        )
+
+
+def fingerprint() -> dict[str, str]:
+    """Return what the bits of a result depend on beside the program."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {"torch": str(torch.__version__), "device": device, "threads": str(torch.get_num_threads())}
+
+
+def _copied(value: Any) -> Any:
+    """Copy a state so that training may go on."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = {key: _copied(item) for key, item in value.items()}
+        return copied if type(value) is dict else type(value)(copied)
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 over all parameters and buffers, by name, dtype, shape and bytes."""
+    return snapshot.state_sha256(model.state_dict())

@@ -1,0 +1,60 @@
+"""Lengths of training and intervals, as a person writes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["Interval", "total_steps"]
+
+_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def total_steps(until: int | str, steps_per_epoch: int) -> int:
+    """Return the number of optimizer steps in a length of training.
+
+    Args:
+        until: epochs as a number or ``"3ep"``, or steps as ``"1000ba"`` (Composer's words: a step is a batch).
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*(ep|ba|)\s*", str(until))
+    if not match or isinstance(until, bool):
+        raise UsageError(f"until={until!r} is no length of training.", 'Write epochs as 3 or "3ep", steps as "1000ba".')
+    number = int(match[1])
+    return number if match[2] == "ba" else number * steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often to do something: every so many steps, or every so many seconds."""
+
+    steps: int | None
+    seconds: float | None
+
+    @staticmethod
+    def parse(every: int | str) -> Interval:
+        """Read steps as 50 or ``"50ba"``, a duration as ``"30s"``, ``"5min"`` or ``"2h"``.
+
+        Raises:
+            UsageError: if it is neither, or not positive.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
+        number = float(match[1]) if match else 0.0
+        if match and match[2] in ("", "ba") and number >= 1 and number.is_integer():
+            return Interval(int(number), None)
+        if match and match[2] in _UNITS and number > 0:
+            return Interval(None, number * _UNITS[match[2]])
+        raise UsageError(
+            f"every={every!r} is no interval.", 'Write steps as 50 or "50ba", a duration as "30s", "5min" or "2h".'
+        )
+
+    def due(self, steps: int, seconds: float) -> bool:
+        """Whether it is time, so many steps and seconds after the last time."""
+        if self.steps is not None:
+            return steps >= self.steps
+        assert self.seconds is not None
+        return seconds >= self.seconds

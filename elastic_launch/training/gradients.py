@@ -1,0 +1,211 @@
+"""How the gradients of micro-batches become those of the global batch.
+
+``Gradients`` does it by DistributedDataParallel, which overlaps communication with the last backward pass; where a rank
+has no micro-batch, whose DDP would wait for ever for its hooks, by one flat all-reduce. ``ExactGradients`` does it in
+the fixed tree of :mod:`elastic_launch.training.reduction`.
+
+Buffers (BatchNorm's statistics): every micro-batch starts from those of the step's start. The new floating-point ones
+are the mean over the micro-batches of what each left, the others those that the last micro-batch left.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_launch.batch import BatchPlan
+from elastic_launch.errors import UsageError
+from elastic_launch.training.reduction import ExactReduction
+
+__all__ = ["ExactGradients", "Gradients", "check_model"]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be the same at every world size.
+
+    Raises:
+        UsageError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name or 'the model'} is a SyncBatchNorm, whose statistics depend on the world size.",
+                "Use BatchNorm, whose statistics here are per micro-batch at every world size.",
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"{name or 'the model'} makes sparse gradients, which cannot be added in a fixed order.",
+                "Build it with sparse=False.",
+            )
+
+
+class Gradients:
+    """One model's gradients by DDP.
+
+    Args:
+        model: on its device.
+        world_size, rank: of the default process group.
+        find_unused_parameters: as of DDP: to be set if some parameters get no gradient in a step's last micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, rank: int, *, find_unused_parameters: bool = False) -> None:
+        self._find_unused_parameters = find_unused_parameters
+        self.model = model
+        self.world_size = world_size
+        self.rank = rank
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        floats = [b for b in model.buffers() if b.is_floating_point()]
+        self._float_buffers = floats
+        self._other_buffers = [b for b in model.buffers() if not b.is_floating_point()]
+        self._at_start: list[Tensor] = []
+        self._ddp = self._wrap()
+        self._plan = BatchPlan((), 1, ())
+        self._sums: list[Tensor] = []
+        self._last: list[Tensor] = []
+
+    def _wrap(self) -> DistributedDataParallel | None:
+        if self.world_size == 1 or not self.parameters:
+            return None
+        with warnings.catch_warnings():
+            # torch 2.13 has another name for it, which 2.11 does not know.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return DistributedDataParallel(
+                self.model, broadcast_buffers=False, find_unused_parameters=self._find_unused_parameters
+            )
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """What the script calls for the forward pass."""
+        return self._ddp if self._ddp is not None and not self._flat else self.model
+
+    @property
+    def _flat(self) -> bool:
+        return self._plan.total < self.world_size
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Start a step."""
+        self._plan = plan
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._at_start = [b.detach().clone() for b in self._buffers()]
+        self._sums = [torch.zeros_like(b) for b in self._float_buffers]
+        self._last = [torch.zeros_like(b) for b in self._other_buffers]
+
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Surround forward and backward of this rank's number-th micro-batch."""
+        for buffer, start in zip(self._buffers(), self._at_start, strict=True):
+            buffer.detach().copy_(start)
+        last = number == self._plan.grad_accum - 1
+        if self._ddp is not None and not self._flat and not last:
+            with self._ddp.no_sync():
+                yield
+        else:
+            yield
+        self.take(number)
+
+    def take(self, number: int) -> None:
+        """Take in what a micro-batch left."""
+        index = self._plan.micro_batches[number].index
+        for total, buffer in zip(self._sums, self._float_buffers, strict=True):
+            total.add_(buffer.detach(), alpha=1 / self._plan.total)
+        if index == self._plan.total - 1:
+            self._last = [b.detach().clone() for b in self._other_buffers]
+
+    @property
+    def factor(self) -> float:
+        """By which a loss is multiplied, beside its weight, before its backward pass: DDP divides by the world size."""
+        return float(self.world_size) if self._ddp is not None and not self._flat else 1.0
+
+    def finish(self) -> None:
+        """Give every parameter its gradient over the global batch, and every buffer its new value, on all ranks."""
+        if self._flat and self.world_size > 1:
+            self._reduce_flat()
+        self._finish_buffers()
+
+    def _reduce_flat(self) -> None:
+        """One all-reduce over all gradients; a parameter without one anywhere keeps None."""
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        present = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX)
+        for parameter, there in zip(self.parameters, present.tolist(), strict=True):
+            if there:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient)
+                parameter.grad = gradient
+
+    def _finish_buffers(self) -> None:
+        if self.world_size > 1:
+            for tensor in self._sums:
+                dist.all_reduce(tensor)
+        self._set_buffers(self._sums)
+
+    def _set_buffers(self, floats: list[Tensor]) -> None:
+        with torch.no_grad():
+            if self.world_size > 1:
+                self._last = [_from_the_one_that_has_it(value) for value in self._last]
+            for buffer, value in zip(self._float_buffers, floats, strict=True):
+                buffer.copy_(value)
+            for buffer, value in zip(self._other_buffers, self._last, strict=True):
+                buffer.copy_(value)
+
+    def _buffers(self) -> list[Tensor]:
+        return [*self._float_buffers, *self._other_buffers]
+
+    def close(self) -> None:
+        """Let go of DDP: destroying the process group with it alive hangs now and then."""
+        self._ddp = None
+
+
+class ExactGradients(Gradients):
+    """One model's gradients in the fixed tree: the same bits at every world size.
+
+    Raises:
+        UsageError: if the model has parts that cannot be reduced so.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, rank: int) -> None:
+        check_model(model)
+        super().__init__(model, world_size, rank)
+        self._reduction = ExactReduction([*self.parameters, *self._float_buffers], world_size, rank)
+
+    def _wrap(self) -> None:
+        return None
+
+    @property
+    def factor(self) -> float:
+        return 1.0
+
+    def begin(self, plan: BatchPlan) -> None:
+        super().begin(plan)
+        self._reduction.reset()
+
+    def take(self, number: int) -> None:
+        index = self._plan.micro_batches[number].index
+        gradients = [p.grad for p in self.parameters]
+        buffers = [b.detach() / self._plan.total for b in self._float_buffers]
+        self._reduction.add(index, [*gradients, *buffers])
+        for parameter in self.parameters:
+            parameter.grad = None
+        if index == self._plan.total - 1:
+            self._last = [b.detach().clone() for b in self._other_buffers]
+
+    def finish(self) -> None:
+        sums = self._reduction.finish(self._plan.total)
+        for parameter, gradient in zip(self.parameters, sums, strict=False):
+            parameter.grad = gradient
+        self._set_buffers([value for value in sums[len(self.parameters) :] if value is not None])
+
+
+def _from_the_one_that_has_it(value: Tensor) -> Tensor:
+    """Give all ranks a tensor of integers or truths that is zero on all but one."""
+    numbers = value.to(torch.int64)
+    dist.all_reduce(numbers)
+    return numbers.to(value.dtype)

@@ -1,0 +1,101 @@
+"""The strongest oracle: the hash of the final weights, whatever the world size and whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Agent, Job, wait_for
+
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
+SHORT = ["--epochs", "1", "--exact"]
+
+
+def _result(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def _train(job: Job, nproc: int, *options: str, name: str = "run") -> tuple[Agent, Path]:
+    result = job.directory / f"{name}.json"
+    command = [DIGITS, *SHORT, "--result", str(result), *options]
+    return job.launch("--standalone", "--nproc", str(nproc), command=command, name=name), result
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of one undisturbed process without any launcher."""
+    path = tmp_path_factory.mktemp("alone") / "result.json"
+    done = subprocess.run([sys.executable, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
+    return _result(path)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str, Any], nproc: int) -> None:
+    agent, path = _train(job, nproc)
+    assert agent.wait(100) == 0, agent.output
+    result = _result(path)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["loss"] == alone["loss"]
+    assert result["worlds"] == [nproc]
+
+
+def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
+    agent, path = _train(job, 1, "--seed", "1")
+    assert agent.wait(100) == 0, agent.output
+    assert _result(path)["weights_sha256"] != alone["weights_sha256"]
+
+
+def _pids(job: Job) -> list[int]:
+    return [event["pid"] for event in job.events("worker_started")]
+
+
+def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
+    checkpoints = job.directory / "checkpoints"
+    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.05")
+    wait_for("a checkpoint", lambda: list(checkpoints.glob("step-1*")), 60)
+    os.kill(_pids(job)[1], signal.SIGKILL)
+    assert agent.wait(100) == 0, agent.output
+    result = _result(path)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["restarts"] == 1
+    assert result["resumed_step"] >= 10
+    assert result["worlds"] == [2, 2]
+
+
+def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
+    checkpoints = job.directory / "checkpoints"
+    options = ["--checkpoint", str(checkpoints), "--every", "5"]
+    first, _ = _train(job, 3, *options, "--step-time", "0.1", name="first")
+    wait_for("a checkpoint", lambda: list(checkpoints.glob("step-1*")), 60)
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143
+    second, path = _train(job, 2, *options, name="second")
+    assert second.wait(100) == 0, second.output
+    result = _result(path)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["worlds"] == [3, 2]
+    assert result["resumed_step"] >= 10
+
+
+def test_torchrun_launches_the_same_script_to_the_same_hash(job: Job, alone: dict[str, Any]) -> None:
+    path = job.directory / "result.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
+    assert _result(path)["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_a_changed_batch_is_refused_on_resuming(job: Job) -> None:
+    options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--epochs", "1"]
+    first, _ = _train(job, 1, *options, name="first")
+    assert first.wait(100) == 0, first.output
+    second, _ = _train(job, 1, *options, "--global-batch", "32", name="second")
+    assert second.wait(100) != 0
+    assert "was made with global batch 64, this training has 32" in second.output
