@@ -35,6 +35,9 @@ STEP_SLEEP = 0.02
 STEPS_BEFORE_KILL = 10
 POLL = 0.01
 KILL_TIMEOUT = 15.0
+CPUS = os.cpu_count() or 1
+IDLE_SHARE = 0.1
+IDLE_SAMPLE = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 # Of the environment, what would change a launch; and what makes both sides' launches alike.
 DROPPED = ("PET_", "TORCH", "ELASTIC_LAUNCH_", "MASTER_", "GLOO_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
@@ -90,20 +93,68 @@ class Tail:
         return self._records
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds spent on this machine or stolen from it by its host, and those of them that our children had."""
+    numbers = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _idle, _iowait, irq, softirq, steal = numbers
+    spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent, ours.ru_utime + ours.ru_stime
+
+
+class Others:
+    """What others use of the machine's CPU while measurements run.
+
+    Args:
+        patience: seconds to wait before a measurement until they use little.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._used = self._offered = 0.0
+
+    @property
+    def share(self) -> float:
+        """Their part of the CPU in all measurements so far, from 0 to 1."""
+        return max(0.0, self._used / self._offered) if self._offered else 0.0
+
+    def begin(self, stop: Stop) -> None:
+        self._wait(stop)
+        self._began, self._before = time.monotonic(), cpu_seconds()
+
+    def end(self) -> None:
+        """Only when all children are reaped, whose part is not known before."""
+        spent, ours = cpu_seconds()
+        self._used += spent - self._before[0] - (ours - self._before[1])
+        self._offered += (time.monotonic() - self._began) * CPUS
+
+    def _wait(self, stop: Stop) -> None:
+        deadline = time.monotonic() + self._patience
+        while time.monotonic() < deadline:
+            stop.check()
+            before = cpu_seconds()[0]
+            time.sleep(IDLE_SAMPLE)
+            if cpu_seconds()[0] - before < IDLE_SHARE * IDLE_SAMPLE * CPUS:
+                return
+
+
 class Job:
     """The launchers of one measurement, what they left in the measurement's directory, and their end.
 
     Args:
         stop: looked at while waiting.
         timeout: seconds that the whole measurement may take.
+        others: told when the measurement begins and ends.
     """
 
-    def __init__(self, stop: Stop, timeout: float) -> None:
+    def __init__(self, stop: Stop, timeout: float, others: Others) -> None:
         self._stop = stop
         self._timeout = timeout
+        self._others = others
         self._launchers: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def __enter__(self) -> Job:
+        self._others.begin(self._stop)
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-benchmark-")
         self.directory = Path(self._temporary.name)
         self.steps = Tail(self.directory / "steps.jsonl")
@@ -113,6 +164,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             kill_descendants()
+            self._others.end()
         finally:
             if isinstance(error, Missing):
                 error.args = (f"{error}\n{self._last_words()}",)
@@ -142,7 +194,7 @@ class Job:
         return process.pid, began
 
     def step(self, rank: int, world: int, at_least: int = 1, other_than: int = 0) -> Record:
-        """Wait for a rank's first step with this world size, not by the process other_than."""
+        """Wait for a rank's first step with this world size, not by the process other_than; 0: its script's begin."""
         wanted = f"rank {rank} of {world} to do step {at_least}" + (" after its restart" if other_than else "")
         return self._wait(
             wanted,
@@ -271,21 +323,22 @@ NewJob = Callable[[], Job]
 
 
 def measure_launch(new_job: NewJob, launcher: str) -> Figures:
-    """From just before the launcher's start to the first step of rank 0."""
+    """From just before the launcher's start to the begin of rank 0's script, and to its first step."""
     with new_job() as job:
         began = LAUNCHERS[launcher](job)
-        return (job.step(0, 2)["clock"] - began,)
+        return job.step(0, 2, 0)["clock"] - began, job.step(0, 2)["clock"] - began
 
 
 def measure_worker_killed(new_job: NewJob, launcher: str) -> Figures:
-    """From the SIGKILL of rank 1 to the first step of the next rank 0."""
+    """From the SIGKILL of rank 1 to the begin of the next rank 0's script, and to its first step."""
     with new_job() as job:
         LAUNCHERS[launcher](job)
         survivor = job.step(0, 2, STEPS_BEFORE_KILL)["pid"]
         victim = job.step(1, 2, STEPS_BEFORE_KILL)["pid"]
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        return (job.step(0, 2, other_than=survivor)["clock"] - killed,)
+        began = job.step(0, 2, 0, other_than=survivor)["clock"]
+        return began - killed, job.step(0, 2, other_than=survivor)["clock"] - killed
 
 
 def measure_node_killed(new_job: NewJob, _: str) -> Figures:
@@ -324,14 +377,6 @@ def measure_two_nodes(new_job: NewJob, _: str) -> Figures:
     return one_worker, two_workers, two_nodes, two_nodes - one_worker, two_nodes - two_workers, formed - joined
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds that this machine has spent, and those of them that went to our children."""
-    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    spent = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent, ours.ru_utime + ours.ru_stime
-
-
 @dataclass(frozen=True)
 class Scenario:
     """One thing to measure.
@@ -350,12 +395,18 @@ SCENARIOS = {
     "launch": Scenario(
         measure_launch,
         ("ours", "torchrun"),
-        (("launch -> first step (1 node, 2 workers)", "no slower than torchrun"),),
+        (
+            ("launch -> script begins (1 node, 2 workers)", ""),
+            ("launch -> first step (1 node, 2 workers)", "no slower than torchrun"),
+        ),
     ),
     "worker-killed": Scenario(
         measure_worker_killed,
         ("ours", "torchrun"),
-        (("worker killed -> next step (1 node, 2 workers)", "no slower than torchrun"),),
+        (
+            ("worker killed -> script begins again (1 node, 2 workers)", ""),
+            ("worker killed -> next step (1 node, 2 workers)", "no slower than torchrun"),
+        ),
     ),
     "node-killed": Scenario(
         measure_node_killed,
@@ -407,17 +458,16 @@ def attempt(name: str, launcher: str, new_job: NewJob, result: Result) -> None:
     say(f"{name}, {launcher}: " + ", ".join(f"{x:.3f} s" for x in figures))
 
 
-def measure_all(names: Sequence[str], runs: int, new_job: NewJob) -> dict[str, Result]:
-    """Measure the scenarios one after the other, the launchers in turn within each."""
-    for launcher in sorted({launcher for name in names for launcher in SCENARIOS[name].launchers}):
-        say("not counted, so that files are in memory:")
+def measure_all(results: Mapping[str, Result], runs: int, new_job: NewJob) -> None:
+    """Measure each scenario so many times, the launchers in turn; all once before any twice, as machines have moods."""
+    say("not counted, so that files are in memory:")
+    for launcher in sorted({launcher for name in results for launcher in SCENARIOS[name].launchers}):
         attempt("launch", launcher, new_job, Result())
-    results = {name: Result() for name in names}
-    for name, result in results.items():
-        for _ in range(runs):
+    for number in range(1, runs + 1):
+        say(f"run {number} of {runs}:")
+        for name, result in results.items():
             for launcher in SCENARIOS[name].launchers:
                 attempt(name, launcher, new_job, result)
-    return results
 
 
 def column(result: Result, launcher: str, row: int) -> list[float]:
@@ -445,28 +495,18 @@ def table(results: Mapping[str, Result]) -> str:
     return "\n".join(lines)
 
 
-class Circumstances:
-    """Under which the figures hold; from its making until :meth:`record`."""
-
-    def __init__(self, runs: int) -> None:
-        self._runs = runs
-        self._load = os.getloadavg()[0]
-        self._cpu = cpu_seconds()
-        self._began = time.monotonic()
-
-    def record(self) -> Record:
-        cores = len(os.sched_getaffinity(0))
-        (spent_then, ours_then), (spent, ours) = self._cpu, cpu_seconds()
-        others = (spent - spent_then - (ours - ours_then)) / (os.cpu_count() or 1) / (time.monotonic() - self._began)
-        return {
-            "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "runs": self._runs,
-            "versions": {name: version(name) for name in ("elastic-launch", "torch")}
-            | {"python": platform.python_version()},
-            "cores": cores,
-            "load_before": round(self._load, 2),
-            "others_cpu": round(max(0.0, others), 3),
-        }
+def circumstances(results: Mapping[str, Result], load: float, others: float) -> Record:
+    """Under which the figures hold."""
+    runs = [len(figures) for result in results.values() for figures in result.figures.values()]
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "versions": {name: version(name) for name in ("elastic-launch", "torch")}
+        | {"python": platform.python_version()},
+        "cores": len(os.sched_getaffinity(0)),
+        "runs": min(runs, default=0),
+        "load_before": round(load, 2),
+        "others_cpu": round(others, 3),
+    }
 
 
 def report(about: Record, results: Mapping[str, Result]) -> Record:
@@ -499,30 +539,41 @@ def positive(text: str) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time launches and restarts of elastic-launch and torchrun in turn.")
+    parser = argparse.ArgumentParser(
+        description="Time launches and restarts of elastic-launch and torchrun in turn. No figure is asserted: "
+        "the exit code is 1 only if a measurement gave none."
+    )
     parser.add_argument("--runs", type=positive, default=5, help="of each scenario and launcher [5]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="measure this one; may be repeated")
-    parser.add_argument("--timeout", type=positive, default=60, help="seconds that one measurement may take [60]")
+    parser.add_argument("--timeout", type=positive, default=60, help="seconds for one measurement [60]")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help=f"seconds to wait, before each measurement, until others use less than {IDLE_SHARE:.0%}% of the CPU [0]",
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    stop = Stop()
+    load, others, stop = os.getloadavg()[0], Others(args.patience), Stop()
+    results = {name: Result() for name in args.only or SCENARIOS}
     stop.catch()
     become_subreaper()
-    circumstances = Circumstances(args.runs)
     try:
-        results = measure_all(args.only or list(SCENARIOS), args.runs, lambda: Job(stop, args.timeout))
+        measure_all(results, args.runs, lambda: Job(stop, args.timeout, others))
     except Stopped as stopped:
-        say(str(stopped))
-        return 128 + stop.number
-    about = circumstances.record()
+        say(f"{stopped}; what was measured until then:")
+    about = circumstances(results, load, others.share)
     print(f"{headline(about)}\n\n{table(results)}")
     if args.json:
         args.json.write_text(json.dumps(report(about, results), indent=2) + "\n")
-    return 0
+    if stop.number:
+        return 128 + stop.number
+    return 1 if any(result.failed for result in results.values()) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 It imports nothing of any launcher and stands on torchrun's environment variables alone. Every rank appends one JSON
 line per step to the same file: {"step", "rank", "world", "pid", "clock"}, the last by ``time.monotonic()``, which all
-processes of a Linux host share.
+processes of a Linux host share. Step 0 is the script's first act, before it imports torch: what comes before is the
+launcher's share, what comes after is its own.
 """
 
 import argparse
@@ -11,11 +12,6 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 WIDTH = 32
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
@@ -29,32 +25,40 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def note(file: int, step: int, rank: int, world: int) -> None:
+def note(file: int, step: int) -> None:
     """Append the line of one step: one write to a file opened for appending, so that lines never mix."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     line = {"step": step, "rank": rank, "world": world, "pid": os.getpid(), "clock": time.monotonic()}
     os.write(file, json.dumps(line).encode() + b"\n")
 
 
 def train(args: argparse.Namespace, file: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ddp = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    # Not at the top: these take seconds, and step 0 has to be noted before.
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    ddp = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     batch = torch.ones(8, WIDTH)
     for step in range(1, args.steps + 1):
         optimizer.zero_grad()
         ddp(batch).square().mean().backward()
         optimizer.step()
-        note(file, step, rank, world)
+        note(file, step)
         time.sleep(args.sleep)
+    # With these two alive, destroying the process group hangs now and then.
+    del ddp, optimizer
+    dist.destroy_process_group()
 
 
 def main() -> None:
     args = parse_args()
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     file = os.open(args.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    note(file, 0)
     train(args, file)
     os.close(file)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
