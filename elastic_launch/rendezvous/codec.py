@@ -87,7 +87,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         assert isinstance(hint, type)
         return decode(hint, value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ProtocolError(f"{where}: the number is too large.") from error
     if type(value) is not hint:
         raise ProtocolError(f"{where}: {hint.__name__} was expected, found {type(value).__name__}.")
     return value

@@ -54,6 +54,7 @@ class Node:
         joined, done: these are started; all have finished with 0.
         leaving: it said that it leaves.
         silence: seconds without a sign of life.
+        heard: when the last one came, by the leader's clock.
     """
 
     hello: m.Hello
@@ -66,6 +67,7 @@ class Node:
     done: bool = False
     leaving: bool = False
     silence: float = 0.0
+    heard: float = 0.0
 
 
 @dataclass(slots=True)

@@ -74,6 +74,7 @@ class LeaderMachine:
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
         self._last_early = ""
+        self._incarnations: dict[str, list[str]] = {}
         self._out: list[Instruction] = []
 
     @property
@@ -94,6 +95,9 @@ class LeaderMachine:
         if self.record.end is not None:
             self._send(link, self._end_order())
             return self._flush()
+        if self._is_replaced(hello):
+            self._evict_for_good(link, hello.node_id)
+            return self._flush()
         self._learn(hello)
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
@@ -101,10 +105,7 @@ class LeaderMachine:
             self._relink(known, link, hello, now)
             return self._flush()
         if known is not None:
-            reason_text = f"a newer agent with the node id {hello.node_id} took its place"
-            self._send(known.link, m.Evicted(self.record.term, reason_text, final=True))
-            self._out.append(Close(known.link))
-            self._lose(known, reason_text, now)
+            self._lose(known, self._evict_for_good(known.link, hello.node_id), now)
         self._admit(link, hello, now)
         return self._flush()
 
@@ -113,7 +114,7 @@ class LeaderMachine:
         node = self._by_link(link)
         if node is None or self.ended:
             return []
-        node.silence = 0.0
+        node.silence, node.heard = 0.0, now
         current = self.record.round.number
         match report:
             case m.Joined(round=number) if node.active and number == current:
@@ -147,12 +148,12 @@ class LeaderMachine:
 
     def turn(self, now: float) -> list[Instruction]:
         """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
-        gap = min(now - self._turned, TURN_CAP)
-        self._turned = now
+        turned, self._turned = self._turned, now
         if self.ended:
             return []
+        cap = min(TURN_CAP, self._timing.dead_after / 2)
         for node in list(self.nodes.values()):
-            node.silence += gap
+            node.silence += min(now - max(turned, node.heard), cap)
             if node.silence >= self._timing.dead_after:
                 self._out.append(Close(node.link))
                 self._lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
@@ -187,11 +188,25 @@ class LeaderMachine:
         """Take over what a member of an earlier reign knows: the record may have died with its host."""
         self.restarts = max(self.restarts, hello.seen_restarts)
         self._floor = max(self._floor, hello.seen_round)
-        if hello.seen_term >= self.record.term and hello.seen_round > self.record.round.number:
+        ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
+        if ahead or hello.seen_term > self.record.term:
             self._commit(replace(self.record, term=hello.seen_term + 1))
 
+    def _is_replaced(self, hello: m.Hello) -> bool:
+        """Whether a newer incarnation of the node id has been here."""
+        seen = self._incarnations.setdefault(hello.node_id, [])
+        if hello.incarnation not in seen:
+            seen.append(hello.incarnation)
+        return hello.incarnation != seen[-1]
+
+    def _evict_for_good(self, link: int, node_id: str) -> str:
+        reason = f"a newer agent with the node id {node_id} took its place"
+        self._send(link, m.Evicted(self.record.term, reason, final=True))
+        self._out.append(Close(link))
+        return reason
+
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
-        node = Node(hello, link, self._arrivals, now, hello.store_port)
+        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
@@ -213,7 +228,8 @@ class LeaderMachine:
 
     def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
         """A known node comes back before its old link was seen to close; what it holds now is what counts."""
-        node.link, node.silence, node.store_port, node.hello = link, 0.0, hello.store_port, hello
+        node.link, node.silence, node.heard = link, 0.0, now
+        node.store_port, node.hello = hello.store_port, hello
         if node.active and hello.holding != self.record.round.number:
             if self._running:
                 self._break(Kind.NODE_LOSS, f"node {hello.node_id} came back without its workers", now)
@@ -221,6 +237,8 @@ class LeaderMachine:
         elif node.active:
             node.joined, node.done = True, hello.done
         self._welcome(link, hello)
+        if node.active and self._broken:
+            self._send_break(node, self._broken)  # the first one may have been lost with the old link
         self._consider(now)
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
@@ -241,6 +259,9 @@ class LeaderMachine:
         broke = self.record.round.number if self._running and node.active else 0
         if broke:
             self._break(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", now)
+        elif self._broken and not self._broken.judged and node.active:
+            # Others crashed because its workers were ended before it could say so.
+            self._broken.kind = min(self._broken.kind, Kind.PREEMPTION)
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
 
     def _lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
@@ -263,8 +284,12 @@ class LeaderMachine:
         number = self.record.round.number
         for node in self.nodes.values():
             if node.active:
-                self._send(node.link, m.Break(self.record.term, number, kind.text, cause))
+                self._send_break(node, self._broken)
         self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, self._outlook()))
+
+    def _send_break(self, node: Node, broken: Broken) -> None:
+        number = self.record.round.number
+        self._send(node.link, m.Break(self.record.term, number, broken.kind.text, broken.cause))
 
     def _consider(self, now: float) -> None:
         """Do what has become possible or due."""
@@ -305,8 +330,6 @@ class LeaderMachine:
             if now - self._formed_at >= self._timing.join_timeout:
                 late = [node for node in members if not node.joined]
                 names = ", ".join(node.hello.node_id for node in late)
-                for node in late:
-                    node.leaving = True
                 self._break(Kind.NODE_LOSS, f"node {names} did not start its workers within join_timeout", now)
         elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
             names = ", ".join(node.hello.node_id for node in self._waiting())
@@ -396,6 +419,7 @@ class LeaderMachine:
         term = self.record.term
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self.restarts, cause, now - since))
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
+        self._failure = None
 
     def _end(self, code: int, cause: str, now: float) -> None:
         self._running = False

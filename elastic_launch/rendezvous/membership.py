@@ -242,7 +242,7 @@ class Membership:
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
                 now = clock.now()
-                silence += min(now - turned, TURN_CAP)
+                silence += min(now - turned, TURN_CAP, timing.dead_after / 2)
                 turned = now
                 if silence >= timing.dead_after:
                     return True
@@ -269,7 +269,8 @@ class Membership:
                         heard = self._hear(sock, reader)
                         if heard is None:
                             return False
-                        silence = 0.0 if heard else silence
+                        if heard:
+                            silence, turned = 0.0, clock.now()
 
     def _take(self) -> bytes:
         with self._lock:

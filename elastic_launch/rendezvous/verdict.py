@@ -19,16 +19,17 @@ _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 class Kind(IntEnum):
     """Why a round was broken, by precedence: of several causes seen together the lowest number counts.
 
-    A node that vanishes makes workers elsewhere crash; judging by precedence keeps such collateral crashes free.
+    A node that vanishes makes workers elsewhere crash, and so does a resize; judging by precedence keeps such
+    collateral crashes free.
     """
 
+    MEMBERSHIP = 0
     PREEMPTION = 1
     NODE_LOSS = 2
     FATAL = 3
     OUT_OF_MEMORY = 4
     HANG = 5
     CRASH = 6
-    MEMBERSHIP = 7
 
     @property
     def text(self) -> str:

@@ -66,6 +66,7 @@ class BackgroundWriter:
         self._waiting: _Request | None = None
         self._busy = False
         self._closing = False
+        self._ended = False
         self._outcomes: list[Outcome] = []
         # A daemon, so that a file system that hangs does not keep the process from ending after `close` gave up.
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
@@ -84,7 +85,7 @@ class BackgroundWriter:
         """
         check_numbers(step, round)
         with self._changed:
-            if self._closing or not self._thread.is_alive():
+            if self._closing or self._ended:
                 raise CheckpointError("A checkpoint was submitted to a writer that has ended.")
             self._waiting = _Request(state, step, round, meta)
             self._changed.notify_all()
@@ -105,7 +106,7 @@ class BackgroundWriter:
             False if the time was up before.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: self._idle() or not self._thread.is_alive(), timeout) and self._idle()
+            return self._changed.wait_for(lambda: self._idle() or self._ended, timeout) and self._idle()
 
     def close(self, timeout: float = 600.0) -> None:
         """Write what waits, end the thread, and raise the last error that ``poll`` has not returned. Works once.
@@ -151,6 +152,7 @@ class BackgroundWriter:
                 self._finished(outcome)
         finally:
             with self._changed:
+                self._ended = True
                 self._changed.notify_all()
 
     def _next(self) -> _Request | None:

@@ -40,7 +40,7 @@ class Draft:
 
 @contextmanager
 def draft(directory: Path) -> Iterator[Draft]:
-    """Make a draft; it is removed in the end unless it was renamed meanwhile.
+    """Make a draft; it is removed if an exception comes before it was renamed.
 
     Raises:
         OSError: if the directory cannot be written.
@@ -48,13 +48,13 @@ def draft(directory: Path) -> Iterator[Draft]:
     made = _make(directory)
     try:
         yield made
+    except BaseException:
+        # The lock is still held: nobody else removes it at the same time.
+        with suppress(OSError):
+            bury(made.path)
+        raise
     finally:
-        try:
-            # After a rename it is not there; after a failure the lock is still held, so nobody else removes it.
-            with suppress(OSError):
-                bury(made.path)
-        finally:
-            os.close(made.tensors)
+        os.close(made.tensors)
 
 
 def remove_abandoned(directory: Path) -> None:
@@ -131,6 +131,9 @@ def _remove_if_abandoned(path: Path) -> None:
         # The writer is, or died, between its first two calls; if it lives, it starts again.
         with suppress(OSError):
             os.rmdir(path)
+        return
+    except OSError:
+        # A link, or another user's: whose it is cannot be known.
         return
     try:
         if _lock(descriptor):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["DTYPES", "bytes_of", "dense", "name_of", "safetensors_type", "state_sha256", "stored_shape"]
+__all__ = ["DTYPES", "bytes_of", "dense", "is_possible", "name_of", "safetensors_type", "state_sha256", "stored_shape"]
 
 _NATIVE = {
     torch.float64: "F64",
@@ -59,6 +59,12 @@ def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype in _NATIVE:
         return shape
     return (math.prod(shape) * dtype.itemsize // _AS_ELEMENTS[dtype][1],)
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """Return whether torch can make a tensor of this shape: for empty ones, too, it multiplies the dimensions."""
+    elements: int = math.prod(max(size, 1) for size in shape)
+    return elements < 2**48
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

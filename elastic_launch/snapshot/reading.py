@@ -39,7 +39,7 @@ __all__ = ["CheckpointInfo", "LoadedCheckpoint", "find", "inspect", "load", "new
 
 _log = logging.getLogger(__name__)
 
-_SCANS = 10  # A pruning writer has to remove what was just found each time.
+_SCANS = 10  # Somebody has to write or remove a checkpoint during each.
 
 OnDamaged = Callable[[CheckpointReadError], None]
 
@@ -103,18 +103,20 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
+        CheckpointGoneError: if other processes keep removing what is there.
     """
-    found = []
-    for path in _candidates(Path(directory)):
-        try:
-            if path.is_symlink():
-                raise DamagedCheckpointError(path, "it is a symbolic link")
-            found.append(inspect(path))
-        except CheckpointGoneError:
-            continue
-        except CheckpointReadError as error:
-            if on_damaged is not None:
-                on_damaged(error)
+    directory = Path(directory)
+    for _ in range(_SCANS):
+        listed = _candidates(directory)
+        found, damaged, gone = _inspect_all(listed)
+        # Somebody may have written one and removed another meanwhile, of which the listing then has neither.
+        if gone is None and _candidates(directory) == listed:
+            break
+    if gone is not None and not found:
+        raise gone
+    if on_damaged is not None:
+        for error in damaged:
+            on_damaged(error)
     return sorted(found, key=lambda info: (info.round, info.step, info.path.name), reverse=True)
 
 
@@ -203,13 +205,31 @@ def _warn(error: CheckpointReadError) -> None:
     _log.warning("skipped a checkpoint. %s", error)
 
 
+def _inspect_all(
+    paths: list[Path],
+) -> tuple[list[CheckpointInfo], list[CheckpointReadError], CheckpointGoneError | None]:
+    found: list[CheckpointInfo] = []
+    damaged: list[CheckpointReadError] = []
+    gone: CheckpointGoneError | None = None
+    for path in paths:
+        try:
+            if path.is_symlink():
+                raise DamagedCheckpointError(path, "it is a symbolic link")
+            found.append(inspect(path))
+        except CheckpointGoneError as error:
+            gone = error
+        except CheckpointReadError as error:
+            damaged.append(error)
+    return found, damaged, gone
+
+
 def _candidates(directory: Path) -> list[Path]:
     with reading(directory):
         try:
             names = os.listdir(directory)
         except FileNotFoundError:
             return []
-    return [directory / name for name in names if parse_name(name) is not None]
+    return [directory / name for name in sorted(names) if parse_name(name) is not None]
 
 
 @contextmanager

@@ -119,7 +119,8 @@ def _state_json(rest: Any) -> bytes:
 
 def _make_directory(directory: Path) -> None:
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    os.makedirs(directory, exist_ok=True)
+    if missing:
+        os.makedirs(directory, exist_ok=True)
     for path in missing:
         sync_directory(path.parent)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, safetensors_type, stored_shape
+from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 
 __all__ = ["parts", "read"]
@@ -68,9 +68,11 @@ def read(descriptor: int) -> dict[str, torch.Tensor]:
 
 
 def _read_one(file: Any, name: str) -> torch.Tensor:
-    kind = file.get_slice(name).get_dtype()
-    if kind not in _ELEMENTS:
-        raise MalformedError(f"the tensor {name!r} has elements of type {kind}")
+    described = file.get_slice(name)
+    if described.get_dtype() not in _ELEMENTS:
+        raise MalformedError(f"the tensor {name!r} has elements of type {described.get_dtype()}")
+    if not is_possible(described.get_shape()):
+        raise MalformedError(f"the tensor {name!r} has an impossible shape")
     # What the library returns is mapped: it would change, or end the process, with the file.
     tensor: torch.Tensor = file.get_tensor(name).clone()
     return tensor

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 
-from elastic_launch.snapshot.dtypes import DTYPES, name_of, safetensors_type, stored_shape
+from elastic_launch.snapshot.dtypes import DTYPES, is_possible, name_of, safetensors_type, stored_shape
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 
 __all__ = ["MAX_DEPTH", "decode", "encode"]
@@ -232,11 +232,7 @@ def _restore(stored: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], p
 
 
 def _is_shape(value: Any) -> TypeGuard[list[int]]:
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
-        return False
-    # Also bounds the strides, which torch computes for empty tensors, too.
-    elements: int = math.prod(max(size, 1) for size in value)
-    return elements < 2**48
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value) and is_possible(value)
 
 
 def _list(value: Any, path: _Path) -> list[Any]:
