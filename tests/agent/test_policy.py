@@ -1,0 +1,607 @@
+"""The agent's decisions: each phase with each event, and what holds under any sequence of them.
+
+The examples are the same in every run; HYPOTHESIS_EXAMPLES=5000 looks at so many random ones instead.
+"""
+
+from __future__ import annotations
+
+import os
+from signal import SIGINT, SIGTERM
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from elastic_agents import policy as p
+from elastic_agents.policy import Phase, View, decide
+from elastic_launch.errors import RefusedError
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.record import Member, Round
+
+EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
+
+TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
+SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
+LOST = RendezvousLost(RefusedError("the run refuses this node"))
+
+
+def form(number: int, nodes: int = 2) -> m.Form:
+    members = tuple(Member(f"n{index}", f"i{index}", 2, "host", 7000) for index in range(nodes))
+    return m.Form(1, Round(number, members), 0, "first")
+
+
+def brk(number: int) -> m.Break:
+    return m.Break(1, number, "crash", "rank 0 crashed")
+
+
+def gone(local_rank: int, exit_code: int, number: int = 1) -> p.WorkerGone:
+    return p.WorkerGone(number, local_rank, exit_code)
+
+
+def view(*events: p.Event, nodes: int = 2) -> View:
+    """What the policy knows on a node of two workers, in round 1, after further events."""
+    found, _ = decide(View(), form(1, nodes), 2)
+    for event in events:
+        found, _ = decide(found, event, 2)
+    return found
+
+
+def after(before: View, event: p.Event) -> tuple[Phase, list[p.Action]]:
+    """Phase and actions that follow, on a node of two workers."""
+    found, actions = decide(before, event, 2)
+    return found.phase, actions
+
+
+WAITING = View()
+RUNNING = view()
+FINISHED = view(gone(0, 0), gone(1, 0))
+STOPPING = view(brk(1))
+OVER = view(p.SignalCaught(SIGTERM), gone(0, 0), gone(1, 0))
+
+
+def test_the_phases_that_the_tests_start_from() -> None:
+    phases = [before.phase for before in (WAITING, RUNNING, FINISHED, STOPPING, OVER)]
+    assert phases == [Phase.WAITING, Phase.RUNNING, Phase.FINISHED, Phase.STOPPING, Phase.OVER]
+
+
+# Rounds begin.
+
+
+def test_waiting_a_round_is_formed() -> None:
+    assert decide(WAITING, form(3, nodes=4), 2) == (
+        View(Phase.RUNNING, round=3, nodes=4, alive=frozenset({0, 1})),
+        [p.StartWorkers(form(3, nodes=4))],
+    )
+
+
+@pytest.mark.parametrize("before", [RUNNING, FINISHED, STOPPING, OVER], ids=lambda before: before.phase.value)
+def test_no_workers_are_started_beside_others(before: View) -> None:
+    assert decide(before, form(2), 2) == (before, [])
+
+
+def test_a_node_that_leaves_starts_no_workers() -> None:
+    assert decide(View(leaving=143), form(1), 2) == (View(leaving=143), [])
+
+
+# Rounds end by order.
+
+
+def test_running_a_break_stops_the_workers() -> None:
+    assert after(RUNNING, brk(1)) == (Phase.STOPPING, [p.Terminate(1)])
+
+
+def test_finished_a_break_takes_the_node_back() -> None:
+    assert after(FINISHED, brk(1)) == (Phase.WAITING, [p.ReportStopped(1)])
+
+
+@pytest.mark.parametrize("before", [WAITING, STOPPING, OVER], ids=lambda before: before.phase.value)
+def test_a_break_is_nothing_new_for_a_node_that_stopped_or_stops(before: View) -> None:
+    assert decide(before, brk(1), 2) == (before, [])
+
+
+@pytest.mark.parametrize("before", [RUNNING, FINISHED], ids=lambda before: before.phase.value)
+def test_a_break_of_another_round_is_ignored(before: View) -> None:
+    assert decide(before, brk(2), 2) == (before, [])
+    assert decide(before, brk(0), 2) == (before, [])
+
+
+def test_stopping_the_node_waits_again_when_all_workers_are_reaped() -> None:
+    stopping, actions = decide(STOPPING, gone(0, TERM_CODE), 2)
+    assert (stopping.phase, actions) == (Phase.STOPPING, [])
+    assert after(stopping, gone(1, 1)) == (Phase.WAITING, [p.ReportStopped(1)])
+
+
+def test_stopping_the_grace_ends_with_a_kill() -> None:
+    assert after(STOPPING, p.GraceOver(1)) == (Phase.STOPPING, [p.Kill()])
+
+
+@pytest.mark.parametrize(
+    ("before", "number"),
+    [(STOPPING, 2), (RUNNING, 1), (WAITING, 1), (FINISHED, 1), (view(brk(1), gone(0, 0), gone(1, 0)), 1)],
+)
+def test_a_grace_that_nobody_needs_any_more_kills_nobody(before: View, number: int) -> None:
+    assert decide(before, p.GraceOver(number), 2) == (before, [])
+
+
+@pytest.mark.parametrize("before", [RUNNING, STOPPING], ids=lambda before: before.phase.value)
+def test_an_evicted_node_kills_its_workers_and_waits_again(before: View) -> None:
+    evicted, actions = decide(before, m.Evicted(1, "too slow"), 2)
+    assert (evicted.phase, actions) == (Phase.STOPPING, [p.Kill()])
+    evicted, _ = decide(evicted, gone(0, -9), 2)
+    assert after(evicted, gone(1, -9)) == (Phase.WAITING, [p.ReportStopped(1)])
+
+
+def test_an_evicted_node_that_had_finished_waits_again() -> None:
+    assert after(FINISHED, m.Evicted(1, "its round is over")) == (Phase.WAITING, [p.ReportStopped(1)])
+
+
+def test_a_node_whose_place_was_taken_kills_its_workers_and_exits() -> None:
+    evicted, actions = decide(RUNNING, m.Evicted(1, "another took its place", final=True), 2)
+    assert actions == [p.Kill()]
+    evicted, _ = decide(evicted, gone(0, -9), 2)
+    assert after(evicted, gone(1, -9)) == (Phase.OVER, [p.Finish(95, "another took its place")])
+
+
+@pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
+def test_a_node_without_workers_whose_place_was_taken_exits_at_once(before: View) -> None:
+    assert after(before, m.Evicted(1, "taken", final=True)) == (Phase.OVER, [p.Finish(95, "taken")])
+
+
+# Workers end.
+
+
+def test_finished_workers_make_a_finished_node() -> None:
+    one, actions = decide(RUNNING, gone(0, 0), 2)
+    assert (one.phase, actions) == (Phase.RUNNING, [])
+    assert after(one, gone(1, 0)) == (Phase.FINISHED, [p.ReportDone(1)])
+
+
+@pytest.mark.parametrize("code", [1, 3, -9, -11])
+def test_a_failed_worker_is_reported_and_ends_the_round_here_at_once(code: int) -> None:
+    assert after(RUNNING, gone(1, code)) == (Phase.STOPPING, [p.ReportFailed(1), p.Terminate(1)])
+
+
+def test_the_failure_of_the_last_worker_is_followed_by_stopped() -> None:
+    one = view(gone(0, 0))
+    assert after(one, gone(1, 1)) == (Phase.WAITING, [p.ReportFailed(1), p.ReportStopped(1)])
+
+
+def test_what_happens_to_stopping_workers_is_no_failure() -> None:
+    assert after(STOPPING, gone(0, 1)) == (Phase.STOPPING, [])
+
+
+@pytest.mark.parametrize("event", [gone(0, 1, number=2), gone(0, 1, number=0), gone(7, 1)])
+def test_exits_of_other_rounds_and_of_nobody_are_ignored(event: p.WorkerGone) -> None:
+    assert decide(RUNNING, event, 2) == (RUNNING, [])
+
+
+def test_an_exit_counts_once() -> None:
+    before = view(gone(0, 0))
+    assert decide(before, gone(0, 1), 2) == (before, [])
+
+
+@pytest.mark.parametrize("phase", [WAITING, FINISHED], ids=lambda before: before.phase.value)
+def test_exits_without_workers_are_ignored(phase: View) -> None:
+    assert decide(phase, gone(0, 1), 2) == (phase, [])
+
+
+# Workers that somebody else stopped.
+
+
+@pytest.mark.parametrize("code", [TERM_CODE, INT_CODE])
+def test_an_exit_by_a_stop_signal_waits_for_the_agents_own(code: int) -> None:
+    held, actions = decide(RUNNING, gone(0, code), 2)
+    assert (held.phase, held.held, actions) == (Phase.RUNNING, {0}, [p.Hold(1, 0)])
+
+
+def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
+    held = view(gone(0, TERM_CODE))
+    assert after(held, p.HoldOver(1, 0)) == (Phase.STOPPING, [p.ReportFailed(0, preempted=True), p.Terminate(1)])
+
+
+def test_with_the_agents_own_signal_it_is_none() -> None:
+    signalled = view(gone(0, TERM_CODE), p.SignalCaught(SIGTERM))
+    assert signalled.held == frozenset()
+    assert decide(signalled, p.HoldOver(1, 0), 2) == (signalled, [])
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+
+
+def test_all_workers_ended_by_a_stop_signal() -> None:
+    held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
+    assert (held.phase, held.held) == (Phase.RUNNING, {0, 1})
+    phase, actions = after(held, p.HoldOver(1, 0))
+    assert phase is Phase.WAITING
+    assert sorted(map(str, actions[:-1])) == sorted(
+        map(str, [p.ReportFailed(0, preempted=True), p.ReportFailed(1, preempted=True)])
+    )
+    assert actions[-1] == p.ReportStopped(1)
+
+
+def test_a_held_worker_is_no_finished_one() -> None:
+    held = view(gone(0, TERM_CODE), gone(1, 0))
+    assert held.phase is Phase.RUNNING
+    assert after(held, p.HoldOver(1, 0)) == (
+        Phase.WAITING,
+        [p.ReportFailed(0, preempted=True), p.ReportStopped(1)],
+    )
+
+
+def test_a_failure_beside_a_held_worker_reports_the_preemption_first() -> None:
+    held = view(gone(0, TERM_CODE))
+    assert after(held, gone(1, 1)) == (
+        Phase.WAITING,
+        [p.ReportFailed(0, preempted=True), p.ReportFailed(1), p.ReportStopped(1)],
+    )
+
+
+def test_a_break_during_the_hold_does_not_swallow_the_preemption() -> None:
+    """Workers elsewhere crash at once; without this report the leader would charge these crashes."""
+    held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
+    _, actions = decide(held, brk(1), 2)
+    assert p.ReportFailed(0, preempted=True) in actions
+    assert p.ReportFailed(1, preempted=True) in actions
+    assert actions[-1] == p.ReportStopped(1)
+
+
+@pytest.mark.parametrize("event", [p.HoldOver(1, 1), p.HoldOver(2, 0)])
+def test_holds_of_others_are_ignored(event: p.HoldOver) -> None:
+    held = view(gone(0, TERM_CODE))
+    assert decide(held, event, 2) == (held, [])
+
+
+# Signals to the agent.
+
+
+def test_waiting_a_signal_ends_at_once() -> None:
+    assert after(WAITING, p.SignalCaught(SIGINT)) == (
+        Phase.OVER,
+        [p.ReportLeaving("SIGINT"), p.Finish(130, "stopped by SIGINT")],
+    )
+
+
+def test_finished_a_signal_ends_at_once() -> None:
+    phase, actions = after(FINISHED, p.SignalCaught(SIGTERM))
+    assert (phase, actions[-1]) == (Phase.OVER, p.Finish(143, "stopped by SIGTERM"))
+
+
+def test_running_a_signal_stops_the_workers_first() -> None:
+    assert after(RUNNING, p.SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Terminate(1)])
+    signalled = view(p.SignalCaught(SIGTERM), gone(0, 0))
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+
+
+def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
+    assert after(STOPPING, p.SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM")])
+    signalled = view(brk(1), p.SignalCaught(SIGTERM), gone(0, 0))
+    assert after(signalled, gone(1, 0)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+
+
+def test_the_second_signal_kills_and_the_code_is_the_firsts() -> None:
+    signalled = view(p.SignalCaught(SIGINT))
+    assert after(signalled, p.SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+    killed = view(p.SignalCaught(SIGINT), p.SignalCaught(SIGTERM), gone(0, -9))
+    assert after(killed, gone(1, -9)) == (Phase.OVER, [p.Finish(130, "stopped by SIGINT")])
+
+
+def test_a_signal_while_the_run_ends_kills() -> None:
+    assert after(view(m.RunEnd(1, 91, "spent")), p.SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+
+
+@pytest.mark.parametrize(
+    "event",
+    [m.RunEnd(1, 91, "spent"), m.Evicted(1, "taken", final=True), m.Evicted(1, "slow"), LOST, GONE, SILENT, brk(1)],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_comes_after_a_signal_does_not_change_the_code(event: p.Event) -> None:
+    signalled = view(p.SignalCaught(SIGTERM), event, gone(0, -9))
+    assert after(signalled, gone(1, -9)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+
+
+# The end of the run.
+
+
+@pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
+@pytest.mark.parametrize("code", [0, 91])
+def test_without_workers_the_runs_end_is_the_nodes(before: View, code: int) -> None:
+    assert after(before, m.RunEnd(1, code, "because")) == (Phase.OVER, [p.Finish(code, "because")])
+
+
+def test_running_the_runs_end_stops_the_workers_first() -> None:
+    assert after(RUNNING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [p.Terminate(1)])
+    ending = view(m.RunEnd(1, 91, "spent"), gone(0, TERM_CODE))
+    assert after(ending, gone(1, 0)) == (Phase.OVER, [p.Finish(91, "spent")])
+
+
+def test_stopping_the_runs_end_waits_for_the_workers() -> None:
+    assert after(STOPPING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [])
+    ending = view(brk(1), m.RunEnd(1, 91, "spent"), gone(0, 0))
+    assert after(ending, gone(1, 0)) == (Phase.OVER, [p.Finish(91, "spent")])
+
+
+EVENTS = [
+    form(2),
+    brk(1),
+    m.Evicted(1, "x"),
+    m.Evicted(1, "x", final=True),
+    m.RunEnd(1, 0, "x"),
+    SILENT,
+    GONE,
+    LOST,
+    gone(0, 1),
+    p.SignalCaught(SIGTERM),
+    p.GraceOver(1),
+    p.HoldOver(1, 0),
+    p.StartFailed("x"),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_after_the_end_nothing_happens(event: p.Event) -> None:
+    assert decide(OVER, event, 2) == (OVER, [])
+
+
+# Starts that fail.
+
+
+def test_a_command_that_cannot_be_executed_ends_the_node_with_90() -> None:
+    """No worker was started, so none will be reaped: nothing is to be waited for."""
+    phase, actions = after(RUNNING, p.StartFailed("train.sh cannot be executed: Exec format error"))
+    assert phase is Phase.OVER
+    assert [action for action in actions if isinstance(action, p.ReportLeaving)]
+    assert actions[-1] == p.Finish(90, "train.sh cannot be executed: Exec format error")
+
+
+def test_workers_started_before_the_failed_one_are_stopped_first() -> None:
+    failed, actions = decide(RUNNING, p.StartFailed("no memory", started=frozenset({0})), 2)
+    assert (failed.phase, failed.alive) == (Phase.STOPPING, {0})
+    assert p.Terminate(1) in actions
+    assert after(failed, gone(0, TERM_CODE)) == (Phase.OVER, [p.Finish(90, "no memory")])
+
+
+# The leader cannot be reached.
+
+
+@pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
+def test_waiting_without_a_leader_is_said(event: LinkDown) -> None:
+    found, actions = decide(WAITING, event, 2)
+    assert found == WAITING
+    assert [type(action) for action in actions] == [p.Warn]
+
+
+def test_running_the_workers_train_through_the_silence_of_the_leader() -> None:
+    found, actions = decide(RUNNING, SILENT, 2)
+    assert found == RUNNING
+    assert [type(action) for action in actions] == [p.Warn]
+
+
+def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> None:
+    """The leader may have formed a round without this node."""
+    phase, actions = after(view(nodes=1), SILENT)
+    assert phase is Phase.STOPPING
+    assert actions[1:] == [p.Terminate(1)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_running_the_workers_are_stopped_when_the_leader_is_gone(nodes: int) -> None:
+    phase, actions = after(view(nodes=nodes), GONE)
+    assert phase is Phase.STOPPING
+    assert isinstance(actions[0], p.Warn)
+    assert actions[1:] == [p.Terminate(1)]
+
+
+def test_finished_the_loss_of_the_leader_is_no_failure() -> None:
+    phase, actions = after(FINISHED, GONE)
+    assert phase is Phase.OVER
+    assert [type(action) for action in actions] == [p.Finish]
+    assert actions[0].code == 0  # type: ignore[union-attr]
+
+
+def test_finished_the_silence_of_the_leader_is_waited_out() -> None:
+    found, actions = decide(FINISHED, SILENT, 2)
+    assert found == FINISHED
+    assert [type(action) for action in actions] == [p.Warn]
+
+
+def test_finished_the_loss_of_the_rendezvous_is_no_failure() -> None:
+    phase, actions = after(FINISHED, LOST)
+    assert phase is Phase.OVER
+    assert actions[-1].code == 0  # type: ignore[union-attr]
+
+
+def test_waiting_the_loss_of_the_rendezvous_ends_with_its_code() -> None:
+    assert after(WAITING, LOST) == (Phase.OVER, [p.Finish(95, "the run refuses this node")])
+
+
+def test_running_the_loss_of_the_rendezvous_stops_the_workers_first() -> None:
+    assert after(RUNNING, LOST) == (Phase.STOPPING, [p.Terminate(1)])
+    lost = view(LOST, gone(0, 0))
+    assert after(lost, gone(1, 0)) == (Phase.OVER, [p.Finish(95, "the run refuses this node")])
+
+
+# Any sequence.
+
+
+class AgentLife(RuleBasedStateMachine):
+    """An agent with its workers, its leader and its user; the leader may say anything at any time."""
+
+    @initialize(nproc=st.integers(1, 3))
+    def begin(self, nproc: int) -> None:
+        self.nproc = nproc
+        self.view = View()
+        self.round = 0
+        self.workers: set[int] = set()  # that live
+        self.codes: dict[int, int] = {}  # exit codes in this round
+        self.reported: set[int] = set()
+        self.graces: list[int] = []
+        self.holds: list[tuple[int, int]] = []
+        self.finished: list[p.Finish] = []
+        self.promised: int | None = None  # the code that a signal has settled
+        self.fails_to_start: frozenset[int] | None = None
+
+    def decide(self, event: p.Event) -> list[p.Action]:
+        before = self.view
+        if isinstance(event, p.SignalCaught) and before.leaving is None and before.phase is not Phase.OVER:
+            self.promised = 128 + event.number
+        self.view, actions = decide(before, event, self.nproc)
+        if before.phase is Phase.OVER:
+            assert actions == []
+            assert self.view == before
+        for action in actions:
+            assert not self.finished, "an action after the end"
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: p.Action) -> None:
+        match action:
+            case p.StartWorkers(form=order):
+                assert not self.workers, "workers beside others"
+                assert self.promised is None, "a start after a signal"
+                self.round = order.round.number
+                started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
+                self.workers, self.codes, self.reported = set(started), {}, set()
+            case p.Terminate(round=number):
+                assert number == self.round
+                assert self.view.phase is Phase.STOPPING
+                self.graces.append(number)
+            case p.Kill():
+                assert self.view.phase is Phase.STOPPING
+            case p.Hold(round=number, local_rank=local_rank):
+                assert number == self.round
+                assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
+                self.holds.append((number, local_rank))
+            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+                assert self.codes[local_rank] != 0
+                assert local_rank not in self.reported, "a failure is reported twice"
+                assert preempted == (self.codes[local_rank] in (TERM_CODE, INT_CODE))
+                self.reported.add(local_rank)
+            case p.ReportStopped(round=number):
+                assert not self.workers, "stopped, but workers live"
+                assert number == self.round
+            case p.ReportDone(round=number):
+                assert number == self.round
+                assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
+            case p.Finish(code=code):
+                assert not self.workers, "the end, but workers live"
+                if self.promised is not None:
+                    assert code == self.promised, "a signal was to end it"
+                self.finished.append(action)
+
+    # What the leader and the membership say.
+
+    @rule(ahead=st.integers(0, 2), nodes=st.integers(1, 3))
+    def form(self, ahead: int, nodes: int) -> None:
+        self.decide(form(self.round + ahead if ahead else self.round + 1, nodes))
+
+    @precondition(lambda self: self.view.phase is Phase.WAITING)
+    @rule(data=st.data())
+    def form_but_fail_to_start(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.nproc - 1))
+        self.fails_to_start = frozenset(range(count))
+        self.decide(form(self.round + 1))
+        if self.view.phase is Phase.RUNNING:
+            self.decide(p.StartFailed("no such file", started=self.fails_to_start))
+        self.fails_to_start = None
+
+    @rule(behind=st.sampled_from([0, 0, 1]))
+    def break_the_round(self, behind: int) -> None:
+        self.decide(brk(self.round - behind))
+
+    @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE]))
+    def lose_touch(self, event: p.Event) -> None:
+        self.decide(event)
+
+    @rule(event=st.sampled_from([m.RunEnd(1, 0, "done"), m.RunEnd(1, 91, "spent"), m.Evicted(1, "x", True), LOST]))
+    def end(self, event: p.Event) -> None:
+        self.decide(event)
+
+    # What workers, timers and users do.
+
+    @precondition(lambda self: self.workers)
+    @rule(index=st.integers(0, 2), code=st.sampled_from([0, 0, 0, 1, 3, -9, TERM_CODE, INT_CODE]))
+    def worker_exits(self, index: int, code: int) -> None:
+        local_rank = sorted(self.workers)[index % len(self.workers)]
+        before = self.view.phase
+        self.workers.remove(local_rank)
+        self.codes[local_rank] = code
+        self.decide(p.WorkerGone(self.round, local_rank, code))
+        if before is Phase.RUNNING and code in (1, 3, -9):
+            assert local_rank in self.reported, "a failure is swallowed"
+
+    @precondition(lambda self: self.graces)
+    @rule(index=st.integers(0, 2))
+    def grace_passes(self, index: int) -> None:
+        number = self.graces.pop(index % len(self.graces))
+        actions = self.decide(p.GraceOver(number))
+        overdue = number == self.round and self.workers and self.view.phase is Phase.STOPPING
+        assert actions == ([p.Kill()] if overdue else [])
+
+    @precondition(lambda self: self.holds)
+    @rule(index=st.integers(0, 2))
+    def hold_passes(self, index: int) -> None:
+        number, local_rank = self.holds.pop(index % len(self.holds))
+        self.decide(p.HoldOver(number, local_rank))
+
+    @rule(number=st.sampled_from([SIGTERM, SIGINT]))
+    def signal(self, number: int) -> None:
+        again = self.view.leaving is not None and self.view.phase is not Phase.OVER
+        actions = self.decide(p.SignalCaught(number))
+        if again:
+            assert actions == [p.Kill()], "a further signal kills"
+
+    # What always holds.
+
+    @invariant()
+    def the_policy_knows_who_lives(self) -> None:
+        assert self.view.alive == self.workers
+
+    @invariant()
+    def the_phase_fits(self) -> None:
+        match self.view.phase:
+            case Phase.WAITING:
+                assert not self.workers
+                assert not self.view.held
+                assert self.view.leaving is None
+            case Phase.RUNNING:
+                assert self.workers or self.view.held
+                assert self.view.leaving is None
+            case Phase.FINISHED:
+                assert not self.workers
+                assert self.view.leaving is None
+            case Phase.STOPPING:
+                assert self.workers, "nothing would ever end it"
+            case Phase.OVER:
+                assert len(self.finished) == 1
+
+    @invariant()
+    def what_is_held_will_be_let_go(self) -> None:
+        assert {(self.round, local_rank) for local_rank in self.view.held} <= set(self.holds)
+
+    def teardown(self) -> None:
+        """When the workers end and the holds pass, the node is at rest; a signal ends it."""
+        if not hasattr(self, "view"):
+            return
+        self._let_all_go()
+        assert self.view.phase in (Phase.WAITING, Phase.FINISHED, Phase.OVER)
+        if self.view.phase is not Phase.OVER:
+            self.decide(p.SignalCaught(SIGTERM))
+            self._let_all_go()
+        assert self.view.phase is Phase.OVER
+        assert len(self.finished) == 1
+
+    def _let_all_go(self) -> None:
+        while self.workers:
+            self.worker_exits(0, 0)
+        while self.holds:
+            self.hold_passes(0)
+
+
+TestAgentLife = AgentLife.TestCase
+TestAgentLife.settings = settings(
+    max_examples=int(EXAMPLES or 100),
+    stateful_step_count=30,
+    derandomize=EXAMPLES is None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,294 @@
+"""What goes over links and into the store comes back as it was, and nothing else comes in."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous import codec
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord, Member, Round
+
+STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""The same examples in every run, however slow the machine."""
+
+REPORTS = [m.Hello, m.Beat, m.Joined, m.Failed, m.Stopped, m.Done, m.Leaving]
+ORDERS = [m.Welcome, m.Refused, m.Pulse, m.Form, m.Break, m.Evicted, m.Notice, m.RunEnd]
+
+HELLO = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
+FAILURE = m.Failure("a", "crash", 1, 1, 42, -9, "signal 9 (SIGKILL)", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type."""
+    if typing.get_origin(hint) is types.UnionType:
+        (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        return st.none() | values(inner)
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return instances(hint)
+    plain: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(2**63), 2**63),
+        float: st.floats(allow_nan=False),
+        str: st.text(st.characters(codec="utf-8"), max_size=20),
+        bool: st.booleans(),
+    }
+    return plain[hint]
+
+
+def instances(kind: type[Any]) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{item.name: values(hints[item.name]) for item in fields(kind)})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=10,
+)
+
+# Round trips.
+
+
+@pytest.mark.parametrize("kind", [*REPORTS, *ORDERS], ids=lambda kind: kind.__name__)
+@STEADY
+@given(data=st.data())
+def test_any_message_comes_back_as_it_was(kind: type[Any], data: st.DataObject) -> None:
+    message = data.draw(instances(kind))
+    line = m.pack(message)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert m.unpack(line) == message
+
+
+@STEADY
+@given(instances(ControlRecord).filter(lambda record: record.schema == 1) | instances(Round))
+def test_any_value_comes_back_as_it_was(value: Any) -> None:
+    assert codec.decode(type(value), codec.loads(codec.dumps(value))) == value
+
+
+def test_a_message_says_first_what_it_is() -> None:
+    assert m.pack(m.Joined(3)) == b'{"type":"joined","round":3}\n'
+    assert m.pack(m.Beat()) == b'{"type":"beat"}\n'
+
+
+def test_text_that_is_no_unicode_comes_through() -> None:
+    """Paths and output may hold such."""
+    message = m.Leaving(b"caf\xe9".decode(errors="surrogateescape"))
+    assert m.unpack(m.pack(message)) == message
+
+
+# Versions.
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert m.unpack(b'{"type":"joined","round":3,"since":4,"more":{"deep":[1]}}') == m.Joined(3)
+
+
+def test_missing_fields_take_their_defaults() -> None:
+    value = asdict(HELLO)
+    for name in ("wanted_rank", "holding", "done", "seen_term", "seen_round", "seen_restarts"):
+        del value[name]
+    hello = codec.decode(m.Hello, value)
+    assert (hello.wanted_rank, hello.holding, hello.done, hello.seen_term) == (None, 0, False, 0)
+
+
+def test_a_missing_field_without_default_is_named() -> None:
+    with pytest.raises(ProtocolError, match=r"Joined\.round is missing"):
+        m.unpack(b'{"type":"joined"}')
+
+
+# Types.
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"type":"joined","round":"3"}', r"Joined\.round: int was expected, found str"),
+        ('{"type":"joined","round":3.0}', r"Joined\.round: int was expected, found float"),
+        ('{"type":"joined","round":true}', r"Joined\.round: int was expected, found bool"),
+        ('{"type":"joined","round":null}', r"Joined\.round: int was expected, found NoneType"),
+        ('{"type":"joined","round":[3]}', r"Joined\.round: int was expected, found list"),
+        ('{"type":"leaving","reason":3}', r"Leaving\.reason: str was expected, found int"),
+        ('{"type":"evicted","term":1,"reason":"x","final":1}', r"Evicted\.final: bool was expected, found int"),
+        ('{"type":"failed","round":1,"failure":"x"}', r"Failure: an object was expected, found str"),
+        ('{"type":"failed","round":1,"failure":{}}', r"Failure\.node_id is missing"),
+        (
+            '{"type":"form","term":1,"restarts":0,"cause":"first","round":{"number":1,"members":{}}}',
+            r"Round\.members: a list was expected, found dict",
+        ),
+        (
+            '{"type":"form","term":1,"restarts":0,"cause":"first","round":{"number":1,"members":[["a"]]}}',
+            r"Member: an object was expected, found list",
+        ),
+        (
+            '{"type":"welcome","term":1,"node_id":"a","beat":"1","dead_after":5}',
+            r"Welcome\.beat: float was expected, found str",
+        ),
+        (
+            '{"type":"welcome","term":1,"node_id":"a","beat":true,"dead_after":5}',
+            r"Welcome\.beat: float was expected, found bool",
+        ),
+    ],
+)
+def test_a_field_of_another_type_is_named(line: str, found: str) -> None:
+    with pytest.raises(ProtocolError, match=found):
+        m.unpack(line.encode())
+
+
+def test_whole_numbers_do_for_floats() -> None:
+    welcome = m.unpack(b'{"type":"welcome","term":1,"node_id":"a","beat":1,"dead_after":5}')
+    assert isinstance(welcome, m.Welcome)
+    assert type(welcome.beat) is float
+
+
+def test_a_list_in_a_list_is_checked() -> None:
+    with pytest.raises(ProtocolError, match=r"Failure\.detail: str was expected, found int"):
+        codec.decode(m.Failure, {**asdict(FAILURE), "detail": ["a", 1]})
+
+
+@dataclass(frozen=True)
+class Optional:
+    inner: Member | None = None
+
+
+def test_none_only_where_it_is_allowed() -> None:
+    assert codec.decode(Optional, {"inner": None}) == Optional()
+    with pytest.raises(ProtocolError, match="Member: an object was expected, found int"):
+        codec.decode(Optional, {"inner": 3})
+
+
+# What nobody of ours would send.
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n",
+        b"GET / HTTP/1.1",
+        b"{",
+        b'{"type":',
+        b"\x00\x01\x02",
+        b"\xff\xfe\xfd",
+        b"\x80\x04\x95cos\nsystem",
+        b'"text"',
+        b"3",
+        b"null",
+        b"[]",
+        b"1" * 5000,
+        b'{"type":"joined","round":' + b"1" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"type":"joined","round":' + b"[" * 100_000,
+    ],
+    ids=lambda data: f"{data[:12]!r}... {len(data)}",
+)
+def test_what_is_no_message_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        m.unpack(data)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{}", b'{"type":null}', b'{"type":3}', b'{"type":["hello"]}', b'{"type":"__class__"}', b'{"type":"Hello"}'],
+)
+def test_an_unknown_type_is_a_protocol_error(line: bytes) -> None:
+    with pytest.raises(ProtocolError, match="unknown type"):
+        m.unpack(line)
+
+
+def test_a_long_unknown_type_is_cut() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        m.unpack(b'{"type":"' + b"x" * 100_000 + b'"}')
+    assert len(str(caught.value)) < 200
+
+
+def test_a_number_too_large_for_a_float_is_a_protocol_error() -> None:
+    line = b'{"type":"welcome","term":1,"node_id":"a","dead_after":5,"beat":1' + b"0" * 400 + b"}"
+    with pytest.raises(ProtocolError, match=r"Welcome\.beat"):
+        m.unpack(line)
+
+
+def test_a_value_that_is_too_large_is_not_even_parsed() -> None:
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        codec.loads(b" " * (codec.MAX_BYTES + 1))
+    assert codec.loads(b" " * (codec.MAX_BYTES - 2) + b"{}") == {}
+
+
+@STEADY
+@given(
+    st.sampled_from([kind.__name__.lower() for kind in [*REPORTS, *ORDERS]]),
+    st.dictionaries(st.text(max_size=10), JSON, max_size=4),
+)
+def test_any_json_is_understood_or_refused(name: str, value: dict[str, Any]) -> None:
+    try:
+        m.unpack(json.dumps({**value, "type": name}).encode())
+    except ProtocolError:
+        return
+
+
+@STEADY
+@given(data=st.data(), kind=st.sampled_from([m.Hello, m.Failed, m.Form, m.Welcome, m.RunEnd]))
+def test_a_message_with_one_field_changed_is_understood_or_refused(data: st.DataObject, kind: type[Any]) -> None:
+    value = json.loads(m.pack(data.draw(instances(kind))))
+    value[data.draw(st.sampled_from(sorted(value)))] = data.draw(JSON)
+    try:
+        m.unpack(json.dumps(value).encode())
+    except ProtocolError:
+        return
+
+
+@STEADY
+@given(st.binary(max_size=200))
+def test_any_bytes_are_understood_or_refused(data: bytes) -> None:
+    try:
+        m.unpack(data)
+    except ProtocolError:
+        return
+
+
+# Lines.
+
+
+def test_lines_are_cut_wherever_the_pieces_end() -> None:
+    reader = m.LineReader()
+    assert reader.feed(b"one\ntw") == [b"one"]
+    assert reader.feed(b"o") == []
+    assert reader.feed(b"\n\n\nthree\nfour\n") == [b"two", b"three", b"four"]
+    assert reader.feed(b"") == []
+
+
+@STEADY
+@given(st.lists(st.binary(min_size=1, max_size=20).map(lambda line: line.replace(b"\n", b"x"))), st.data())
+def test_any_pieces_give_the_same_lines(lines: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(line + b"\n" for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    reader = m.LineReader()
+    found = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += reader.feed(stream[start:end])
+    assert found == lines
+
+
+def test_a_line_without_end_is_given_up_at_the_limit() -> None:
+    reader = m.LineReader(limit=100)
+    assert reader.feed(b"x" * 60) == []
+    assert reader.feed(b"x" * 40) == []
+    with pytest.raises(ProtocolError, match="more than 100 bytes"):
+        reader.feed(b"x")
+
+
+def test_many_short_lines_are_no_long_one() -> None:
+    reader = m.LineReader(limit=10)
+    assert len(reader.feed(b"short\n" * 1000)) == 1000

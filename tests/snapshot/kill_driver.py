@@ -1,0 +1,258 @@
+"""Kills processes that write checkpoints, and checks what they leave. Not a test itself: run by test_kill.
+
+Usage: kill_driver.py ptrace|calls|torn|random DIRECTORY [ROUNDS]. Prints JSON; exits with 77 where the kernel allows
+no tracing. One process forks all writers, because importing torch takes seconds and forking it milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, write
+
+# Dying before a call that changes nothing is dying before the next one.
+CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+TRACEME, SYSCALL, SETOPTIONS = 0, 24, 0x4200
+EXITKILL, SYSGOOD = 0x100000, 1
+KEEP = 2
+
+
+def state_of(step: int, round: int) -> dict[str, Any]:
+    """All parts tell step and round, so that no mixture of two states looks like one."""
+    value = float(step * 1000 + round)
+    moments = {0: {"exp_avg": torch.full((300,), value), "step": torch.tensor(value, dtype=torch.bfloat16)}}
+    return {"model": {"w": torch.full((20, 30), value)}, "optimizer": {"state": moments}, "seen": [value] * 20}
+
+
+def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
+    """Check that everything which can be found is right; return (round, step) of the newest."""
+
+    def refuse(error: CheckpointReadError) -> None:
+        raise AssertionError(f"damaged after a kill: {error}")
+
+    best = newest(directory, refuse)
+    assert best is not None, "nothing is left"
+    for loaded in (best, *(load(info) for info in find(directory, refuse))):
+        expected = state_of(loaded.step, loaded.round)
+        assert loaded.state["seen"] == expected["seen"]
+        assert torch.equal(loaded.state["model"]["w"], expected["model"]["w"])
+        for name, tensor in expected["optimizer"]["state"][0].items():
+            assert torch.equal(loaded.state["optimizer"]["state"][0][name], tensor)
+    assert (best.round, best.step) >= at_least, f"{(best.round, best.step)} is older than {at_least}"
+    return best.round, best.step
+
+
+def check_no_litter(directory: Path) -> None:
+    """Check that the next writer clears up, whatever the last one left."""
+    write(directory, state_of(9, 1), step=9, round=1)
+    prune(directory, KEEP, 1)
+    names = sorted(os.listdir(directory))
+    assert len(names) == KEEP, names
+    assert all(name.startswith("step-") for name in names), names
+
+
+def prepare(directory: Path) -> None:
+    """Two checkpoints, one more than is kept from then on, and what others left."""
+    for step in (1, 2):
+        write(directory, state_of(step, 1), step=step, round=1)
+    for name in (".writing-0123456789abcdef", ".removing-0123456789abcdef"):
+        (directory / name).mkdir()
+        (directory / name / "tensors.safetensors").write_bytes(b"x")
+
+
+def write_and_prune(directory: Path, written: Callable[[], object]) -> None:
+    """What a writer does that is to be killed."""
+    write(directory, state_of(3, 1), step=3, round=1)
+    written()
+    prune(directory, KEEP, 1)
+
+
+def forked(work: Callable[[int], None]) -> tuple[int, int]:
+    """Fork a process for the work; return its id and the pipe on which it reports."""
+    receive, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(receive)
+            work(report)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(report)
+    return pid, receive
+
+
+def drained(receive: int) -> bytes:
+    with os.fdopen(receive, "rb") as pipe:
+        return pipe.read()
+
+
+def die_before(count: int) -> None:
+    """Have this process die right before its call of that number that changes files."""
+    seen = 0
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*arguments: Any, **options: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return replacement
+
+    for name in CALLS:
+        setattr(os, name, wrapped(getattr(os, name)))
+    fcntl.flock = wrapped(fcntl.flock)  # type: ignore[assignment]
+
+
+def die_halfway(count: int) -> None:
+    """Have this process die when half of its write of that number is done."""
+    seen, write_whole = 0, os.write
+
+    def replacement(descriptor: int, data: bytes) -> int:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            write_whole(descriptor, bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_whole(descriptor, data)
+
+    os.write = replacement  # type: ignore[assignment]
+
+
+def run_with(prepare_to_die: Callable[[int], None], directory: Path, count: int) -> tuple[bool, bytes]:
+    """Return whether the writer was killed before it ended, and its report."""
+
+    def work(report: int) -> None:
+        send = os.write
+        prepare_to_die(count)
+        write_and_prune(directory, lambda: send(report, b"w"))
+
+    pid, receive = forked(work)
+    report = drained(receive)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or status == 0, f"the writer ended with {status}"
+    return os.WIFSIGNALED(status), report
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+libc.ptrace.restype = ctypes.c_long
+
+
+def run_to_system_call(directory: Path, count: int) -> tuple[bool, bytes]:
+    """As run_with, by the kernel's own count of entries to and exits from system calls."""
+
+    def work(report: int) -> None:
+        if libc.ptrace(TRACEME, 0, None, None) != 0:
+            os._exit(77)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        write_and_prune(directory, lambda: os.write(report, b"w"))
+
+    pid, receive = forked(work)
+    try:
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            sys.exit(os.WEXITSTATUS(status))
+        libc.ptrace(SETOPTIONS, pid, None, EXITKILL | SYSGOOD)
+        stops = 0
+        while os.WIFSTOPPED(status) and stops < count:
+            libc.ptrace(SYSCALL, pid, None, None)
+            _, status = os.waitpid(pid, 0)
+            stops += 1
+        killed = os.WIFSTOPPED(status)
+        if killed:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    finally:
+        report = drained(receive)
+    return killed, report
+
+
+def kill_at_each(directory: Path, run: Callable[[Path, int], tuple[bool, bytes]], stride: int) -> dict[str, int]:
+    """Kill a writer at its first, second, ... call until one ends by itself."""
+    figures = {"points": 0, "older": 0, "newer": 0}
+    template = directory.with_name(f"{directory.name}-template")
+    prepare(template)
+    killed = True
+    while killed:
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(template, directory)
+        killed, report = run(directory, 1 + stride * figures["points"])
+        _, step = check_all(directory, (1, 3) if report else (1, 2))
+        check_no_litter(directory)
+        figures["points"] += killed
+        figures["newer" if step == 3 else "older"] += 1
+    assert report == b"w", "the last writer was to end by itself"
+    return figures
+
+
+def kill_at_random(directory: Path, rounds: int) -> dict[str, int]:
+    """Kill a writer that writes again and again, each time in another round that goes back a few steps."""
+    random.seed(0)
+    write(directory, state_of(5, 0), step=5, round=0)
+    newest_known, written = (0, 5), 0
+    for round in range(1, rounds + 1):
+        first = newest_known[1] - 3
+
+        def work(report: int, round: int = round, first: int = first) -> None:
+            for step in range(first, first + 1000):
+                if step == first + 1:
+                    os.write(report, b"warm")
+                write(directory, state_of(step, round), step=step, round=round)
+                os.write(report, step.to_bytes(4, "big"))
+                prune(directory, KEEP, round)
+
+        pid, receive = forked(work)
+        # Half of them from the start, half when the first write is done.
+        if round % 2:
+            os.read(receive, 4)
+            os.read(receive, 4)
+        time.sleep(random.uniform(0.0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        reported = drained(receive).replace(b"warm", b"")
+        written += len(reported) // 4
+        if reported:
+            newest_known = (round, int.from_bytes(reported[-4:], "big"))
+        newest_known = check_all(directory, newest_known)
+    prune(directory, KEEP, rounds)
+    assert len(os.listdir(directory)) <= KEEP
+    return {"kills": rounds, "written": written}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # So that forked processes do not copy the pages of what was imported.
+    mode, directory = sys.argv[1], Path(sys.argv[2])
+    started = time.monotonic()
+    if mode == "random":
+        figures = kill_at_random(directory, int(sys.argv[3]))
+    elif mode == "ptrace":
+        # Right after one system call is right before the next.
+        figures = kill_at_each(directory, run_to_system_call, 2)
+    else:
+        figures = kill_at_each(directory, partial(run_with, die_before if mode == "calls" else die_halfway), 1)
+    print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 1)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What the tests of checkpoints share: states that tell their step, comparison to the bit, forged checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_launch.snapshot import CheckpointReadError
+from elastic_launch.snapshot.dtypes import bytes_of, dense
+
+
+def state_of(step: int, round: int = 0) -> dict[str, Any]:
+    """A state all of whose parts tell step and round."""
+    value = float(step * 1000 + round)
+    return {
+        "model": {"weight": torch.full((8, 8), value), "bias": torch.full((3,), value, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(value)}}, "param_groups": [{"betas": (0.9, value)}]},
+        "step": step,
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal to the bit, with the types of all parts."""
+    if isinstance(left, torch.Tensor):
+        if not isinstance(right, torch.Tensor) or left.dtype is not right.dtype or left.shape != right.shape:
+            return False
+        left, right = dense(left), dense(right)
+        return bytes(bytes_of(left)) == bytes(bytes_of(right))
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        attributes = [vars(side).get("_metadata") if isinstance(side, OrderedDict) else None for side in (left, right)]
+        pairs = zip(left.items(), right.items(), strict=False)
+        return len(left) == len(right) and same(*attributes) and all(same(list(a), list(b)) for a, b in pairs)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, float):
+        # Any nan is as good as another; 0.0 and -0.0 differ.
+        return (left != left and right != right) or struct.pack("d", left) == struct.pack("d", right)
+    return bool(left == right)
+
+
+def refuse(error: CheckpointReadError) -> None:
+    """For on_damaged: nothing may be damaged here."""
+    raise AssertionError(f"damaged: {error}")
+
+
+def forge(path: Path, changes: dict[str, Any] | None = None) -> None:
+    """Make manifest and checksums fit whatever the files hold now, as an attacker would; changes go into the manifest.
+
+    A change to ... removes the key.
+    """
+    body = json.loads((path / "manifest.json").read_text())
+    del body["sha256"]
+    for name in ("tensors.safetensors", "state.json"):
+        if (path / name).is_file():
+            data = (path / name).read_bytes()
+            body["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    for key, value in (changes or {}).items():
+        if value is ...:
+            del body[key]
+        else:
+            body[key] = value
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    text = json.dumps({**body, "sha256": hashlib.sha256(canonical).hexdigest()})
+    (path / "manifest.json").write_text(text)
+
+
+def tensor_file(header: Any, data: bytes = b"") -> bytes:
+    """A safetensors file with this header, right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data

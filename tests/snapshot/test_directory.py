@@ -1,0 +1,271 @@
+"""Checkpoints in a directory: order, completeness, pruning, several writers and readers at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from snapshot_helpers import refuse, same, state_of
+
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
+from elastic_launch.snapshot import draft as drafts
+from elastic_launch.snapshot.draft import draft
+from elastic_launch.snapshot.manifest import directory_name, parse_name
+
+
+def numbers(infos: list[CheckpointInfo]) -> list[tuple[int, int]]:
+    return [(info.round, info.step) for info in infos]
+
+
+def write_some(directory: Path, *pairs: tuple[int, int]) -> list[CheckpointInfo]:
+    return [write(directory, state_of(step, round), step=step, round=round) for round, step in pairs]
+
+
+def test_what_is_written_is_found_and_loaded(tmp_path: Path) -> None:
+    meta = {"G": 64, "micro": 8, "seed": 3, "lr": 0.1, "betas": (0.9, 0.999), "none": None, 1: float("inf")}
+    directory = tmp_path / "runs" / "a"
+    info = write(directory, state_of(7), step=7, round=2, meta=meta)
+    assert info.path.parent == directory
+    assert parse_name(info.path.name) == (7, 2)
+    assert find(str(directory), refuse) == [info] == [inspect(info.path)]
+    loaded = newest(directory, refuse)
+    assert loaded is not None
+    assert (loaded.step, loaded.round, loaded.info) == (7, 2, info)
+    assert same(loaded.state, state_of(7))
+    assert same(loaded.meta, meta)
+    assert sorted(os.listdir(info.path)) == ["manifest.json", "state.json", "tensors.safetensors"]
+    assert info.bytes == sum((info.path / name).stat().st_size for name in ("state.json", "tensors.safetensors"))
+
+
+def test_where_there_is_nothing_there_is_nothing(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        assert find(directory, refuse) == []
+        assert newest(directory, refuse) is None
+        assert prune(directory, 1, 0) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_round_counts_before_the_step(tmp_path: Path) -> None:
+    write_some(tmp_path, (2, 9), (10, 3), (2, 10), (10, 1), (0, 100))
+    assert numbers(find(tmp_path)) == [(10, 3), (10, 1), (2, 10), (2, 9), (0, 100)]
+    loaded = newest(tmp_path)
+    assert loaded is not None
+    assert same(loaded.state, state_of(3, 10))
+
+
+def test_the_digest_tells_content_not_place(tmp_path: Path) -> None:
+    one, other = write_some(tmp_path / "a", (1, 5)) + write_some(tmp_path / "b", (1, 5))
+    assert one.path.name != other.path.name
+    assert one.digest == other.digest
+    assert len(one.digest) == 64
+    copy = shutil.copytree(one.path, tmp_path / "best")
+    assert inspect(copy).digest == one.digest
+    assert same(load(inspect(copy)).state, state_of(5, 1))
+    different = [
+        write(tmp_path, state_of(6, 1), step=5, round=1),
+        write(tmp_path, state_of(5, 1), step=6, round=1),
+        write(tmp_path, state_of(5, 1), step=5, round=2),
+        write(tmp_path, state_of(5, 1), step=5, round=1, meta={"a": 1}),
+    ]
+    assert len({one.digest, *(info.digest for info in different)}) == 5
+
+
+def test_two_of_one_step_and_round_live_side_by_side(tmp_path: Path) -> None:
+    first, second = write_some(tmp_path, (1, 5), (1, 5))
+    assert first.path != second.path
+    assert find(tmp_path) == sorted([first, second], key=lambda info: info.path.name, reverse=True)
+
+
+@pytest.mark.parametrize(("step", "round"), [(-1, 0), (0, -1), (True, 0), (1.0, 0), (10**18, 0), ("1", 0)])
+def test_step_and_round_are_checked(step: int, round: int, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="0 or more"):
+        write(tmp_path, {}, step=step, round=round)
+
+
+def test_names_that_are_no_checkpoints_are_no_business_of_ours(tmp_path: Path) -> None:
+    (info,) = write_some(tmp_path, (1, 5))
+    nonce = "0123456789abcdef"
+    names = ["latest", "step-5", "step-05.r1." + nonce, "step-5.r1." + nonce + "\n", "step-\u0665.r1." + nonce, ".git"]
+    names += [f"step--5.r1.{nonce}", f"Step-5.r1.{nonce}", f"step-5.r1.{nonce.upper()}", "..hidden"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        assert parse_name(name) is None
+    assert find(tmp_path, refuse) == [info]
+    prune(tmp_path, 1, 9)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, info.path.name])
+    assert parse_name(directory_name(10**18 - 1, 0, nonce)) == (10**18 - 1, 0)
+
+
+def test_prune_keeps_the_newest_and_later_rounds(tmp_path: Path) -> None:
+    write_some(tmp_path, (1, 1), (1, 2), (1, 3), (2, 2), (3, 1), (4, 1))
+    assert numbers(prune(tmp_path, 1, 2)) == [(2, 2), (1, 3), (1, 2), (1, 1)]
+    assert numbers(find(tmp_path)) == [(4, 1), (3, 1)]
+    assert prune(tmp_path, 5, 9) == []
+    assert numbers(prune(tmp_path, 1, 9)) == [(3, 1)]
+    assert prune(tmp_path, 1, 9) == []
+    assert len(os.listdir(tmp_path)) == 1
+    with pytest.raises(UsageError, match="keep=0"):
+        prune(tmp_path, 0, 9)
+
+
+def test_prune_counts_and_removes_only_complete_ones(tmp_path: Path) -> None:
+    infos = write_some(tmp_path, (1, 1), (1, 2), (1, 3), (1, 4))
+    (infos[3].path / "manifest.json").unlink()
+    (infos[0].path / "state.json").write_text("")
+    assert numbers(prune(tmp_path, 1, 1)) == [(1, 2)]
+    assert {parse_name(name) for name in os.listdir(tmp_path)} == {(1, 1), (3, 1), (4, 1)}
+
+
+def test_prune_follows_no_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    directory = tmp_path / "run"
+    old, _ = write_some(directory, (1, 1), (1, 2))
+    (old.path / "more").mkdir()
+    (old.path / "more" / "link").symlink_to(outside)
+    for name in (".writing-link", ".removing-link", "step-1.r0.0123456789abcdef"):
+        (directory / name).symlink_to(outside)
+    (directory / ".writing-fedcba9876543210").mkdir()
+    (directory / ".writing-fedcba9876543210" / "tensors.safetensors").symlink_to(outside / "precious")
+    prune(directory, 1, 1)
+    assert not old.path.exists()
+    assert (directory / ".writing-fedcba9876543210").exists(), "nothing is known about what is no draft of ours"
+    assert (outside / "precious").exists()
+
+
+def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
+    with draft(tmp_path) as alive:
+        prune(tmp_path, 1, 9)
+        assert alive.path.is_dir()
+        left = shutil.copytree(alive.path, tmp_path / ".writing-0123456789abcdef")
+        half = tmp_path / ".removing-0123456789abcdef"
+        half.mkdir()
+        (half / "state.json").touch()
+        (tmp_path / ".writing-fedcba9876543210").mkdir()
+        prune(tmp_path, 1, 9)
+        assert os.listdir(tmp_path) == [alive.path.name], "what has no writer is gone"
+        assert not left.exists()
+    prune(tmp_path, 1, 9)
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_locks_a_draft_is_never_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(drafts.fcntl, "flock", unsupported)
+    (tmp_path / ".writing-0123456789abcdef").mkdir()
+    (tmp_path / ".writing-0123456789abcdef" / "tensors.safetensors").touch()
+    write_some(tmp_path, (1, 1), (1, 2))
+    prune(tmp_path, 1, 9)
+    assert numbers(find(tmp_path)) == [(1, 2)]
+    assert (tmp_path / ".writing-0123456789abcdef").exists()
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "create", "_lock"])
+def test_a_sweeper_that_comes_while_a_draft_is_made(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after each call that makes a draft, somebody else sweeps, once."""
+    owner = drafts.os if moment == "mkdir" else drafts
+    original = getattr(owner, moment)
+    swept = []
+
+    def then_sweep(*arguments: object) -> object:
+        result = original(*arguments)
+        if not swept:
+            swept.append(moment)
+            drafts.remove_abandoned(tmp_path)
+        return result
+
+    monkeypatch.setattr(owner, moment, then_sweep)
+    write(tmp_path, state_of(1), step=1, round=0)
+    assert swept == [moment]
+    monkeypatch.undo()
+    loaded = newest(tmp_path, refuse)
+    assert loaded is not None
+    assert same(loaded.state, state_of(1))
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_sweeper_that_holds_the_lock_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened and locked the new file before its writer did; the writer starts again."""
+    original, taken = drafts.create, []
+
+    def create_and_lose(path: Path) -> int:
+        descriptor = original(path)
+        if not taken:
+            taken.append(os.open(path, os.O_RDWR))
+            drafts.fcntl.flock(taken[0], drafts.fcntl.LOCK_EX)
+        return descriptor
+
+    monkeypatch.setattr(drafts, "create", create_and_lose)
+    write(tmp_path, state_of(1), step=1, round=0)
+    assert numbers(find(tmp_path, refuse)) == [(0, 1)]
+    os.close(taken[0])
+    prune(tmp_path, 1, 0)
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
+    (info,) = write_some(tmp_path, (1, 1))
+    write_some(tmp_path, (1, 2))
+    prune(tmp_path, 1, 1)
+    for read in (lambda: load(info), lambda: inspect(info.path)):
+        with pytest.raises(CheckpointGoneError, match="was removed"):
+            read()
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Run all at once; raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_readers_beside_writers_that_prune(tmp_path: Path) -> None:
+    """Every newest one that is read is whole, none is older than the one before, and no writer harms the other."""
+    ended = threading.Event()
+    write_some(tmp_path, (0, 0))
+
+    def writer(first: int) -> None:
+        for step in range(first, first + 40, 2):
+            write(tmp_path, state_of(step, 1), step=step, round=1)
+            prune(tmp_path, 1, 1)
+
+    def writers() -> None:
+        try:
+            in_threads(lambda: writer(2), lambda: writer(3))
+        finally:
+            ended.set()
+
+    def reader() -> None:
+        last, reads = (0, 0), 0
+        while not ended.is_set() or reads < 20:
+            loaded = newest(tmp_path, refuse)
+            assert loaded is not None
+            assert same(loaded.state, state_of(loaded.step, loaded.round))
+            assert last <= (loaded.round, loaded.step)
+            last, reads = (loaded.round, loaded.step), reads + 1
+
+    in_threads(writers, reader, reader)
+    assert len(os.listdir(tmp_path)) <= 2
+    assert numbers(find(tmp_path, refuse))[0] == (1, 41)

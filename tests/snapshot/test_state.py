@@ -1,0 +1,364 @@
+"""Any state comes back as it was, to the bit, or is refused by type and place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from snapshot_helpers import same
+
+from elastic_launch.snapshot import UnsupportedStateError, load, state_sha256, tensorfile, tree, write
+from elastic_launch.snapshot.dtypes import DTYPES
+from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.files import write_all
+from elastic_launch.snapshot.manifest import parse_json
+
+
+def through_the_format(state: Any) -> Any:
+    """Encode, write, read and decode, in memory."""
+    tensors, rest = tree.encode(state)
+    text = json.dumps(rest, allow_nan=False).encode()
+    descriptor = os.memfd_create("tensors")
+    try:
+        write_all(descriptor, tensorfile.parts(tensors))
+        return tree.decode(parse_json(text), tensorfile.read(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    size = math.prod(shape) * dtype.itemsize
+    raw = bytearray(draw(st.binary(min_size=size, max_size=size)))
+    if dtype is torch.bool:
+        raw = bytearray(byte & 1 for byte in raw)
+    tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    view = draw(st.sampled_from(["as it is", "transposed", "every other", "parameter", "conjugate"]))
+    if view == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, 1)
+    if view == "every other" and tensor.dim():
+        return tensor[::2]
+    if view == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() and tensor.element_size() > 1)
+    return tensor.conj() if view == "conjugate" and tensor.is_complex() else tensor
+
+
+KEYS = st.one_of(
+    st.text(max_size=3), st.sampled_from(["", "$", "$tensor", "__metadata__", "a/b", "a", "0", "\ud800"]), st.integers()
+)
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5), tensors()
+)
+
+
+@st.composite
+def ordered_dicts(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> OrderedDict[Any, Any]:
+    made = OrderedDict(draw(st.dictionaries(KEYS, inner, max_size=3)))
+    if draw(st.booleans()):
+        made._metadata = OrderedDict({"": {"version": draw(st.integers(0, 3))}})  # type: ignore[attr-defined]
+    return made
+
+
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        ordered_dicts(inner),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STATES)
+@example({0: torch.ones(1), "0": torch.zeros(1), "__metadata__": torch.ones(2)})
+@example({"__metadata__": torch.ones(2)})
+@example({"a/b": torch.ones(1), "a": {"b": torch.zeros(1), "b~2": torch.ones(3)}, "a/b~2": torch.ones(4)})
+@example({"\ud800": torch.ones(1), "\\ud800": torch.zeros(1)})
+@example([0.0, -0.0, 1, 1.0, True, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan])
+@example([2**8191, -(2**8191), 0, -1])
+@example(torch.arange(6).reshape(2, 3).t())
+@example({"$tuple": [1], "$": 2})
+def test_any_state_comes_back_to_the_bit(state: Any) -> None:
+    assert same(through_the_format(state), state)
+
+
+def test_tensors_that_share_memory() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"a": base, "tied": base, "view": base.view(3, 4), "row": base[1], "wide": base[0].expand(5, 4)}
+    encoded, _ = tree.encode(state)
+    assert sorted(encoded) == ["a", "row", "wide"]
+    back = through_the_format(state)
+    assert same(back, state)
+    assert back["a"] is back["tied"]
+    back["a"].zero_()
+    assert same(back["row"], base[1]), "tensors that only overlap come back apart"
+
+
+def test_empty_tensors_are_not_taken_for_one_another() -> None:
+    state = [torch.empty(0), torch.empty(0), torch.empty(0, 3), torch.empty(0, dtype=torch.int8)]
+    back = through_the_format(state)
+    assert same(back, state)
+    assert back[0] is not back[1]
+
+
+def test_what_comes_back_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    info = write(tmp_path, {"a": torch.ones(1000)}, step=1, round=0)
+    state = load(info).state
+    (info.path / "tensors.safetensors").write_bytes(b"")
+    assert same(state["a"], torch.ones(1000))
+    assert state["a"].untyped_storage().nbytes() == 4000
+
+
+def test_other_tools_can_read_the_tensors(tmp_path: Path) -> None:
+    state = {"model": OrderedDict(w=torch.rand(3, 5), b=torch.rand(5).bfloat16()), "n": torch.tensor(3)}
+    info = write(tmp_path, state, step=1, round=0)
+    read = load_file(info.path / "tensors.safetensors")
+    assert same(
+        dict(sorted(read.items())), {"model/b": state["model"]["b"], "model/w": state["model"]["w"], "n": state["n"]}
+    )
+    assert json.loads((info.path / "state.json").read_text())["n"] == {"$tensor": "n", "dtype": "int64", "shape": []}
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    lambda p: torch.optim.SGD(p, torch.tensor(0.1)),
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.LBFGS,
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_every_optimizer_continues_to_the_bit(make: Any) -> None:
+    def built() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        return model, make(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.full((5, 3), float(step)) + torch.eye(5, 3)).pow(2).sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    straight, optimizer = built()
+    train(straight, optimizer, range(2))
+    state = through_the_format({"model": straight.state_dict(), "optimizer": optimizer.state_dict()})
+    train(straight, optimizer, range(2, 4))
+    resumed, optimizer = built()
+    resumed.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(resumed, optimizer, range(2, 4))
+    assert state_sha256(resumed.state_dict()) == state_sha256(straight.state_dict())
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    s = torch.optim.lr_scheduler
+    return [
+        s.MultiStepLR(optimizer, [1, 3, 3]),
+        s.OneCycleLR(optimizer, 0.1, total_steps=10),
+        s.CosineAnnealingWarmRestarts(optimizer, 3),
+        s.CyclicLR(optimizer, 0.1, 1.0),
+        s.ReduceLROnPlateau(optimizer),
+        s.LambdaLR(optimizer, lambda step: 0.9**step),
+        s.SequentialLR(optimizer, [s.LinearLR(optimizer), s.ExponentialLR(optimizer, 0.9)], [2]),
+        s.ChainedScheduler([s.StepLR(optimizer, 2), s.PolynomialLR(optimizer)]),
+    ]
+
+
+def test_schedulers_scaler_and_random_states_come_back() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, momentum=0.9)
+    states: list[Any] = [scheduler.state_dict() for scheduler in schedulers(optimizer)]
+    states += [torch.amp.GradScaler("cpu").state_dict(), torch.get_rng_state()]
+    states += [np.random.PCG64(0).state, random.getstate()]
+    for state in states:
+        assert same(through_the_format(state), state)
+
+
+class Pair(NamedTuple):
+    left: int
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({1, 2}, "set"),
+        (np.float64(1), "numpy.float64"),
+        (np.ones(1), "numpy.ndarray"),
+        (1j, "complex"),
+        (object(), "object"),
+        (print, "builtin_function_or_method"),
+        (torch.float32, "torch.dtype"),
+        (torch.Size([1]), "torch.Size"),
+        (Pair(1), "Pair"),
+        (Text("a"), "Text"),
+        (defaultdict(int), "collections.defaultdict"),
+        (bytearray(b"a"), "bytearray"),
+        (2**8192, "int"),
+        ({(1, 2): 3}, "dict key of type tuple"),
+        ({True: 3}, "dict key of type bool"),
+        (torch.ones(1).to_sparse(), "torch.sparse_coo"),
+        (torch.ones(1, device="meta"), "on meta"),
+        (torch.nn.UninitializedParameter(), "UninitializedParameter"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_by_type_and_place(value: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError) as raised:
+        write(tmp_path / "made", {"model": [0, {7: value}]}, step=1, round=0)
+    assert name in str(raised.value)
+    assert "state['model'][1][7]" in str(raised.value)
+    assert not (tmp_path / "made").exists(), "it is refused before anything is written"
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(UnsupportedStateError, match="deeper than 64"):
+        tree.encode(state)
+
+
+def test_more_json_than_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_launch.snapshot.saving.MAX_STATE_BYTES", 100)
+    with pytest.raises(UnsupportedStateError, match="into tensors"):
+        write(tmp_path, list(range(100)), step=1, round=0)
+
+
+@pytest.mark.parametrize("meta", [{"a": torch.ones(1)}, {"a": "x" * 2**20}, [1]])
+def test_meta_that_does_not_fit_leaves_nothing_behind(meta: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="meta"):
+        write(tmp_path, {}, step=1, round=0, meta=meta)
+    assert os.listdir(tmp_path) == []
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.one_of(
+                st.sampled_from(
+                    [
+                        "$tensor",
+                        "$tuple",
+                        "$dict",
+                        "$ordered",
+                        "$metadata",
+                        "$counter",
+                        "$float",
+                        "$bytes",
+                        "$",
+                        "dtype",
+                    ]
+                ),
+                st.text(max_size=2),
+            ),
+            inner,
+            max_size=2,
+        ),
+        st.builds(
+            lambda dtype, shape: {"$tensor": "a", "dtype": dtype, "shape": shape},
+            st.one_of(st.sampled_from(sorted(DTYPES)), inner),
+            st.one_of(st.lists(st.integers(-1, 2**66), max_size=3), inner),
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(JSON)
+@example({"$tensor": "a", "dtype": "complex64", "shape": [2**62, 0]})
+@example({"$tensor": "a", "dtype": "complex64", "shape": [2]})
+@example({"$tensor": ["a"], "dtype": "float32", "shape": [4]})
+@example([{"$tensor": "a", "dtype": "float32", "shape": [4]}, {"$tensor": "a", "dtype": "complex64", "shape": [2]}])
+@example({"$counter": [[1, {}]]})
+@example({"$dict": [[[], 1]]})
+@example({"$dict": [["a", 1], ["a", 2]]})
+@example({"$bytes": "\ud800"})
+def test_no_tree_does_more_than_be_refused(hostile: Any) -> None:
+    for stored in ({}, {"a": torch.ones(4)}, {"a": torch.ones(0)}):
+        try:
+            tree.decode(hostile, stored)
+        except MalformedError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("hostile", "message"),
+    [
+        ({"$tensor": "b", "dtype": "float32", "shape": [4]}, "no tensor 'b' for state"),
+        ({"$tensor": "a", "dtype": "int32", "shape": [4]}, r"a tensor of float32\[4\] for state"),
+        ({"$tensor": "a", "dtype": "float32", "shape": [2, 2]}, r"a tensor of float32\[4\] for state"),
+        ([1], "nothing refers to the tensor 'a'"),
+        ({"$set": [1]}, "unknown keys"),
+        ({"$tuple": [1], "b": 2}, "unknown keys"),
+        ({"x": {"$float": "1"}}, r"no special float at state\['x'\]"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused_with_the_place(hostile: Any, message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        tree.decode(hostile, {"a": torch.ones(4)})
+
+
+def test_the_sum_of_a_state_tells_everything_and_nothing_else() -> None:
+    base = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1)}
+    reference = state_sha256(base)
+    assert reference == state_sha256({"b": base["b"], "a": base["a"].t().contiguous().t()})
+    others = [
+        {"a": base["a"]},
+        {**base, "c": torch.empty(0)},
+        {"a": base["a"].reshape(3, 2), "b": base["b"]},
+        {"a": base["a"].double(), "b": base["b"]},
+        {"a": base["a"].view(torch.int32), "b": base["b"]},
+        {"A": base["a"], "b": base["b"]},
+        {"a": base["a"], "b": base["b"].reshape(1)},
+        {"a": torch.nextafter(base["a"], base["a"] + 1), "b": base["b"]},
+    ]
+    assert len({reference, *map(state_sha256, others)}) == len(others) + 1
+    assert state_sha256({"z": torch.tensor(0.0)}) != state_sha256({"z": torch.tensor(-0.0)})
+
+
+def test_the_sum_of_a_state_never_changes() -> None:
+    """Recorded results are compared with it: this is what the docstring describes, computed by other means."""
+    expected = hashlib.sha256(
+        struct.pack("<Q", 1) + b"w" + struct.pack("<Q", 7) + b"float32" + struct.pack("<QQQ", 2, 1, 2)
+        + struct.pack("<ff", 1.0, -2.0)
+    ).hexdigest()  # fmt: skip
+    assert state_sha256({"w": torch.tensor([[1.0, -2.0]])}) == expected

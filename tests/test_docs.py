@@ -1,0 +1,160 @@
+"""Tests that the documentation says what the code does: tables, links, commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from elastic_launch import events
+from elastic_launch.config import Timing
+from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import Event, event_name
+from elastic_launch.flags import FLAGS, Flag, split
+from elastic_launch.settings import CONF_KEYS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.glob("**/*.md")])
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+NAME = re.compile(r"`([^`]+)`")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def names(cell: str) -> list[str]:
+    """What a cell has in backticks."""
+    return [name.replace("\\|", "|") for name in NAME.findall(cell)]
+
+
+def kinds_of_events() -> list[type[Event]]:
+    kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
+    return [kind for kind in kinds if kind is not Event]
+
+
+def sections(page: Path, mark: str) -> dict[str, str]:
+    """The text under each heading of a level."""
+    parts = re.split(rf"^{mark} (.+)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_flag_is_shown_and_no_other() -> None:
+    table = rows(sections(REFERENCE / "command-line.md", "##")["Flags"])
+    shown = {name.split()[0] for row in table for name in names(row[0])}
+    assert shown == {name for flag in FLAGS for name in flag.names}
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_a_flag_is_shown_with_its_value_default_and_variables(flag: Flag) -> None:
+    table = rows(sections(REFERENCE / "command-line.md", "##")["Flags"])
+    mine = [row for row in table if flag.name in [name.split()[0] for name in names(row[0])]]
+    assert len(mine) == 1
+    cell, default, variables, meaning = mine[0]
+    spelled = names(cell)
+    assert [name.split()[0] for name in spelled] == list(flag.names)
+    assert spelled[-1].partition(" ")[2] == flag.metavar
+    assert names(variables) == list(flag.variables)
+    assert not flag.default or default.strip("`") == flag.default
+    assert meaning
+
+
+def test_the_keys_of_rdzv_conf_are_shown_with_their_defaults() -> None:
+    table = rows(sections(REFERENCE / "command-line.md", "##")["Keys of --rdzv-conf"])
+    shown = {names(row[0])[0]: row[1] for row in table if names(row[0])}
+    assert shown.keys() == set(CONF_KEYS)
+    for item in fields(Timing):
+        assert shown[item.name] == f"`{getattr(Timing(), item.name):g}`"
+
+
+def test_the_exit_codes_are_shown() -> None:
+    section = sections(REFERENCE / "command-line.md", "##")["Exit codes"]
+    assert re.findall(r"^\| `(\d+)` \| (\w+) \|", section, re.MULTILINE) == [(str(c.value), c.name) for c in ExitCode]
+    told = " ".join(row[0] for row in rows((DOCS / "how-a-run-lives-and-dies.md").read_text()))
+    assert {str(code.value) for code in ExitCode} <= set(re.findall(r"\d+", told))
+
+
+def test_the_workers_variables_are_shown() -> None:
+    placement = Placement(0, 0, 0, 1, 1, 1, "localhost", 1)
+    given = worker_environment(
+        placement, run_id="r", role="x", restarts=0, max_restarts=3, round_number=1, reason="first", error_file="e"
+    )
+    section = sections(REFERENCE / "environment.md", "##")["What a worker gets"]
+    shown = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert {name for cell in shown for name in names(cell)} == {*given, "OMP_NUM_THREADS"}
+
+
+def test_the_events_are_shown_with_their_fields() -> None:
+    shown = sections(REFERENCE / "events.md", "###")
+    kinds = {event_name(kind): kind for kind in kinds_of_events()}
+    assert shown.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        table = re.split(r"^## ", shown[name], flags=re.MULTILINE)[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [item.name for item in fields(kind)], name
+
+
+def test_the_leaders_events_stand_under_their_heading() -> None:
+    section = sections(REFERENCE / "events.md", "##")["The leader's decisions"]
+    leaders = [event_name(kind) for kind in kinds_of_events() if kind.leader]
+    assert sorted(re.findall(r"^### (\w+)$", section, re.MULTILINE)) == sorted(leaders)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", other.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+
+
+def test_the_index_has_every_page() -> None:
+    index = DOCS / "README.md"
+    linked = {(DOCS / target).resolve() for target in LINK.findall(index.read_text())}
+    assert linked >= {page.resolve() for page in DOCS.glob("**/*.md")} - {index.resolve()}
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for language, text in BLOCK.findall(page.read_text()):
+            if language == "sh":
+                lines = text.replace("\\\n", " ").splitlines()
+                found += [(page.name, line.removeprefix("$ ")) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), [c for c in commands() if c[1].startswith("elastic-launch ")])
+def test_command_lines_are_understood(page: str, line: str) -> None:
+    _, *arguments = shlex.split(line)
+    understood = split(arguments)
+    assert understood.wants or understood.script
+    if understood.script and "/" in understood.script:
+        assert (ROOT / understood.script).exists()
+
+
+def test_targets_of_make_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = [line.split()[1] for _, line in commands() if line.startswith("make ")]
+    text = "".join(page.read_text() for page in PAGES)
+    asked += re.findall(r"`make ([\w-]+)", text)
+    assert {"demo", "test"} <= set(asked) <= set(targets)
