@@ -35,6 +35,7 @@ __all__ = [
     "RunEnded",
     "WorkerExited",
     "WorkerStarted",
+    "counted",
     "event_name",
 ]
 
@@ -64,7 +65,7 @@ class NodeJoined(Event):
     next: str
 
     def line(self) -> str:
-        return f"node {self.node} joined from {self.address} with {_count(self.workers, 'worker')}; {self.next}"
+        return f"node {self.node} joined from {self.address} with {counted(self.workers, 'worker')}; {self.next}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class RoundFormed(Event):
         nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
         return (
             f"round {self.round} formed in {self.form_s:.2f} s: world size {self.world_size} on "
-            f"{_count(len(self.nodes), 'node')} ({nodes})"
+            f"{counted(len(self.nodes), 'node')} ({nodes})"
         )
 
 
@@ -187,7 +188,7 @@ class Parked(Event):
 
     def line(self) -> str:
         return (
-            f"parked with {_count(self.nodes, 'node')}, {self.min_nodes} needed; "
+            f"parked with {counted(self.nodes, 'node')}, {self.min_nodes} needed; "
             f"goes on when they are there, ends in {self.min_wait_s:g} s otherwise"
         )
 
@@ -204,7 +205,7 @@ class RunEnded(Event):
     lasted_s: float
 
     def line(self) -> str:
-        return f"run ended with {self.code}: {self.cause}"
+        return ""  # every agent's summary tells it
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,5 +308,6 @@ def event_name(kind: type[Any]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

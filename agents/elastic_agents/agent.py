@@ -19,12 +19,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.utils.api import macros
 
 from elastic_agents import policy as p
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import Inbox
+from elastic_agents.inbox import Inbox, SignalCaught
 from elastic_agents.output import OutputPump
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.workers import Reaped, WorkerSet
@@ -32,7 +31,7 @@ from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.handler import MembershipHandler
@@ -183,7 +182,7 @@ class LocalElasticAgent(ElasticAgent):
             case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
                 self._ordered(item)
                 return item
-            case p.SignalCaught(number=number):
+            case SignalCaught(number=number):
                 _log.info("%s received", signal.Signals(number).name)
                 return item
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
@@ -205,7 +204,7 @@ class LocalElasticAgent(ElasticAgent):
             _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
 
     def _ordered(self, order: m.Form | m.Break | m.Evicted | m.RunEnd) -> None:
-        kind = type(order).__name__.lower()
+        kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
         number = order.round.number if isinstance(order, m.Form) else self._view.round
         cause = order.reason if isinstance(order, m.Evicted) else order.cause
         self._events.emit(OrderReceived(kind, number, order.term, cause))
@@ -217,9 +216,9 @@ class LocalElasticAgent(ElasticAgent):
             return  # the leader's own events tell it already
         match order:
             case m.Form(round=formed):
-                nodes = len(formed.members)
+                nodes = counted(len(formed.members), "node")
                 _log.info(
-                    "round %d formed: world size %d on %d nodes; workers start",
+                    "round %d formed: world size %d on %s; workers start",
                     number,
                     formed.world_size,
                     nodes,
@@ -291,14 +290,14 @@ class LocalElasticAgent(ElasticAgent):
         self._place(form.round)
         for worker in self._group.workers:
             placement = self._placement(worker)
-            directory = self._workers.directory(form.round.number, placement.rank)
-            env = self._environment(form, placement, str(directory / "error.json"))
             began = self._clock.now()
             try:
+                directory = self._workers.directory(form.round.number, placement.rank)
+                env = self._environment(form, placement, str(directory / "error.json"))
                 pid = self._workers.start(form.round.number, placement, self._argv(placement), env, directory)
             except OSError as error:
-                cause = f"{self._config.command.argv[0]} cannot be executed: {error.strerror}"
-                self._inbox.put(p.StartFailed(cause))
+                cause = f"worker {placement.rank} cannot be started: {error}"
+                self._react(p.StartFailed(cause, frozenset(range(worker.local_rank))))
                 return
             worker.id = pid
             took = round(self._clock.now() - began, 6)
@@ -310,8 +309,8 @@ class LocalElasticAgent(ElasticAgent):
 
     def _argv(self, placement: Placement) -> list[str]:
         program, *arguments = self._config.command.argv
-        # As torchrun does: ${local_rank} in the script's arguments.
-        return [program, *macros.substitute(arguments, str(placement.local_rank))]
+        # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
+        return [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in arguments)]
 
     def _place(self, formed: Round) -> None:
         """Give the group's workers their ranks in a round; serve its worker store if this node is its first member."""

@@ -7,14 +7,22 @@ import itertools
 import queue
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["Inbox", "SignalsTo"]
+__all__ = ["Inbox", "SignalCaught", "SignalsTo"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SignalCaught:
+    """The agent itself got a signal."""
+
+    number: int
 
 
 class Inbox(Generic[T]):
@@ -48,16 +56,11 @@ class Inbox(Generic[T]):
 
 
 class SignalsTo:
-    """Puts signals into an inbox while entered; the handlers found before are restored on leaving.
+    """Puts signals into an inbox while entered; the handlers found before are restored on leaving."""
 
-    Args:
-        make: builds the inbox' item from the signal's number.
-    """
-
-    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[T], make: Any) -> None:
+    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[Any]) -> None:
         self._numbers = tuple(numbers)
         self._inbox = inbox
-        self._make = make
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalsTo:
@@ -70,4 +73,4 @@ class SignalsTo:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._inbox.put(self._make(number))
+        self._inbox.put(SignalCaught(number))

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_agents.inbox import Inbox, SignalsTo
-from elastic_agents.policy import SignalCaught
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
@@ -45,7 +44,7 @@ def run(config: LaunchConfig) -> int:
     _configure_logging()
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
-    with SignalsTo(_SIGNALS, inbox, SignalCaught):
+    with SignalsTo(_SIGNALS, inbox):
         directory = config.run_directory
         _log.info("run %s, logs in %s", config.run_id, directory)
         journal = _Journal(

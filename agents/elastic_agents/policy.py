@@ -16,6 +16,7 @@ import signal
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_agents.inbox import SignalCaught
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
@@ -33,7 +34,6 @@ __all__ = [
     "ReportFailed",
     "ReportLeaving",
     "ReportStopped",
-    "SignalCaught",
     "StartFailed",
     "StartWorkers",
     "Terminate",
@@ -95,13 +95,6 @@ class WorkerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class SignalCaught:
-    """The agent itself got a signal."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class GraceOver:
     """The workers' grace has passed."""
 
@@ -110,9 +103,14 @@ class GraceOver:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """A worker's command could not be executed."""
+    """A worker could not be started.
+
+    Attributes:
+        started: local ranks of those that were started before it.
+    """
 
     cause: str
+    started: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +230,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case m.Break(round=number):
             return _stop(view) if number == view.round else (view, [])
         case m.Evicted(reason=reason, final=final):
-            if final:
+            if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
             return _kill(view)
         case m.RunEnd(code=code, cause=cause):
@@ -242,15 +240,15 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case RendezvousLost(error=error):
             if view.phase is Phase.FINISHED:
                 return _over(view, ExitCode.DONE, "finished; the rendezvous was lost afterwards")
-            return _end(view, error.exit_code, str(error))
+            return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
         case WorkerGone():
             return _gone(view, event)
         case HoldOver(round=number, local_rank=local_rank):
             if number != view.round or local_rank not in view.held:
                 return view, []
             return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank, preempted=True)])
-        case StartFailed(cause=cause):
-            view, actions = _end(view, ExitCode.STARTUP_FAILURE, cause)
+        case StartFailed(cause=cause, started=started):
+            view, actions = _end(replace(view, alive=started), ExitCode.STARTUP_FAILURE, cause)
             return view, [ReportLeaving(cause), *actions]
         case SignalCaught(number=number):
             return _signal(view, number)
@@ -268,11 +266,15 @@ def _form(view: View, form: m.Form, nproc: int) -> Decision:
 
 def _stop(view: View) -> Decision:
     """End the round on this node, with grace."""
+    # Without these reports the leader would charge the crashes that they caused elsewhere.
+    held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
+    view = replace(view, held=frozenset())
     match view.phase:
         case Phase.RUNNING if view.alive:
-            return replace(view, phase=Phase.STOPPING), [Terminate(view.round)]
+            return replace(view, phase=Phase.STOPPING), [*held, Terminate(view.round)]
         case Phase.RUNNING | Phase.FINISHED:
-            return _settle(view)
+            view, actions = _settle(view)
+            return view, [*held, *actions]
         case _:
             return view, []
 
@@ -337,9 +339,9 @@ def _gone(view: View, event: WorkerGone) -> Decision:
 
 def _fail(view: View, reports: list[Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
-    held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
-    view, actions = _stop(replace(view, held=frozenset()))
-    return view, [*held, *reports, *actions]
+    view, actions = _stop(view)
+    held = [action for action in actions if isinstance(action, ReportFailed)]
+    return view, [*held, *reports, *actions[len(held) :]]
 
 
 def _signal(view: View, number: int) -> Decision:

@@ -114,6 +114,7 @@ def connect_store(endpoint: Endpoint, run_id: str, timeout: float) -> C10dStore:
         store = _bounded(connect, timeout, where, inline=False)
         served = _bounded(lambda: store.get(_RUN_KEY).decode(), timeout, where, inline=False)
     except StoreError as error:
+        _reachable(endpoint, timeout)  # a host that was just dying may have accepted the first time
         raise NotAStoreError(
             f"{endpoint} accepts connections but does not answer as a run's c10d store: {error.message}",
             "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it.",

@@ -74,6 +74,7 @@ class LeaderMachine:
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
         self._last_early = ""
+        self._departing = False
         self._incarnations: dict[str, list[str]] = {}
         self._out: list[Instruction] = []
 
@@ -158,12 +159,6 @@ class LeaderMachine:
                 self._out.append(Close(node.link))
                 self._lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
         self._consider(now)
-        return self._flush()
-
-    def stopping(self, code: int, cause: str, now: float) -> list[Instruction]:
-        """End the run on request of the process that leads it."""
-        if not self.ended:
-            self._end(code, cause, now)
         return self._flush()
 
     def wait(self, now: float) -> float:
@@ -256,6 +251,8 @@ class LeaderMachine:
         if node.leaving:
             return
         node.leaving = True
+        # Whoever started its workers under a leader that goes would start them in vain.
+        self._departing = self._departing or node.hello.incarnation == self.record.leader.incarnation
         broke = self.record.round.number if self._running and node.active else 0
         if broke:
             self._break(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", now)
@@ -374,6 +371,8 @@ class LeaderMachine:
 
     def _gather(self, now: float) -> None:
         """Form the next round as soon as everybody it may expect is there."""
+        if self._departing:
+            return
         waiting = self._waiting()
         limits, first = self._limits, self._broken is None
         full = len(waiting) >= limits.max_nodes
@@ -384,7 +383,8 @@ class LeaderMachine:
             if self._parked_at is None:
                 self._parked_at = now
                 event = Parked(len(waiting), limits.min_nodes, self._timing.min_wait)
-                self._emit(event)
+                if self.nodes:
+                    self._emit(event)
                 for node in waiting:
                     self._send(node.link, m.Notice(self.record.term, event.line()))
             elif now - self._parked_at >= self._timing.min_wait:

@@ -57,7 +57,7 @@ def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
     frozen = job.world(2)[1]
     os.kill(other.process.pid, signal.SIGSTOP)
     shrunk = job.world(1, after=1)
-    assert "silent for 2." in host.output
+    assert "silent for " in host.output
     os.kill(other.process.pid, signal.SIGCONT)
     grown = job.world(2, after=round_of(shrunk[0]))
     assert not alive(frozen["pid"])
@@ -97,7 +97,7 @@ def test_a_leaving_node_is_not_waited_for(job: Job) -> None:
 
 
 def test_below_min_the_run_parks_and_ends_with_94(job: Job) -> None:
-    flags = ["--min-wait", "3"]
+    flags = ["--min-wait", "12"]
     host = job.node("a", *flags, nnodes="2")
     host.says("hosts")
     other = job.node("b", *flags, nnodes="2")

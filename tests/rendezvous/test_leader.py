@@ -913,26 +913,6 @@ def test_after_the_end_a_hello_gets_it_at_once() -> None:
     assert run.orders("z", m.Welcome) == []
 
 
-def test_after_the_end_nothing_happens_any_more() -> None:
-    run = running("1:2", "ab")
-    run.done("a", "b")
-    orders, commits, events = len(run._orders), len(run.commits), len(run.events)
-    run.fail("a")
-    run.leave("b")
-    run.close("b")
-    run.silent.add("a")
-    run.advance(1000)
-    run._do(run.machine.stopping(143, "SIGTERM", run.clock.now()))
-    assert (len(run._orders), len(run.commits), len(run.events)) == (orders, commits, events)
-
-
-def test_the_process_that_leads_can_end_the_run() -> None:
-    run = running("1:2", "ab")
-    run._do(run.machine.stopping(143, "stopped by SIGTERM", run.clock.now()))
-    assert run.end == (143, "stopped by SIGTERM")
-    assert [order.code for order in run.orders("b", m.RunEnd)] == [143]
-
-
 # Incarnations, links and returns.
 
 
