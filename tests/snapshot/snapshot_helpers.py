@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from elastic_launch.snapshot import CheckpointReadError
-from elastic_launch.snapshot.dtypes import bytes_of, dense
 
 
 def state_of(step: int, round: int = 0) -> dict[str, Any]:
@@ -30,8 +29,7 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         if not isinstance(right, torch.Tensor) or left.dtype is not right.dtype or left.shape != right.shape:
             return False
-        left, right = dense(left), dense(right)
-        return bytes(bytes_of(left)) == bytes(bytes_of(right))
+        return torch.equal(_bits(left), _bits(right))
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
@@ -44,6 +42,10 @@ def same(left: Any, right: Any) -> bool:
         # Any nan is as good as another; 0.0 and -0.0 differ.
         return (left != left and right != right) or struct.pack("d", left) == struct.pack("d", right)
     return bool(left == right)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).reshape(-1).view(torch.uint8)
 
 
 def refuse(error: CheckpointReadError) -> None:

@@ -12,7 +12,17 @@ import pytest
 from snapshot_helpers import refuse, same, state_of
 
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
+from elastic_launch.snapshot import (
+    CheckpointGoneError,
+    CheckpointInfo,
+    find,
+    inspect,
+    load,
+    newest,
+    prune,
+    reading,
+    write,
+)
 from elastic_launch.snapshot import draft as drafts
 from elastic_launch.snapshot.draft import draft
 from elastic_launch.snapshot.manifest import directory_name, parse_name
@@ -220,6 +230,43 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
     for read in (lambda: load(info), lambda: inspect(info.path)):
         with pytest.raises(CheckpointGoneError, match="was removed"):
             read()
+
+
+def test_what_changes_while_it_is_listed_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_some(tmp_path, (1, 1))
+    original, calls = reading.inspect, []
+
+    def replaced_meanwhile(path: Path) -> CheckpointInfo:
+        calls.append(path)
+        if len(calls) == 1:
+            write_some(tmp_path, (1, 2))
+            prune(tmp_path, 1, 1)
+        return original(path)
+
+    monkeypatch.setattr(reading, "inspect", replaced_meanwhile)
+    assert numbers(find(tmp_path, refuse)) == [(1, 2)]
+    monkeypatch.undo()
+
+    listings = [[]]  # As a listing can be in which one was not yet and the other no longer.
+    listdir = os.listdir
+    monkeypatch.setattr(reading.os, "listdir", lambda path: listings.pop() if listings else listdir(path))
+    assert numbers(find(tmp_path, refuse)) == [(1, 2)]
+
+
+def test_a_directory_that_never_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes faster than anybody can look: an end, and one that is not `there is nothing`."""
+    (info,) = write_some(tmp_path, (1, 1))
+    looks = []
+
+    def gone(path: Path) -> CheckpointInfo:
+        looks.append(path)
+        raise CheckpointGoneError(path)
+
+    monkeypatch.setattr(reading, "inspect", gone)
+    for read in (find, newest):
+        with pytest.raises(CheckpointGoneError, match="was removed"):
+            read(tmp_path)
+    assert set(looks) == {info.path}
 
 
 def in_threads(*works: Callable[[], None]) -> None:

@@ -48,14 +48,17 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     if dtype is torch.bool:
         raw = bytearray(byte & 1 for byte in raw)
     tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
-    view = draw(st.sampled_from(["as it is", "transposed", "every other", "parameter", "conjugate"]))
+    view = draw(st.sampled_from(["as it is", "transposed", "every other", "parameter", "conjugate", "negative"]))
     if view == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, 1)
     if view == "every other" and tensor.dim():
         return tensor[::2]
     if view == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() and tensor.element_size() > 1)
-    return tensor.conj() if view == "conjugate" and tensor.is_complex() else tensor
+    if view in ("conjugate", "negative") and tensor.is_complex():
+        # Both are only marked in the tensor; its memory holds something else.
+        return tensor.conj() if view == "conjugate" else tensor.conj().imag
+    return tensor
 
 
 KEYS = st.one_of(
@@ -97,6 +100,7 @@ STATES = st.recursive(
 @example([2**8191, -(2**8191), 0, -1])
 @example(torch.arange(6).reshape(2, 3).t())
 @example({"$tuple": [1], "$": 2})
+@example([torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag])
 def test_any_state_comes_back_to_the_bit(state: Any) -> None:
     assert same(through_the_format(state), state)
 

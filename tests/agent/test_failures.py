@@ -1,0 +1,308 @@
+"""What is reported about a worker that failed: in error files, in its stderr, by its exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from elastic_agents import failures
+from elastic_agents.failures import OutOfMemoryCounter, describe, read_error_file, report
+from elastic_launch.rendezvous import messages as m
+
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "    main()",
+    "ValueError: boom",
+)
+
+
+def failed(error_file: Path, **arguments: Any) -> m.Failure:
+    """A report on a worker with exit code 1 that left nothing, unless told otherwise."""
+    values: dict[str, Any] = {
+        "node_id": "a",
+        "round_number": 3,
+        "rank": 5,
+        "local_rank": 1,
+        "pid": 42,
+        "exit_code": 1,
+        "ran": 1.5,
+        "error_file": error_file,
+        "stderr": (),
+        "preempted": False,
+        "out_of_memory": False,
+    }
+    return report(**{**values, **arguments})
+
+
+@pytest.fixture
+def error_file(tmp_path: Path) -> Path:
+    return tmp_path / "error.json"
+
+
+# Exit codes in words.
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "text"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "signal 9 (SIGKILL)"),
+        (-11, "signal 11 (SIGSEGV)"),
+        (-15, "signal 15 (SIGTERM)"),
+        (-99, "signal 99"),
+    ],
+)
+def test_exit_codes_in_words(exit_code: int, text: str) -> None:
+    assert describe(exit_code) == text
+
+
+# Error files.
+
+
+def test_the_error_file_of_record(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch writes it for a function under ``@record``."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    try:
+        raise ValueError("boom\nmore")
+    except ValueError as error:
+        ErrorHandler().record_exception(error)
+    found = read_error_file(error_file)
+    assert found is not None
+    message, traceback = found
+    assert message == "ValueError: boom\nmore"
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert traceback[-2:] == ("ValueError: boom", "more")
+
+
+def test_an_error_file_with_a_plain_message(error_file: Path) -> None:
+    error_file.write_text('{"message": "out of luck"}')
+    assert read_error_file(error_file) == ("out of luck", ())
+
+
+@pytest.mark.parametrize("extra", [{}, {"extraInfo": None}, {"extraInfo": {}}, {"extraInfo": ["x"]}])
+def test_an_error_file_without_a_traceback(error_file: Path, extra: dict[str, Any]) -> None:
+    error_file.write_text(json.dumps({"message": {"message": "ValueError: boom", **extra}}))
+    assert read_error_file(error_file) == ("ValueError: boom", ())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd"]
+)
+def test_what_is_no_error_file(error_file: Path, content: bytes) -> None:
+    error_file.write_bytes(content)
+    assert read_error_file(error_file) is None
+
+
+def test_no_error_file(error_file: Path) -> None:
+    assert read_error_file(error_file) is None
+    assert read_error_file(error_file.parent) is None
+
+
+# Reports.
+
+
+def test_a_report_says_who_and_where(error_file: Path) -> None:
+    found = failed(error_file)
+    assert (found.node_id, found.round, found.rank, found.local_rank, found.pid) == ("a", 3, 5, 1, 42)
+    assert (found.exit_code, found.ran, found.log) == (1, 1.5, str(error_file.parent))
+
+
+def test_the_error_file_goes_before_stderr(error_file: Path) -> None:
+    error_file.write_text(
+        json.dumps({"message": {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "line 1\nline 2"}}})
+    )
+    found = failed(error_file, stderr=TRACEBACK)
+    assert found.message == "exit code 1: KeyError: 'x'"
+    assert found.detail == ("line 1", "line 2")
+
+
+def test_without_an_error_file_the_exception_is_found_in_stderr(error_file: Path) -> None:
+    found = failed(error_file, stderr=("epoch 1", *TRACEBACK))
+    assert found.message == "exit code 1: ValueError: boom"
+    assert found.detail == ("epoch 1", *TRACEBACK)
+
+
+def ranked(lines: Sequence[str], rank: int) -> list[str]:
+    """As torch prints tracebacks once the process group is there."""
+    return [f"[rank{rank}]: {line}" for line in lines]
+
+
+def test_the_exception_is_found_behind_torchs_rank(error_file: Path) -> None:
+    assert failed(error_file, stderr=ranked(TRACEBACK, 5)).message == "exit code 1: ValueError: boom"
+
+
+def test_what_torch_warns_of_afterwards_is_no_exception(error_file: Path) -> None:
+    warning = "[rank5]:[W1121 10:00:00.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not"
+    found = failed(error_file, stderr=[*ranked(TRACEBACK, 5), warning])
+    assert found.message == "exit code 1: ValueError: boom"
+
+
+def test_output_without_a_traceback_is_no_exception(error_file: Path) -> None:
+    found = failed(error_file, stderr=("no such option: --lr", "usage: train.py"))
+    assert found.message == "exit code 1"
+    assert found.detail == ("no such option: --lr", "usage: train.py")
+
+
+def test_a_signal_is_named_and_the_end_of_stderr_kept(error_file: Path) -> None:
+    found = failed(error_file, exit_code=-11, stderr=("Fatal Python error: Segmentation fault", "", "Thread 0x0001"))
+    assert found.message == "signal 11 (SIGSEGV)"
+    assert found.detail == ("Fatal Python error: Segmentation fault", "", "Thread 0x0001")
+
+
+def test_a_message_is_one_line(error_file: Path) -> None:
+    error_file.write_text(json.dumps({"message": {"message": "ValueError: one\ntwo\nthree"}}))
+    assert failed(error_file).message == "exit code 1: ValueError: one"
+
+
+def test_an_empty_message(error_file: Path) -> None:
+    error_file.write_text(json.dumps({"message": {"message": ""}}))
+    assert failed(error_file).message == "exit code 1"
+
+
+def test_a_long_traceback_is_cut_at_its_beginning(error_file: Path) -> None:
+    lines = [f"line {number}" for number in range(1000)]
+    error_file.write_text(
+        json.dumps({"message": {"message": "RecursionError", "extraInfo": {"py_callstack": "\n".join(lines)}}})
+    )
+    found = failed(error_file)
+    assert found.detail[-1] == "line 999"
+    assert len(found.detail) < 100
+
+
+def test_a_report_is_small_whatever_the_exception_says(error_file: Path) -> None:
+    """The leader gives up a link with a line of 1 MiB, and would take the node for lost."""
+    huge = "ValueError: " + "x" * 4_000_000
+    error_file.write_text(json.dumps({"message": {"message": huge, "extraInfo": {"py_callstack": huge}}}))
+    found = failed(error_file)
+    assert found.message.startswith("exit code 1: ValueError: xxx")
+    assert len(m.pack(m.Failed(3, found))) < 256 * 1024
+
+
+# Kinds.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({}, "crash"),
+        ({"exit_code": -9}, "crash"),
+        ({"exit_code": -9, "out_of_memory": True}, "out of memory"),
+        ({"exit_code": -11, "out_of_memory": True}, "crash"),
+        ({"exit_code": -15, "preempted": True}, "preemption"),
+        ({"exit_code": -9, "preempted": True, "out_of_memory": True}, "preemption"),
+    ],
+)
+def test_kinds(error_file: Path, arguments: dict[str, Any], kind: str) -> None:
+    assert failed(error_file, **arguments).kind == kind
+
+
+def test_out_of_memory_is_said(error_file: Path) -> None:
+    found = failed(error_file, exit_code=-9, out_of_memory=True)
+    assert found.message == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
+
+
+# Signatures.
+
+
+def test_the_same_failure_looks_the_same_on_every_rank(tmp_path: Path, error_file: Path) -> None:
+    one = failed(error_file, stderr=TRACEBACK)
+    other = failed(
+        tmp_path / "other.json", stderr=TRACEBACK, node_id="b", round_number=4, rank=0, local_rank=0, pid=43, ran=2.5
+    )
+    assert one.signature == other.signature != ""
+
+
+def test_the_same_failure_looks_the_same_behind_torchs_rank(error_file: Path) -> None:
+    assert (
+        failed(error_file, stderr=ranked(TRACEBACK, 0)).signature
+        == failed(error_file, stderr=ranked(TRACEBACK, 1)).signature
+    )
+
+
+def test_the_same_exception_looks_the_same_whatever_torch_warns_of_afterwards(error_file: Path) -> None:
+    one, other = (
+        f"[W1121 10:00:0{second}.123 socket.cpp:200] [c10d] The client socket has failed to connect"
+        for second in (1, 2)
+    )
+    assert (
+        failed(error_file, stderr=[*TRACEBACK, one]).signature
+        == failed(error_file, stderr=[*TRACEBACK, other]).signature
+    )
+
+
+def test_what_was_printed_before_the_same_exception_does_not_matter(error_file: Path) -> None:
+    assert (
+        failed(error_file, stderr=("at 10:00", *TRACEBACK)).signature
+        == failed(error_file, stderr=("at 10:01", *TRACEBACK)).signature
+    )
+
+
+def test_other_failures_look_different(error_file: Path) -> None:
+    seen = [
+        failed(error_file, stderr=TRACEBACK).signature,
+        failed(error_file, stderr=(*TRACEBACK[:-1], "KeyError: 'x'")).signature,
+        failed(error_file, stderr=TRACEBACK, exit_code=2).signature,
+        failed(error_file).signature,
+        failed(error_file, stderr=("usage: train.py",)).signature,
+    ]
+    error_file.write_text(
+        json.dumps({"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "at 1"}}})
+    )
+    seen.append(failed(error_file).signature)
+    error_file.write_text(
+        json.dumps({"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "at 2"}}})
+    )
+    seen.append(failed(error_file).signature)
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_death_by_signal_cannot_be_compared(error_file: Path) -> None:
+    assert failed(error_file, exit_code=-9, stderr=TRACEBACK).signature == ""
+
+
+# The kernel's counter.
+
+
+@pytest.fixture
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files in which kills may be counted: one that is not there, a cgroup's v2 file, one of v1."""
+    paths = [tmp_path / "absent", tmp_path / "memory.events", tmp_path / "memory.oom_control"]
+    monkeypatch.setattr(failures, "_candidates", lambda: [(str(path), "oom_kill") for path in paths])
+    return paths
+
+
+def test_kills_are_counted_in_cgroup_v2(counters: list[Path]) -> None:
+    counters[1].write_text("low 0\nhigh 0\nmax 5\noom 1\noom_kill 3\noom_group_kill 0\n")
+    counter = OutOfMemoryCounter()
+    assert not counter.risen()
+    counters[1].write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 4\noom_group_kill 0\n")
+    assert counter.risen()
+    assert not counter.risen(), "once per rise"
+
+
+def test_kills_are_counted_in_cgroup_v1(counters: list[Path]) -> None:
+    counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
+    counter = OutOfMemoryCounter()
+    counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert counter.risen()
+
+
+@pytest.mark.parametrize("content", ["", "oom_kill\n", "oom_kill many\n", "nothing of use\n"])
+def test_a_counter_that_cannot_be_read_counts_nothing(counters: list[Path], content: str) -> None:
+    counters[1].write_text(content)
+    assert not OutOfMemoryCounter().risen()
+
+
+def test_without_any_counter_nothing_is_counted(counters: list[Path]) -> None:
+    assert not OutOfMemoryCounter().risen()
+
+
+def test_this_process_can_be_looked_up() -> None:
+    assert not OutOfMemoryCounter().risen()

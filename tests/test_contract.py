@@ -1,0 +1,94 @@
+"""What a worker finds in its environment: all that torchrun sets, and ours."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as TorchAgent
+
+from elastic_launch.contract import ENV_ROUND, ENV_START_REASON, Placement, worker_environment
+
+PLACEMENT = Placement(
+    rank=5,
+    local_rank=1,
+    group_rank=2,
+    world_size=12,
+    local_world_size=2,
+    group_world_size=4,
+    master_addr="fd00::1",
+    master_port=29500,
+)
+
+
+def environment() -> dict[str, str]:
+    return worker_environment(
+        PLACEMENT,
+        run_id="run",
+        role="default",
+        restarts=2,
+        max_restarts=3,
+        round_number=7,
+        reason="node b lost: its connection closed",
+        error_file="/logs/error.json",
+    )
+
+
+def torchruns_names() -> set[str]:
+    """The variables that the installed torch's agent and its process contexts set for a worker."""
+    source = textwrap.dedent(inspect.getsource(TorchAgent._start_workers))
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):
+            names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    return {str(name) for name in names if str(name).isupper()} | {"LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"}
+
+
+def test_all_that_torchrun_sets_is_there() -> None:
+    assert "TORCHELASTIC_RESTART_COUNT" in torchruns_names()
+    assert torchruns_names() - set(environment()) == set()
+
+
+def test_all_values() -> None:
+    assert environment() == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "2",
+        "NODE_RANK": "2",
+        "ROLE_RANK": "5",
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": "12",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "ROLE_WORLD_SIZE": "12",
+        "MASTER_ADDR": "fd00::1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ELASTIC_LAUNCH_ROUND": "7",
+        "ELASTIC_LAUNCH_START_REASON": "node b lost: its connection closed",
+    }
+
+
+def test_a_users_choice_of_error_handling_is_kept() -> None:
+    env = worker_environment(
+        PLACEMENT,
+        run_id="run",
+        role="default",
+        restarts=0,
+        max_restarts=3,
+        round_number=1,
+        reason="first",
+        error_file="x",
+        nccl_async_error_handling="3",
+    )
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_our_names_have_our_prefix() -> None:
+    assert {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")} == {ENV_ROUND, ENV_START_REASON}

@@ -1,0 +1,193 @@
+"""Events: their lines for people, their lines of JSON, and files that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_launch import events as ev
+from elastic_launch.testing import FakeClock
+
+KINDS: list[type[ev.Event]] = sorted(ev.Event.__subclasses__(), key=lambda kind: kind.__name__)
+
+
+def example(kind: type[ev.Event]) -> ev.Event:
+    """An event with some value in each field."""
+    samples: dict[str, Any] = {"str": "x", "int": 1, "float": 0.5, "bool": True, "tuple[str, ...]": ("a", "b")}
+    return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})
+
+
+def test_all_events_are_public_and_named_once() -> None:
+    assert {kind.__name__ for kind in KINDS} <= set(ev.__all__)
+    assert len({ev.event_name(kind) for kind in KINDS}) == len(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_event_is_one_line_for_people_at_most(kind: type[ev.Event]) -> None:
+    assert is_dataclass(kind)
+    assert "\n" not in example(kind).line()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_fields_leave_the_names_of_the_line_alone(kind: type[ev.Event]) -> None:
+    assert not {"event", "time", "clock"} & {item.name for item in fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ev.RoundFormed, "round_formed"), (ev.RunEnded, "run_ended"), (ev.Parked, "parked"), (ev.NodeLost, "node_lost")],
+)
+def test_names(kind: type[ev.Event], name: str) -> None:
+    assert ev.event_name(kind) == name
+
+
+def test_the_leaders_decisions_are_shown_to_people() -> None:
+    shown = {kind for kind in KINDS if kind.leader}
+    assert shown == {
+        ev.NodeJoined,
+        ev.NodeLeft,
+        ev.NodeLost,
+        ev.NodeRefused,
+        ev.Parked,
+        ev.RestartCharged,
+        ev.RoundBroken,
+        ev.RoundFormed,
+        ev.RunEnded,
+    }
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            ev.NodeJoined("b", 1, "10.0.0.2", "a round forms"),
+            "node b joined from 10.0.0.2 with 1 worker; a round forms",
+        ),
+        (ev.NodeJoined("b", 8, "fd00::2", "x"), "node b joined from fd00::2 with 8 workers; x"),
+        (
+            ev.NodeLost("b", "its connection closed", 0.0, 0, "training goes on"),
+            "node b lost (its connection closed); training goes on",
+        ),
+        (ev.NodeLeft("b", "SIGTERM", 0, "training goes on"), "node b leaves (SIGTERM); training goes on"),
+        (ev.NodeRefused("b", "it speaks version 2."), "node b refused: it speaks version 2."),
+        (
+            ev.RoundFormed(3, 1, ("a", "b"), 16, 1, "first", 0.123),
+            "round 3 formed in 0.12 s: world size 16 on 2 nodes (a, b)",
+        ),
+        (ev.RoundFormed(1, 1, ("a",), 1, 0, "first", 2.0), "round 1 formed in 2.00 s: world size 1 on 1 node (a)"),
+        (
+            ev.RoundBroken(3, "crash", "rank 0 crashed", 61.23, "a new round forms"),
+            "round 3 broken after 61.2 s: rank 0 crashed; a new round forms",
+        ),
+        (ev.RestartCharged(3, "crash", 1, 3), "restart 1 of 3 (--max-restarts 3), charged for a crash"),
+        (
+            ev.Parked(1, 2, 600.0),
+            "parked with 1 node, 2 needed; goes on when they are there, ends in 600 s otherwise",
+        ),
+        (ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0), "run ended with 91: all 3 restarts spent"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, ev.Event) else "",
+)
+def test_lines_for_people(event: ev.Event, line: str) -> None:
+    assert event.line() == line
+
+
+def test_a_loss_that_broke_a_round_is_told_by_the_break() -> None:
+    assert ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").line() == ""
+    assert ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").line() == ""
+
+
+def test_a_round_of_many_nodes_does_not_fill_the_screen() -> None:
+    nodes = tuple(f"node-{number}" for number in range(1000))
+    line = ev.RoundFormed(1, 1, nodes, 8000, 0, "first", 2.0).line()
+    assert "on 1000 nodes (node-0, " in line
+    assert line.endswith(", ...)")
+    assert len(line) < 200
+
+
+# Files.
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fail(error: OSError) -> None:
+    raise AssertionError(error)
+
+
+def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
+    clock = FakeClock(10.0)
+    path = tmp_path / "run" / "events-a.jsonl"
+    sink = ev.JsonLines(path, clock, fail)
+    assert not path.parent.exists(), "nothing is made before the first event"
+    sink.emit(ev.RoundFormed(1, 1, ("a", "b"), 16, 0, "first", 2.0))
+    clock.advance(1.5)
+    sink.emit(ev.LinkChanged(up=False, cause='a "quoted"\nreason'))
+    first, second = read(path)
+    assert list(first)[:3] == ["event", "time", "clock"]
+    assert (first["event"], first["clock"], first["nodes"]) == ("round_formed", 10.0, ["a", "b"])
+    assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    assert second == {
+        "event": "link_changed",
+        "time": second["time"],
+        "clock": 11.5,
+        "up": False,
+        "cause": 'a "quoted"\nreason',
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_event_can_be_written(kind: type[ev.Event], tmp_path: Path) -> None:
+    sink = ev.JsonLines(tmp_path / "events.jsonl", FakeClock(), fail)
+    sink.emit(example(kind))
+    (value,) = read(sink.path)
+    assert value["event"] == ev.event_name(kind)
+    assert {item.name for item in fields(kind)} <= set(value)
+
+
+def test_a_file_that_is_there_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for _ in range(2):
+        ev.JsonLines(path, FakeClock(), fail).emit(ev.LinkChanged(up=True, cause="x"))
+    assert len(read(path)) == 2
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    errors: list[OSError] = []
+    sink = ev.JsonLines(tmp_path / "file" / "events.jsonl", FakeClock(), errors.append)
+    for _ in range(3):
+        sink.emit(ev.LinkChanged(up=True, cause="x"))
+    assert len(errors) == 1
+
+
+def test_recording_goes_on_when_the_file_can_be_written_again(tmp_path: Path) -> None:
+    blocker = tmp_path / "run"
+    blocker.write_text("")
+    sink = ev.JsonLines(blocker / "events.jsonl", FakeClock(), lambda error: None)
+    sink.emit(ev.LinkChanged(up=True, cause="lost"))
+    blocker.unlink()
+    sink.emit(ev.LinkChanged(up=True, cause="kept"))
+    assert [value["cause"] for value in read(sink.path)] == ["kept"]
+
+
+def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
+    sink = ev.JsonLines(tmp_path / "events.jsonl", FakeClock(), fail)
+
+    def emit(number: int) -> None:
+        for _ in range(10):
+            sink.emit(ev.LinkChanged(up=True, cause=f"{number}" * 1000))
+
+    threads = [threading.Thread(target=emit, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read(sink.path)) == 50
