@@ -14,7 +14,9 @@ import pytest
 from elastic_launch import events as ev
 from elastic_launch.testing import FakeClock
 
-KINDS: list[type[ev.Event]] = sorted(ev.Event.__subclasses__(), key=lambda kind: kind.__name__)
+KINDS: list[type[ev.Event]] = [
+    kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event
+]
 
 
 def example(kind: type[ev.Event]) -> ev.Event:
@@ -90,7 +92,6 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
             ev.Parked(1, 2, 600.0),
             "parked with 1 node, 2 needed; goes on when they are there, ends in 600 s otherwise",
         ),
-        (ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0), "run ended with 91: all 3 restarts spent"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, ev.Event) else "",
 )
@@ -98,9 +99,16 @@ def test_lines_for_people(event: ev.Event, line: str) -> None:
     assert event.line() == line
 
 
-def test_a_loss_that_broke_a_round_is_told_by_the_break() -> None:
+def test_what_is_told_elsewhere_has_no_line() -> None:
+    """A loss that broke a round is told by the break, the end by every agent's summary."""
     assert ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").line() == ""
     assert ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").line() == ""
+    assert ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0).line() == ""
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes")])
+def test_counted(number: int, text: str) -> None:
+    assert ev.counted(number, "node") == text
 
 
 def test_a_round_of_many_nodes_does_not_fill_the_screen() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.inbox import Inbox, SignalCaught, SignalsTo
 from elastic_launch.testing import FakeClock
 
 
@@ -116,16 +116,16 @@ def handled() -> Iterator[list[int]]:
 
 
 def test_signals_come_through_the_inbox(inbox: Inbox[object], handled: list[int]) -> None:
-    with SignalsTo([signal.SIGUSR1, signal.SIGUSR2], inbox, lambda number: ("caught", number)):
+    with SignalsTo([signal.SIGUSR1, signal.SIGUSR2], inbox):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
         signal.raise_signal(signal.SIGUSR1)
-    assert take(inbox, 3) == [("caught", 10), ("caught", 12), ("caught", 10)]
+    assert take(inbox, 3) == [SignalCaught(10), SignalCaught(12), SignalCaught(10)]
     assert handled == []
 
 
 def test_the_handlers_found_before_are_restored(inbox: Inbox[object], handled: list[int]) -> None:
-    with SignalsTo([signal.SIGUSR1], inbox, int):
+    with SignalsTo([signal.SIGUSR1], inbox):
         signal.raise_signal(signal.SIGUSR2)
         assert handled == [signal.SIGUSR2], "others are left alone"
     signal.raise_signal(signal.SIGUSR1)
@@ -135,7 +135,7 @@ def test_the_handlers_found_before_are_restored(inbox: Inbox[object], handled: l
 
 
 def test_the_handlers_are_restored_after_an_error(inbox: Inbox[object], handled: list[int]) -> None:
-    with pytest.raises(ValueError, match="boom"), SignalsTo([signal.SIGUSR1], inbox, int):
+    with pytest.raises(ValueError, match="boom"), SignalsTo([signal.SIGUSR1], inbox):
         raise ValueError("boom")
     signal.raise_signal(signal.SIGUSR1)
     assert handled == [signal.SIGUSR1]
@@ -144,8 +144,8 @@ def test_the_handlers_are_restored_after_an_error(inbox: Inbox[object], handled:
 def test_a_signal_ends_the_wait_of_the_main_thread(inbox: Inbox[object], handled: list[int]) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    with SignalsTo([signal.SIGUSR1], inbox, int):
+    with SignalsTo([signal.SIGUSR1], inbox):
         thread = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGUSR1))
         thread.start()
-        assert inbox.take() == signal.SIGUSR1
+        assert inbox.take() == SignalCaught(signal.SIGUSR1)
         thread.join()

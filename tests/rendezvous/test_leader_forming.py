@@ -1,0 +1,282 @@
+"""Who trains together: the first round, growing, ranks, and who is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from leader_run import Run, running
+
+from elastic_launch.events import (
+    NodeJoined,
+    NodeLost,
+    NodeRefused,
+    Parked,
+    RoundBroken,
+    RoundFormed,
+)
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import Member, Round
+
+# The first round.
+
+
+def test_one_of_one_forms_at_once() -> None:
+    run = Run("1:1")
+    run.hello("a", workers=8, store_port=7123)
+    (form,) = run.orders("a", m.Form)
+    assert form == m.Form(1, Round(1, (Member("a", "a1", 8, "host-a", 7123),)), restarts=0, cause="first")
+    assert form.round.world_size == 8
+
+
+def test_first_round_forms_at_once_when_all_possible_nodes_are_there() -> None:
+    run = Run("1:3")
+    run.hello("a", "b")
+    assert run.number == 0
+    run.hello("c")
+    assert run.members == "abc"
+    for node_id in "abc":
+        assert [order.round.number for order in run.orders(node_id, m.Form)] == [1]
+        assert run.orders(node_id, m.Welcome) == [m.Welcome(1, node_id, 1.0, 5.0)]
+
+
+def test_first_round_at_min_waits_join_settle_for_a_further_arrival() -> None:
+    run = Run("1:4")
+    run.hello("a")
+    run.advance(1.9)
+    run.hello("b")
+    run.advance(1.9)
+    assert run.number == 0
+    run.advance(0.2)
+    assert run.members == "ab"
+    (formed,) = run.told(RoundFormed)
+    assert formed.form_s == pytest.approx(3.9, abs=0.1)
+
+
+def test_a_turn_is_due_when_join_settle_is_over() -> None:
+    run = Run("1:2")
+    run.hello("a")
+    run.advance(1.5)
+    assert run.machine.wait(run.clock.now()) == pytest.approx(0.5)
+
+
+def test_first_round_waits_below_min() -> None:
+    run = Run("2:4")
+    run.hello("a")
+    assert [event.line().partition(";")[0] for event in run.told(Parked)] == ["parked with 1 node, 2 needed"]
+    run.advance(100)
+    assert run.number == 0
+    run.hello("b")
+    run.advance(2.1)
+    assert run.members == "ab"
+
+
+def test_nobody_at_all_is_no_park() -> None:
+    run = Run("1:2", min_wait=5)
+    run.advance(100)
+    assert run.events == []
+
+
+def test_a_node_that_waits_is_told_for_what() -> None:
+    run = Run("2:4")
+    run.hello("a")
+    run.advance(0.1)
+    run.hello("b")
+    (notice,) = run.orders("a", m.Notice)
+    assert "parked with 1 node, 2 needed" in notice.text
+    (notice,) = run.orders("b", m.Notice)
+    assert notice.text == "the first round forms at 4 nodes or 2 s without an arrival"
+
+
+def test_a_node_that_leaves_before_the_first_round_is_not_in_it() -> None:
+    run = Run("1:3")
+    run.hello("a", "b")
+    run.leave("b")
+    run.advance(2.1)
+    assert run.members == "a"
+
+
+def test_a_node_that_dies_before_the_first_round_is_not_in_it() -> None:
+    run = Run("1:3")
+    run.hello("a", "b")
+    run.close("b")
+    run.advance(2.1)
+    assert run.members == "a"
+    assert run.told(NodeLost)[0].cause == "its connection closed"
+
+
+# Growing.
+
+
+def test_several_arrivals_make_one_resize_after_resize_delay() -> None:
+    run = running("1:3", "a", resize_delay=3)
+    run.hello("b")
+    assert run.told(NodeJoined)[-1].next == "training is resized"
+    run.advance(2.5)
+    run.hello("c")
+    run.advance(2.5)
+    assert not run.forming
+    run.advance(1)
+    (broken,) = run.told(RoundBroken)
+    assert (broken.kind, broken.cause) == ("membership", "resize: node b, c waits to join")
+    assert run.orders("b", m.Break) == []
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (2, "abc", 0)
+
+
+def test_a_resize_waits_until_the_round_has_started() -> None:
+    run = Run("1:3")
+    run.hello("a")
+    run.advance(2.1)
+    run.hello("b")
+    run.advance(10)
+    assert not run.forming
+    run.join("a")
+    assert run.forming
+
+
+def test_crashes_in_the_wake_of_a_resize_are_free() -> None:
+    run = running("1:3", "ab", max_restarts=0)
+    run.hello("c")
+    run.advance(1.1)
+    assert run.forming
+    run.stop("a")
+    run.fail("b", message="exit code 1: RuntimeError: Connection reset by peer")
+    run.stop("b")
+    assert run.end is None
+    assert (run.number, run.members, run.record.restarts) == (2, "abc", 0)
+
+
+def test_a_full_round_is_not_resized_and_its_spare_ends_with_0() -> None:
+    run = running("1:2", "ab")
+    run.hello("c")
+    assert run.told(NodeJoined)[-1].next == "round is full, 1 spare"
+    run.advance(60)
+    assert not run.forming
+    run.done("a", "b")
+    assert [order.code for order in run.orders("c", m.RunEnd)] == [0]
+    assert run.orders("c", m.Form) == []
+
+
+def test_a_spare_takes_the_place_of_a_lost_member_at_once() -> None:
+    run = running("1:2", "ab")
+    run.hello("c")
+    run.close("a")
+    run.stop("b")
+    assert (run.number, run.members) == (2, "bc")
+
+
+def test_no_resize_once_a_member_is_done() -> None:
+    run = running("1:3", "ab")
+    run.done("a")
+    run.hello("c")
+    run.advance(60)
+    assert not run.forming
+    run.done("b")
+    assert run.code == 0
+    assert [order.code for order in run.orders("c", m.RunEnd)] == [0]
+
+
+def test_an_arrival_during_a_break_is_in_the_next_round() -> None:
+    run = running("1:3", "ab")
+    run.fail("a")
+    run.hello("c")
+    run.stop("a", "b")
+    assert run.members == "abc"
+
+
+# Ranks.
+
+
+def test_ranks_are_stable_over_rounds() -> None:
+    run = running("1:4", "abcd")
+    run.close("b")
+    run.stop("d", "c", "a")
+    assert run.members == "acd"
+    run.join(*"acd")
+    run.hello("b", incarnation="b2")
+    run.advance(1.1)
+    run.stop("d", "c", "a")
+    assert run.members == "acdb"
+
+
+def test_wanted_ranks_are_honoured() -> None:
+    run = Run("3:3")
+    run.hello("x", wanted_rank=2)
+    run.hello("y", wanted_rank=0)
+    run.hello("z", wanted_rank=1)
+    assert run.members == "yzx"
+
+
+def test_wanted_ranks_are_honoured_in_later_rounds() -> None:
+    run = running("1:3", "ab")
+    run.hello("m", wanted_rank=0)
+    run.advance(1.1)
+    run.stop("a", "b")
+    assert run.members == "mab"
+
+
+def test_newcomers_are_the_first_to_be_left_out() -> None:
+    run = running("1:2", "ab")
+    run.hello("c", wanted_rank=0)
+    run.fail("a")
+    run.stop("b", "a")
+    assert run.members == "ab"
+
+
+# Nodes that do not fit.
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"version": 99}, "speaks version 99 of the protocol, the run's leader version 1"),
+        ({"run_id": "other"}, "belongs to run 'other', this endpoint serves run 'run'"),
+        (
+            {"digest": "x", "limits": "--nnodes 1:9 --max-restarts 3"},
+            "came with --nnodes 1:9 --max-restarts 3, run 'run' has --nnodes 1:2 --max-restarts 3",
+        ),
+        (
+            {"digest": "x", "command": "other.py"},
+            "came with the command `other.py`, run 'run' executes `train.py --lr 1`",
+        ),
+    ],
+    ids=["version", "run id", "limits", "command"],
+)
+def test_a_node_that_does_not_fit_is_refused_and_told_what_differs(fields: dict[str, Any], found: str) -> None:
+    run = Run("1:2")
+    run.hello("a")
+    run.hello("b", **fields)
+    (order,) = run.orders("b", m.Refused)
+    assert found in order.reason
+    assert order.reason.startswith("node b ")
+    assert order.hint
+    assert order.code == 95
+    assert "b" not in run.links
+    assert [event.node for event in run.told(NodeRefused)] == ["b"]
+    run.advance(2.1)
+    assert run.members == "a"
+
+
+def test_a_refused_node_teaches_the_leader_nothing() -> None:
+    run = Run("1:2")
+    run.hello("b", digest="x", command="other.py", seen_term=9, seen_round=9, seen_restarts=3)
+    run.hello("a")
+    run.advance(2.1)
+    assert (run.record.term, run.number, run.record.restarts) == (1, 1, 0)
+
+
+def test_a_refused_node_is_refused_after_the_end_too() -> None:
+    run = running("1:1", "a")
+    run.done("a")
+    run.hello("b", digest="x", command="other.py")
+    assert run.orders("b", m.RunEnd) == []
+    assert len(run.orders("b", m.Refused)) == 1
+
+
+# Waiting.
+
+
+def test_a_turn_is_due_at_the_latest_after_a_beat() -> None:
+    run = running("1:1", "a", beat=0.25)
+    assert run.machine.wait(run.clock.now()) == pytest.approx(0.25)

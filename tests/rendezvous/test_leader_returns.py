@@ -1,0 +1,277 @@
+"""The end of the work, and whoever comes back."""
+
+from __future__ import annotations
+
+from leader_run import Run, running
+
+from elastic_launch.events import (
+    NodeJoined,
+    RoundBroken,
+)
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
+
+# The end of the work.
+
+
+def test_the_run_is_done_when_all_members_are() -> None:
+    run = running("1:2", "ab")
+    run.done("a")
+    run.advance(100)
+    assert run.end is None
+    run.done("b")
+    assert run.end == (0, "all workers finished")
+    for node_id in "ab":
+        (order,) = run.orders(node_id, m.RunEnd)
+        assert (order.code, order.failure) == (0, None)
+
+
+def test_done_before_joined_counts_as_both() -> None:
+    run = Run("1:1")
+    run.hello("a")
+    run.done("a")
+    assert run.code == 0
+
+
+def test_a_done_node_is_taken_back_by_a_break() -> None:
+    run = running("1:2", "ab")
+    run.done("a")
+    run.fail("b")
+    assert len(run.orders("a", m.Break)) == 1
+    run.stop("a", "b")
+    assert (run.number, run.members) == (2, "ab")
+    run.done("b")
+    assert run.end is None, "what a did in round 1 does not count in round 2"
+    run.done("a")
+    assert run.code == 0
+
+
+def test_the_loss_of_a_done_node_breaks_the_round() -> None:
+    run = running("1:2", "ab")
+    run.done("a")
+    run.close("a")
+    run.stop("b")
+    assert (run.number, run.members) == (2, "b")
+
+
+def test_after_the_end_a_hello_gets_it_at_once() -> None:
+    run = running("1:1", "a", max_restarts=0)
+    run.fail("a", exit_code=7)
+    run.stop("a")
+    run.hello("z")
+    (order,) = run.orders("z", m.RunEnd)
+    assert order == run.orders("a", m.RunEnd)[0]
+    assert run.orders("z", m.Welcome) == []
+
+
+# Incarnations, links and returns.
+
+
+def test_a_newer_incarnation_replaces_the_older() -> None:
+    run = running("1:2", "ab")
+    old = run.links["b"]
+    run.hello("b", incarnation="b2")
+    assert [order.final for order in run.orders("b", m.Evicted)] == [True]
+    assert run.links["b"] != old
+    assert run.told(RoundBroken)[0].kind == "node loss"
+    run.stop("a")
+    assert [member.incarnation for member in run.record.round.members] == ["a1", "b2"]
+    assert run.record.restarts == 0
+    run._do(run.machine.closed(old, run.clock.now()))
+    assert not run.forming, "the end of the old one's connection is no loss"
+
+
+def test_an_older_incarnation_that_comes_back_does_not_replace_the_newer() -> None:
+    run = running("1:2", "ab")
+    run.silent.add("b")
+    run.advance(6)
+    run.silent.clear()
+    run.hello("b", incarnation="b2")
+    run.stop("a")
+    assert [member.incarnation for member in run.record.round.members] == ["a1", "b2"]
+    newer = run.links["b"]
+    run.hello("b", incarnation="b1", holding=1, seen_term=1, seen_round=1)
+    assert not run.forming, "the round of the newer one goes on"
+    assert [order.final for order in run.orders("b", m.Evicted)] == [True], "the older one is sent away for good"
+    run._do(run.machine.report(newer, m.Joined(2), run.clock.now()))
+    run._do(run.machine.report(newer, m.Done(2), run.clock.now()))
+    run.done("a")
+    assert run.code == 0
+
+
+def test_a_node_that_still_holds_workers_of_an_older_round_is_evicted() -> None:
+    run = running("1:2", "ab")
+    run.silent.add("b")
+    run.advance(6)
+    run.silent.clear()
+    run.stop("a")
+    assert run.members == "a"
+    run.hello("b", holding=1, seen_term=1, seen_round=1)
+    (order,) = run.orders("b", m.Evicted)
+    assert not order.final
+    assert "b" not in run.links
+    run.hello("b", seen_term=1, seen_round=1)
+    run.join("a")
+    run.advance(1.1)
+    run.stop("a")
+    assert run.members == "ab"
+
+
+def test_a_node_that_holds_workers_of_a_broken_round_is_evicted() -> None:
+    run = running("1:2", "ab")
+    run.close("b")
+    run.hello("b", holding=1, seen_term=1, seen_round=1)
+    assert len(run.orders("b", m.Evicted)) == 1
+    run.stop("a")
+    assert run.members == "a"
+
+
+def test_a_new_link_of_the_same_agent_replaces_the_old_one() -> None:
+    run = running("1:2", "ab")
+    old = run.links["b"]
+    run.hello("b", holding=1, seen_term=1, seen_round=1)
+    assert not run.forming
+    run._do(run.machine.closed(old, run.clock.now()))
+    assert not run.forming
+    run.fail("b")
+    assert run.forming
+
+
+def test_a_hello_that_tells_of_stopped_workers_breaks_the_round() -> None:
+    """The reports of a lost link are lost: by its hello the node says what matters."""
+    run = running("1:2", "ab")
+    run.hello("b", holding=0, seen_term=1, seen_round=1, store_port=7009)
+    assert run.forming
+    run.stop("a")
+    assert (run.number, run.members) == (2, "ab")
+    assert run.record.round.members[1].store_port == 7009
+
+
+def test_a_hello_that_tells_of_stopped_workers_ends_the_wait_for_them() -> None:
+    run = running("1:2", "ab")
+    run.fail("a")
+    run.stop("a")
+    run.hello("b", holding=0, seen_term=1, seen_round=1)
+    assert (run.number, run.members) == (2, "ab")
+
+
+def test_a_hello_that_tells_of_finished_workers_counts_as_done() -> None:
+    run = running("1:2", "ab")
+    run.done("a")
+    run.hello("b", holding=1, done=True, seen_term=1, seen_round=1)
+    assert run.code == 0
+
+
+def test_a_break_that_was_lost_with_the_link_is_sent_again() -> None:
+    run = running("1:2", "ab")
+    run.fail("a")
+    before = len(run.orders("b", m.Break)) + len(run.orders("b", m.Evicted))
+    run.hello("b", holding=1, seen_term=1, seen_round=1)
+    assert len(run.orders("b", m.Break)) + len(run.orders("b", m.Evicted)) > before
+
+
+def test_a_form_that_was_lost_with_the_link_does_not_stop_the_run() -> None:
+    run = Run("1:2")
+    run.hello("a", "b")
+    run.join("a")
+    run.hello("b", seen_term=1, seen_round=0)
+    run.advance(5)
+    if run.forming:
+        run.stop("a")
+    assert run.orders("b", m.Form)[-1].round.number == run.number
+    assert len(run.orders("b", m.Form)) == 2, "it is formed again, or sent again"
+
+
+def test_reports_over_a_link_that_is_no_nodes_are_ignored() -> None:
+    run = running("1:1", "a")
+    assert run.machine.report(99, m.Stopped(1, 7000), run.clock.now()) == []
+    assert run.machine.closed(99, run.clock.now()) == []
+
+
+# A leader that lost its store.
+
+
+def test_a_member_of_an_earlier_reign_raises_term_and_number_and_keeps_restarts() -> None:
+    run = Run("1:2")
+    run.hello("a")
+    run.hello("b", seen_term=3, seen_round=7, seen_restarts=2)
+    assert run.record.term == 4
+    assert run.number == 8
+    assert run.record.restarts == 2
+    form = run.orders("b", m.Form)[0]
+    assert (form.term, form.restarts) == (4, 2)
+    assert run.orders("b", m.Welcome)[0].term == 4
+
+
+def test_the_term_rises_above_that_of_an_earlier_reign_with_the_same_term() -> None:
+    run = Run("1:2")
+    run.hello("b", seen_term=1, seen_round=1)
+    assert run.record.term == 2
+    run.hello("c", seen_term=1, seen_round=1)
+    assert run.record.term == 2
+    assert run.number == 2
+
+
+def test_a_spare_of_an_earlier_reign_can_be_ordered_too() -> None:
+    """It ignores orders of terms below the one it has seen, though it was never in a round."""
+    run = Run("1:2")
+    run.hello("b", seen_term=3, seen_round=0)
+    run.advance(2.1)
+    assert run.orders("b", m.Welcome)[0].term >= 3
+    assert run.orders("b", m.Form)[0].term >= 3
+
+
+def test_a_member_of_an_earlier_reign_with_live_workers_is_evicted_and_its_knowledge_kept() -> None:
+    run = Run("1:2")
+    run.hello("b", holding=7, seen_term=3, seen_round=7, seen_restarts=2)
+    (order,) = run.orders("b", m.Evicted)
+    assert (order.term, order.final) == (4, False)
+    run.hello("a")
+    run.advance(2.1)
+    assert (run.number, run.record.restarts, run.members) == (8, 2, "a")
+
+
+def test_what_a_latecomer_of_an_earlier_reign_knows_holds_from_the_next_round_on() -> None:
+    run = running("1:3", "a")
+    run.hello("b", seen_term=5, seen_round=9, seen_restarts=1)
+    run.advance(1.1)
+    run.stop("a")
+    assert (run.number, run.record.term, run.record.restarts, run.members) == (10, 6, 1, "ab")
+
+
+def test_restarts_of_an_earlier_reign_count_for_the_budget() -> None:
+    run = Run("1:1", max_restarts=2)
+    run.hello("a", seen_term=1, seen_round=3, seen_restarts=2)
+    run.fail("a")
+    run.stop("a")
+    assert run.code == 91
+
+
+def record_of_running_round() -> ControlRecord:
+    members = tuple(Member(node_id, f"{node_id}1", 1, f"host-{node_id}", 7000) for node_id in "ab")
+    return ControlRecord("run", "digest", 5, Leader("z", "z1", "10.0.0.9", 1), Round(4, members), restarts=1).renewed()
+
+
+def test_a_leader_that_takes_over_a_running_round_lets_it_run() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
+    run.advance(60)
+    assert run.events == run.told(NodeJoined)
+    run.done("a", "b")
+    assert run.code == 0
+
+
+def test_a_leader_that_takes_over_breaks_the_round_of_members_that_do_not_come() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
+    run.advance(6)
+    assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (5, "a", 1)
+
+
+def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", holding=4, done=True, seen_term=4, seen_round=4)
+    run.advance(1)
+    assert run.code == 0
