@@ -41,6 +41,8 @@ IDLE_SAMPLE = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 # Of the environment, what would change a launch; and what makes both sides' launches alike.
 DROPPED = ("PET_", "TORCH", "ELASTIC_LAUNCH_", "MASTER_", "GLOO_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
+# Installed packages have their bytecode; with this, an editable install would be compiled anew at every start.
+COMPILES_ANEW = "PYTHONDONTWRITEBYTECODE"
 COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 Record = dict[str, Any]
@@ -177,7 +179,7 @@ class Job:
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[int, float]:
         """Start a launcher; return its pid and the moment just before."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+        env = {name: value for name, value in os.environ.items() if not name.startswith((*DROPPED, COMPILES_ANEW))}
         env |= {**COMMON, **(environ or {}), "TMPDIR": str(self.directory)}
         with (self.directory / f"output-{len(self._launchers)}.log").open("wb") as output:
             began = time.monotonic()

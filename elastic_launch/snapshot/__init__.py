@@ -4,10 +4,17 @@
 ``BackgroundWriter``    writes them in a thread
 ``state_sha256``        compares tensors to the bit
 
-``manifest``    the commit marker, and the names in a directory
+A checkpoint exists from the moment at which its directory is renamed to its final name; by then its files, the manifest
+last, are on the disk. Where one is copied file by file instead, by other tools, it exists from the moment at which its
+manifest is there with its checksum and both files have their sizes. Several processes, on several hosts, may write,
+read and prune in one directory at once.
+
+``saving``      writes and prunes, by way of a ``draft``: a directory that becomes a checkpoint
+``reading``     finds and loads
+``background``  writes in a thread
+``manifest``    what must be in a checkpoint, and the names in a directory
 ``tree``        nested state as named tensors and JSON; ``dtypes`` knows the bytes of tensors
 ``tensorfile``  tensors as safetensors; ``files`` are written with checksums, synced, and read without trust
-``draft``       directories that become checkpoints, and what dead writers leave
 """
 
 from elastic_launch.snapshot.background import BackgroundWriter, Outcome

@@ -112,7 +112,7 @@ class BackgroundWriter:
         """Write what waits, end the thread, and raise the last error that ``poll`` has not returned. Works once.
 
         Args:
-            timeout: seconds; what is still being written then leaves no checkpoint.
+            timeout: seconds; what is still being written then appears only if the process lives long enough.
 
         Raises:
             CheckpointError: the last error not polled, or that the time was up.

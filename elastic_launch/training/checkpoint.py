@@ -83,8 +83,12 @@ class Checkpoint:
             CheckpointError: if the directory cannot be read.
         """
         self._world = world
-        loaded = snapshot.newest(self.directory)
+        damaged: list[snapshot.CheckpointReadError] = []
+        loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
         newest, holder, complete = _agree(world, loaded)
+        if holder is None and damaged:
+            # To begin anew would overwrite, by and by, what may still be mended.
+            raise damaged[0]
         # Every start writes under a higher round than all before, also where no agent of this project counts them.
         self._round = max(world.round, newest[0] + 1)
         self._last_time = time.monotonic()
@@ -146,6 +150,11 @@ class Checkpoint:
             if outcome.error is not None:
                 self._error = outcome.error
                 _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
+
+
+def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
+    damaged.append(error)
+    _log.warning("a checkpoint is skipped: %s", error)
 
 
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:

@@ -217,6 +217,18 @@ def test_a_crash_after_leaving_was_announced_is_free() -> None:
     assert (run.number, run.members, run.record.restarts) == (2, "a", 0)
 
 
+def test_no_round_is_formed_under_a_leader_whose_own_node_leaves() -> None:
+    """Its process is about to end: workers would be started in vain."""
+    run = running("1:4", "abc")
+    assert run.record.leader.incarnation == "a1"
+    run.leave("a")
+    run.stop("b", "c", "a")
+    run.hello("d")
+    run.advance(5)
+    assert run.forming
+    assert (run.number, run.end) == (1, None)
+
+
 def test_a_spare_that_leaves_breaks_nothing() -> None:
     run = running("1:1", "a")
     run.hello("b")

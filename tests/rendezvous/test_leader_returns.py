@@ -64,6 +64,18 @@ def test_after_the_end_a_hello_gets_it_at_once() -> None:
     assert run.orders("z", m.Welcome) == []
 
 
+def test_after_the_end_nothing_happens_any_more() -> None:
+    run = running("1:2", "ab")
+    run.done("a", "b")
+    before = [len(run.commits), len(run.events), len(run.orders("a", object)), len(run.orders("b", object))]
+    run.fail("a")
+    run.leave("b")
+    run.close("b")
+    run.silent.add("a")
+    run.advance(1000)
+    assert [len(run.commits), len(run.events), len(run.orders("a", object)), len(run.orders("b", object))] == before
+
+
 # Incarnations, links and returns.
 
 

@@ -46,6 +46,14 @@ def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str,
     assert result["worlds"] == [nproc]
 
 
+def test_the_default_mode_agrees_within_the_last_digits(job: Job, alone: dict[str, Any]) -> None:
+    result = job.directory / "default.json"
+    command = [DIGITS, "--epochs", "1", "--result", str(result)]
+    agent = job.launch("--standalone", "--nproc", "3", command=command)
+    assert agent.wait(100) == 0, agent.output
+    assert _result(result)["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
 def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
     agent, path = _train(job, 1, "--seed", "1")
     assert agent.wait(100) == 0, agent.output

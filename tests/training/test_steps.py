@@ -1,0 +1,151 @@
+"""The step of one process: its loss, its weights, its errors, and that a failed one changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from elastic_launch.batch import GlobalBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients import check_model
+from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.session import Run
+from elastic_launch.training.steps import NonFiniteLossError, Step
+from elastic_launch.training.world import World
+
+INPUTS = torch.randn(22, 3, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(22, 1, generator=torch.Generator().manual_seed(2))
+
+
+def _loader(micro: int, size: int = 8) -> ElasticLoader:
+    return ElasticLoader(TensorDataset(INPUTS, TARGETS), GlobalBatch(size, micro), shuffle=False)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def _mse(step: Step, sample: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(step.model(sample[0]), sample[1])
+
+
+def _train(
+    micro: int, exact: bool, backward: Callable[[Step, Any], None], until: str = "1ep", model: nn.Module | None = None
+) -> tuple[nn.Module, list[float]]:
+    run, model = Run(World(), torch.device("cpu")), model or _model()
+    losses = []
+    for step in run.steps(_loader(micro), model, torch.optim.SGD(model.parameters(), lr=0.1), until=until, exact=exact):
+        for sample in step:
+            backward(step, sample)
+        step.update()
+        losses.append(step.loss)
+    return model, losses
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_accumulation_is_the_step_on_the_whole_global_batch(micro: int, exact: bool) -> None:
+    """Also in the short last batch of 6 samples."""
+    model, losses = _train(micro, exact, lambda step, sample: step.backward(_mse(step, sample)))
+    expected = _model()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for loss, start in zip(losses, range(0, 22, 8), strict=True):
+        optimizer.zero_grad()
+        whole = nn.functional.mse_loss(expected(INPUTS[start : start + 8]), TARGETS[start : start + 8])
+        whole.backward()
+        optimizer.step()
+        assert loss == pytest.approx(whole.item(), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_weights_make_the_mean_over_what_they_count(exact: bool) -> None:
+    """As with tokens: each sample counts as often as its weight says, whatever micro-batch it is in."""
+    counts = torch.arange(1.0, 9.0)
+
+    def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+        mine = torch.stack([counts[(INPUTS[:8] == x).all(dim=1)][0] for x in sample[0]])
+        error = ((step.model(sample[0]) - sample[1]).squeeze(1) ** 2 * mine).sum() / mine.sum()
+        step.backward(error, weight=float(mine.sum()))
+
+    model, losses = _train(3, exact, backward, until="1ba")
+    expected = _model()
+    whole = ((expected(INPUTS[:8]) - TARGETS[:8]).squeeze(1) ** 2 * counts).sum() / counts.sum()
+    whole.backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    assert losses == [pytest.approx(whole.item(), rel=1e-5)]
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: bool) -> None:
+    model = _model()
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+        loss = _mse(step, sample)
+        step.backward(loss * float("nan") if (sample[0] == INPUTS[4]).all(dim=1).any() else loss)
+
+    with pytest.raises(NonFiniteLossError, match="nan at step 0, rank 0, micro-batch 1"):
+        _train(3, exact, backward, model=model)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        (lambda step, sample: step.backward(step.model(sample[0])), r"a loss of shape \(3, 1\)"),
+        (lambda step, sample: None, "ended without step.backward"),
+        (lambda step, sample: [step.backward(_mse(step, sample)) for _ in "ab"], "belongs once into each pass"),
+        (
+            lambda step, sample: step.backward(_mse(step, sample), weight=1.0 if len(sample[0]) == 3 else None),
+            "a weight for some micro-batches only",
+        ),
+    ],
+)
+def test_a_step_used_wrongly_says_how(backward: Callable[[Step, Any], None], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _train(3, False, backward)
+
+
+def test_a_step_without_update_is_an_error() -> None:
+    model = _model()
+    steps = Run(World(), torch.device("cpu")).steps(
+        _loader(8), model, torch.optim.SGD(model.parameters(), lr=0.1), until="2ba"
+    )
+    next(steps)
+    with pytest.raises(UsageError, match=r"step 0 ended without step\.update"):
+        next(steps)
+
+
+def test_parameters_without_a_gradient_keep_none_in_exact_mode() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.sometimes, self.never = (nn.Linear(3, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + (self.sometimes(x) if (x == INPUTS[0]).all(dim=1).any() else 0)
+
+    model = Half()
+    _train(3, True, lambda step, sample: step.backward(_mse(step, sample)), until="1ba", model=model)
+    assert model.never.weight.grad is None
+    assert model.sometimes.weight.grad is not None
+    assert model.used.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(nn.SyncBatchNorm(3), "SyncBatchNorm"), (nn.Embedding(3, 2, sparse=True), "sparse gradients")],
+)
+def test_what_cannot_be_exact_is_refused_by_name(module: nn.Module, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^0 .*{message}"):
+        check_model(nn.Sequential(module))

@@ -1,0 +1,74 @@
+"""Which world a process is in, and lengths as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.durations import Interval, total_steps
+from elastic_launch.training.world import World
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_no_launcher_is_one_process() -> None:
+    assert World.of({}) == World()
+    assert World.of(MASTER).alone
+
+
+def test_a_launchers_world() -> None:
+    environ = {**MASTER, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    more = {"ELASTIC_LAUNCH_ROUND": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({**MASTER, "RANK": "x", "WORLD_SIZE": "2"}, "RANK=x"),
+        ({**MASTER, "RANK": "2", "WORLD_SIZE": "2"}, "none of the 2 ranks"),
+    ],
+)
+def test_half_a_world_is_an_error(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        World.of(environ)
+
+
+@pytest.mark.parametrize(("until", "steps"), [(3, 30), ("3", 30), ("3ep", 30), ("7ba", 7), (" 2 ep ", 20), (0, 0)])
+def test_lengths_of_training(until: int | str, steps: int) -> None:
+    assert total_steps(until, steps_per_epoch=10) == steps
+
+
+@pytest.mark.parametrize("until", ["", "ep", "-1", "1.5ep", "3 hours", True])
+def test_what_is_no_length_is_refused(until: int | str) -> None:
+    with pytest.raises(UsageError, match="is no length of training"):
+        total_steps(until, 10)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [
+        (50, 50, None),
+        ("50", 50, None),
+        ("50ba", 50, None),
+        ("30s", None, 30),
+        ("5min", None, 300),
+        ("0.5h", None, 1800),
+    ],
+)
+def test_intervals(every: int | str, steps: int | None, seconds: float | None) -> None:
+    assert Interval.parse(every) == Interval(steps, seconds)
+
+
+@pytest.mark.parametrize("every", [0, -1, "0s", "", "1.5", "5 parsecs"])
+def test_what_is_no_interval_is_refused(every: int | str) -> None:
+    with pytest.raises(UsageError, match="is no interval"):
+        Interval.parse(every)
+
+
+def test_an_interval_is_due_by_its_own_measure() -> None:
+    assert Interval.parse(5).due(5, 0.0)
+    assert not Interval.parse(5).due(4, 1e9)
+    assert Interval.parse("5s").due(0, 5.0)
+    assert not Interval.parse("5s").due(10**9, 4.9)
