@@ -93,7 +93,7 @@ def test_an_error_file_without_a_traceback(error_file: Path, extra: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd"]
+    "content", [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd", b"[" * 100_000]
 )
 def test_what_is_no_error_file(error_file: Path, content: bytes) -> None:
     error_file.write_bytes(content)
