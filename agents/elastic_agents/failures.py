@@ -13,7 +13,9 @@ from elastic_launch.rendezvous.messages import Failure
 
 __all__ = ["OutOfMemoryCounter", "describe", "read_error_file", "report"]
 
+# A report must fit into one message, whatever an exception has to say.
 _DETAIL_LINES = 60
+_LINE_LENGTH = 2000
 
 _COUNTERS = (
     ("/sys/fs/cgroup/memory.events", "oom_kill"),
@@ -77,7 +79,7 @@ def read_error_file(path: Path) -> tuple[str, tuple[str, ...]] | None:
     """Return message and traceback from an error file as torch.distributed.elastic's ``@record`` writes it."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     message = value.get("message") if isinstance(value, dict) else None
     if isinstance(message, str):
@@ -112,10 +114,11 @@ def report(
         text, detail = _exception_in(stderr) if exit_code > 0 else "", tuple(stderr)
     kind = "preemption" if preempted else "out of memory" if out_of_memory and exit_code == -signal.SIGKILL else "crash"
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
-    message = f"{how}{hint}" + (f": {text.splitlines()[0]}" if text else "")
+    message = f"{how}{hint}" + (f": {text.splitlines()[0][:_LINE_LENGTH]}" if text else "")
     signature = ""
     if exit_code > 0:
-        seen = "\n".join([text, *(detail if error is not None else detail[-1:])])
+        # Of stderr only the exception counts: what else is there has times and ranks in it.
+        seen = "\n".join([text, *detail]) if error is not None else text or "".join(detail[-1:])
         signature = hashlib.sha256(f"{exit_code} {seen}".encode()).hexdigest()[:16]
     return Failure(
         node_id=node_id,
@@ -125,7 +128,7 @@ def report(
         pid=pid,
         exit_code=exit_code,
         message=message,
-        detail=tuple(detail[-_DETAIL_LINES:]),
+        detail=tuple(line[:_LINE_LENGTH] for line in detail[-_DETAIL_LINES:]),
         ran=ran,
         signature=signature,
         log=str(error_file.parent),

@@ -93,7 +93,9 @@ def test_an_error_file_without_a_traceback(error_file: Path, extra: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd", b"[" * 100_000]
+    "content",
+    [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd", b"[" * 100_000],
+    ids=lambda content: f"{content[:16]!r}",
 )
 def test_what_is_no_error_file(error_file: Path, content: bytes) -> None:
     error_file.write_bytes(content)
