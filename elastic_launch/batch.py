@@ -8,6 +8,7 @@ accumulation steps. Fewer ranks mean longer slices and the same training, which 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
 
@@ -56,29 +57,55 @@ class GlobalBatch:
 
     Args:
         size: G, samples in each optimizer step over all ranks, 1 or more.
-        micro: samples in each forward and backward pass, 1 to G.
+        micro: samples in each forward and backward pass, 1 to G; or ``"auto"``, for a trainer to find out how many fit
+            into memory.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: naming the field; and by whatever needs the micro-batches, while these are still to be found out.
     """
 
     size: int
-    micro: int
+    micro: int | Literal["auto"]
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"GlobalBatch(size={self.size}): a global batch holds at least 1 sample.")
-        if not 1 <= self.micro <= self.size:
+        if self.micro != "auto" and (not isinstance(self.micro, int) or not 1 <= self.micro <= self.size):
             raise ValueError(
-                f"GlobalBatch(size={self.size}, micro={self.micro}): a micro-batch holds 1 to {self.size} samples."
+                f"GlobalBatch(size={self.size}, micro={self.micro!r}): a micro-batch holds 1 to {self.size} samples, "
+                'or "auto".'
             )
+
+    def settled(self, world_size: int) -> GlobalBatch:
+        """Return it with the micro-batches with which ``"auto"`` begins: one for each rank; itself if it has a size."""
+        return GlobalBatch(self.size, -(-self.size // world_size)) if self.micro == "auto" else self
+
+    def halved(self) -> GlobalBatch:
+        """Return it with micro-batches of half the size, rounded up.
+
+        Raises:
+            ValueError: if they hold 1 sample.
+        """
+        if self._each == 1:
+            raise ValueError(f"GlobalBatch(size={self.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
+        return GlobalBatch(self.size, -(-self._each // 2))
+
+    @property
+    def _each(self) -> int:
+        """Samples in each micro-batch but the last."""
+        if self.micro == "auto":
+            raise ValueError(
+                f'GlobalBatch(size={self.size}, micro="auto"): only el.Trainer finds out how many samples fit; '
+                "give micro a number."
+            )
+        return self.micro
 
     def micro_batches(self, samples: int | None = None) -> tuple[MicroBatch, ...]:
         """Return all micro-batches of a global batch, or of a short last one of so many samples."""
         count = self._count(samples)
         return tuple(
-            MicroBatch(index, start, min(start + self.micro, count))
-            for index, start in enumerate(range(0, count, self.micro))
+            MicroBatch(index, start, min(start + self._each, count))
+            for index, start in enumerate(range(0, count, self._each))
         )
 
     def plan(self, world_size: int, rank: int, samples: int | None = None) -> BatchPlan:

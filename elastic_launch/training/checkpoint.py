@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
+from elastic_launch.training.directories import is_writer
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.world import World
@@ -38,11 +39,13 @@ class Resumed:
     Attributes:
         step: optimizer steps done.
         state: by part; None at the very beginning.
+        identity: what must not change, as it was when the checkpoint was made.
         worlds: world sizes of the rounds so far.
     """
 
     step: int = 0
     state: dict[str, Any] | None = None
+    identity: dict[str, int] = field(default_factory=dict)
     worlds: list[int] = field(default_factory=list)
 
 
@@ -50,7 +53,7 @@ class Checkpoint:
     """Saves to a directory, and resumes from it.
 
     Args:
-        directory: shared by all nodes, or each node's own.
+        directory: shared by all nodes, or each node's own: then each keeps a copy.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: so many of the newest stay.
 
@@ -69,8 +72,10 @@ class Checkpoint:
         self._last_step = 0
         self._last_time = 0.0
         self._writer: snapshot.BackgroundWriter | None = None
-        self._saved = 0
+        self._something_saved = False
         self._error: snapshot.CheckpointError | None = None
+        self.writes = True
+        """Whether this rank writes: the first one, and the first of each node that has a directory of its own."""
 
     def open(self, world: World, identity: dict[str, int]) -> Resumed:
         """Agree with all ranks on what to resume from, and read it.
@@ -83,6 +88,7 @@ class Checkpoint:
             CheckpointError: if the directory cannot be read.
         """
         self._world = world
+        self.writes = is_writer(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
         loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
         newest, holder, complete = _agree(world, loaded)
@@ -98,58 +104,68 @@ class Checkpoint:
         if not complete:
             state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
         assert state is not None
-        _check(identity, state["meta"], newest[1])
-        self._last_step = newest[1]
-        worlds = [int(size) for size in state["meta"]["worlds"]]
-        return Resumed(newest[1], state["parts"], worlds)
+        meta = state["meta"]
+        _check(identity, meta, newest[1])
+        self._last_step, self._something_saved = newest[1], True
+        return Resumed(newest[1], state["parts"], dict(meta["identity"]), [int(size) for size in meta["worlds"]])
 
-    def due(self, step: int, *, final: bool) -> bool:
-        """Whether to save after a step; the same on all ranks. The end of training is always saved."""
-        if step == self._last_step:
-            return False
-        due = final or self._interval.due(step - self._last_step, time.monotonic() - self._last_time)
-        if self._interval.seconds is not None and not final and self._world.world_size > 1:
-            # Clocks differ; the first rank's counts.
-            answer = torch.tensor([int(due)])
-            dist.broadcast(answer, src=0)
-            due = bool(answer.item())
-        if due:
-            self._last_step, self._last_time = step, time.monotonic()
-        return due
+    def due(self, step: int) -> bool:
+        """Whether it is time to save after a step: by steps the same on all ranks, by the clock this rank's view."""
+        return self._interval.due(step - self._last_step, time.monotonic() - self._last_time)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether ranks may differ on what is due, because clocks do."""
+        return self._interval.seconds is not None
+
+    def needs(self, step: int) -> bool:
+        """Whether the state after a step is not saved yet."""
+        return step != self._last_step
 
     def save(self, state: dict[str, Any], step: int, identity: dict[str, int], worlds: list[int]) -> None:
-        """Copy a state and have it written beside the training."""
+        """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
+
+        Args:
+            state: only that of ranks that write counts.
+        """
+        self._last_step, self._last_time = step, time.monotonic()
+        if not self.writes:
+            return
         if self._writer is None:
             self._writer = snapshot.BackgroundWriter(self.directory, keep=self._keep)
-        self._look_back()
         meta = {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
         self._writer.submit(_copied(state), step=step, round=self._round, meta=meta)
 
-    def finish(self, *, complete: bool) -> None:
-        """Wait until what was saved is written.
+    def outcomes(self) -> list[snapshot.Outcome]:
+        """Return the writes that have ended since the last call, having told of their errors; does not wait."""
+        ended = self._writer.poll() if self._writer is not None else []
+        for outcome in ended:
+            self._something_saved |= outcome.info is not None
+            if outcome.error is not None:
+                self._error = outcome.error
+                _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
+        return ended
+
+    def finish(self, *, complete: bool) -> list[snapshot.Outcome]:
+        """Wait until what was saved is written, and return the outcomes not yet seen.
+
+        Args:
+            complete: whether the training came to its end.
 
         Raises:
             CheckpointError: if nothing at all could be saved by a training that came to its end.
         """
         if self._writer is None:
-            return
+            return []
+        self._writer.flush(FINAL_TIMEOUT)
+        ended = self.outcomes()
         writer, self._writer = self._writer, None
-        writer.flush(FINAL_TIMEOUT)
-        self._look_back(writer)
         writer.close()
-        if complete and not self._saved and self._error is not None:
-            raise self._error
-
-    def _look_back(self, writer: snapshot.BackgroundWriter | None = None) -> None:
-        """Tell of the writes that have ended since the last look."""
-        writer = writer or self._writer
-        assert writer is not None
-        for outcome in writer.poll():
-            if outcome.info is not None:
-                self._saved += 1
-            if outcome.error is not None:
-                self._error = outcome.error
-                _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
+        if complete and self._error is not None:
+            if not self._something_saved:
+                raise self._error
+            _log.error("not all checkpoints could be saved; the last error: %s", self._error)
+        return ended
 
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:

@@ -53,10 +53,20 @@ class Gradients:
         model: on its device.
         world_size, rank: of the default process group.
         find_unused_parameters: as of DDP: to be set if some parameters get no gradient in a step's last micro-batch.
+        flat: whether DDP, which talks in the middle of a step, is never used: a step can then be given up on one rank.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, rank: int, *, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        rank: int,
+        *,
+        find_unused_parameters: bool = False,
+        flat: bool = False,
+    ) -> None:
         self._find_unused_parameters = find_unused_parameters
+        self._always_flat = flat
         self.model = model
         self.world_size = world_size
         self.rank = rank
@@ -71,7 +81,7 @@ class Gradients:
         self._last: list[Tensor] = []
 
     def _wrap(self) -> DistributedDataParallel | None:
-        if self.world_size == 1 or not self.parameters:
+        if self.world_size == 1 or not self.parameters or self._always_flat:
             return None
         with warnings.catch_warnings():
             # torch 2.13 has another name for it, which 2.11 does not know.
@@ -87,7 +97,7 @@ class Gradients:
 
     @property
     def _flat(self) -> bool:
-        return self._plan.total < self.world_size
+        return self._always_flat or self._plan.total < self.world_size
 
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
@@ -156,6 +166,14 @@ class Gradients:
             for buffer, value in zip(self._other_buffers, self._last, strict=True):
                 buffer.copy_(value)
 
+    def discard(self) -> None:
+        """Make the step undone: no gradients, and the buffers of its start."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, start in zip(self._buffers(), self._at_start, strict=True):
+                buffer.copy_(start)
+
     def _buffers(self) -> list[Tensor]:
         return [*self._float_buffers, *self._other_buffers]
 
@@ -185,6 +203,10 @@ class ExactGradients(Gradients):
 
     def begin(self, plan: BatchPlan) -> None:
         super().begin(plan)
+        self._reduction.reset()
+
+    def discard(self) -> None:
+        super().discard()
         self._reduction.reset()
 
     def take(self, number: int) -> None:

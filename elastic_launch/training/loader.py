@@ -7,7 +7,7 @@ micro-batch that is still to be done, of whatever world.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class ElasticLoader:
         position = self.position(step)
         return self._cut(self.order(position.epoch), position, world_size, rank)
 
-    def epoch_from(self, step: int, world_size: int, rank: int) -> Iterator[Any]:
+    def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
         """Yield a rank's collated micro-batches from a step on, to the end of its epoch, one after the other."""
         first = self.position(step)
         order = self.order(first.epoch)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 
+from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
+from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
+from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
-from elastic_launch.training.durations import total_steps
-from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import ElasticLoader
-from elastic_launch.training.randomness import derive
+from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.world import World, environment, join, leave
 
 __all__ = ["Run", "Stateful", "session"]
-
-_log = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """What has a state to be saved, as torch's modules, optimizers and schedulers do."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 class Run:
@@ -40,6 +31,8 @@ class Run:
         device: to train on.
         resumed_step: optimizer steps that were done when this process began; known once steps have begun.
         worlds: the world sizes of all rounds that the training went through, this one's last.
+        state: what checkpoints hold beside model and optimizer.
+        stopped: whether all ranks have agreed to stop before the training's end.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -47,9 +40,13 @@ class Run:
         self.device = device
         self.resumed_step = 0
         self.worlds: list[int] = [world.world_size]
-        self._stateful: dict[str, Stateful] = {}
-        self._on_save: list[Callable[[], None]] = []
-        self._on_restore: list[Callable[[], None]] = []
+        self.state = TrainingState()
+        self.stopped = False
+        self._stop_wanted = False
+        self._agreement: Agreement | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._unchanging: dict[str, int] = {}
+        self._listeners: list[Callable[[snapshot.Outcome], None]] = []
 
     @property
     def rank(self) -> int:
@@ -64,27 +61,38 @@ class Run:
         """Restarts of the run so far."""
         return self.world.restarts
 
+    @property
+    def start_reason(self) -> str:
+        """Why this process was started: ``first``, or what ended the last round; ``restart`` under torchrun."""
+        return os.environ.get(ENV_START_REASON, "restart" if self.restarts else "first")
+
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore a further object with every checkpoint.
 
         Raises:
-            UsageError: if the name is taken.
+            UsageError: if the name is taken, or the object has no ``state_dict`` and ``load_state_dict``.
         """
-        if name in self._stateful or name in ("model", "optimizer", "scheduler", "scaler"):
-            raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
-        self._stateful[name] = stateful
+        self.state.register(name, stateful)
 
     def on_save(self, function: Callable[[], None]) -> None:
         """Call function on every rank before a checkpoint takes the state."""
-        self._on_save.append(function)
+        self.state.on_save(function)
 
     def on_restore(self, function: Callable[[], None]) -> None:
         """Call function on every rank after a checkpoint was restored."""
-        self._on_restore.append(function)
+        self.state.on_restore(function)
+
+    def on_checkpoint(self, function: Callable[[snapshot.Outcome], None]) -> None:
+        """Call function, on the ranks that write, at the first boundary after a checkpoint was written or failed."""
+        self._listeners.append(function)
 
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return how many micro-batches of a full global batch are this rank's."""
         return batch.plan(self.world_size, self.rank).grad_accum
+
+    def request_stop(self) -> None:
+        """Have all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
+        self._stop_wanted = True
 
     def steps(
         self,
@@ -98,6 +106,7 @@ class Run:
         find_unused_parameters: bool = False,
         scheduler: Stateful | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        metrics: Sequence[str] = (),
     ) -> Iterator[Step]:
         """Yield the optimizer steps that are still to be done, after restoring the newest checkpoint.
 
@@ -109,89 +118,117 @@ class Run:
             exact: whether the weights are to be the same to the bit at every world size.
             find_unused_parameters: as of DistributedDataParallel; exact mode needs no such hint.
             scheduler, scaler: saved and restored with the rest; the scheduler is the script's to step.
+            metrics: names of what ``step.backward`` is given beside the loss, to be averaged over the global batch.
 
         Raises:
             UsageError: if a step is left without ``update``, or the checkpoint belongs to another training.
+            ValueError: if the micro-batch size is ``"auto"``, which needs a trainer.
         """
-        self._warn_of_idle_ranks(loader.batch)
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **self._stateful}
-        parts |= {name: x for name, x in (("scheduler", scheduler), ("scaler", scaler)) if x is not None}
-        resumed = self._resume(checkpoint, loader, parts)
-        step, end = resumed.step, total_steps(until, loader.steps_per_epoch)
-        gradients = (
-            ExactGradients(model, self.world_size, self.rank)
-            if exact
-            else Gradients(model, self.world_size, self.rank, find_unused_parameters=find_unused_parameters)
+        loader.batch.micro_batches()
+        options = LoopOptions(
+            exact=exact,
+            find_unused_parameters=find_unused_parameters,
+            scheduler=scheduler,
+            scaler=scaler,
+            metrics=metrics,
         )
-        try:
-            while step < end:
-                position = loader.position(step)
-                batches = loader.epoch_from(step, self.world_size, self.rank)
-                for number in range(step, min(end, step + loader.steps_per_epoch - position.step_in_epoch)):
-                    torch.manual_seed(derive("step", loader.seed, number))
-                    current = Step(
-                        loader.position(number),
-                        loader.plan(number, self.world_size, self.rank),
-                        batches,
-                        gradients,
-                        optimizer,
-                        seed=loader.seed,
-                        samples=loader.samples_in(number),
-                        scaler=scaler,
-                    )
-                    yield current
-                    if not current.updated:
-                        raise UsageError(f"step {number} ended without step.update().", "Call it once for each step.")
-                    step = number + 1
-                    if checkpoint is not None and checkpoint.due(step, final=step == end):
-                        self._save(checkpoint, step, loader, parts)
-        finally:
-            gradients.close()
-            if checkpoint is not None:
-                checkpoint.finish(complete=step >= end)
+        return iter(Loop(self, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))
 
-    def _resume(self, checkpoint: Checkpoint | None, loader: ElasticLoader, parts: dict[str, Stateful]) -> Resumed:
-        if checkpoint is None:
-            return Resumed()
-        resumed = checkpoint.open(self.world, _identity(loader))
+    def resume(self, checkpoint: Checkpoint, unchanging: Mapping[str, int] | None = None) -> int:
+        """Restore all that was registered from the newest checkpoint, for a loop of the script's own.
+
+        Args:
+            checkpoint: from now on :meth:`boundary` saves to it, and leaving the session waits for it.
+            unchanging: what must be the same whenever the training is resumed, such as the global batch's size.
+
+        Returns:
+            optimizer steps done.
+
+        Raises:
+            UsageError: if the checkpoint belongs to another training.
+        """
+        self._unchanging = dict(unchanging or {})
+        return self.restore(checkpoint, self._unchanging, self.state).step
+
+    def boundary(self, step: int | None = None, *, end: bool = False) -> bool:
+        """Come to a step boundary in a loop of the script's own: save if it is time, and learn whether to stop.
+
+        All ranks call it equally often.
+
+        Args:
+            step: optimizer steps done, if one has just ended; None in loops without, evaluation for example: then
+                nothing is saved, but True means that the next boundary with a step stops.
+            end: whether the training ends here: then its state is saved in any case.
+
+        Returns:
+            Whether all ranks are to stop here: somebody called :meth:`request_stop`. The state is saved.
+        """
+        if step is None:
+            self._exchange(save=False)
+            return self.stopped
+        return self.step_boundary(step, self._checkpoint, self._unchanging, self.state, end=end)
+
+    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, int], state: TrainingState) -> Resumed:
+        """Open a checkpoint, and restore a state from it."""
+        self.finish_checkpoint()
+        self._checkpoint = checkpoint
+        resumed = checkpoint.open(self.world, dict(identity))
         self.resumed_step = resumed.step
-        if resumed.state is not None:
-            missing = parts.keys() ^ resumed.state.keys()
-            if missing:
-                raise UsageError(
-                    f"The checkpoint at step {resumed.step} and this script differ in their parts: {sorted(missing)}.",
-                    "Resume with the same parts, or start in another directory.",
-                )
-            for name, part in parts.items():
-                part.load_state_dict(resumed.state[name])
-            for function in self._on_restore:
-                function()
         self.worlds = [*resumed.worlds, self.world_size]
+        if resumed.state is not None:
+            state.restore(resumed.state, resumed.step)
         return resumed
 
-    def _save(self, checkpoint: Checkpoint, step: int, loader: ElasticLoader, parts: dict[str, Stateful]) -> None:
-        for function in self._on_save:
-            function()
-        if self.rank == 0:
-            state = {name: part.state_dict() for name, part in parts.items()}
-            checkpoint.save(state, step, _identity(loader), self.worlds)
+    def step_boundary(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        *,
+        end: bool,
+    ) -> bool:
+        """Save a state if it is due or the training stops; return whether it stops."""
+        if checkpoint is not None:
+            for outcome in checkpoint.outcomes():
+                self._tell(outcome)
+        by_clock = checkpoint is not None and checkpoint.by_clock and self.rank == 0 and checkpoint.due(step)
+        save = self._exchange(save=by_clock)
+        if checkpoint is not None:
+            due = save if checkpoint.by_clock else checkpoint.due(step)
+            if (due or self.stopped or end) and checkpoint.needs(step):
+                captured = state.capture(keep=checkpoint.writes)
+                checkpoint.save(captured, step, dict(identity), self.worlds)
+        return self.stopped
 
-    def _warn_of_idle_ranks(self, batch: GlobalBatch) -> None:
-        idle = batch.idle_ranks(self.world_size)
-        if idle and self.rank == 0:
-            advised = batch.micro_for(self.world_size)
-            remedy = f"micro={advised} would use all" if advised else "the global batch has fewer samples than ranks"
-            _log.warning("%d of %d ranks have no micro-batch to compute; %s", idle, self.world_size, remedy)
+    def finish_checkpoint(self) -> None:
+        """Wait until what was saved is written.
 
+        Raises:
+            CheckpointError: if nothing at all could be saved.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            for outcome in checkpoint.finish(complete=True):
+                self._tell(outcome)
 
-def _identity(loader: ElasticLoader) -> dict[str, int]:
-    """What must not change between a checkpoint and its resumption."""
-    return {
-        "global batch": loader.batch.size,
-        "micro-batch": loader.batch.micro,
-        "seed": loader.seed,
-        "dataset length": loader.length,
-    }
+    def close(self) -> None:
+        """End what the run has begun: wait for the last checkpoint and for what was posted to other ranks."""
+        self.finish_checkpoint()
+        if self._agreement is not None:
+            self._agreement.settle()
+
+    def _exchange(self, *, save: bool) -> bool:
+        """Learn whether to stop, and return whether all are to save."""
+        if self._agreement is None:
+            self._agreement = Agreement(self.world_size)
+        agreed = self._agreement.exchange(Wishes(stop=self._stop_wanted, save=save))
+        self.stopped |= agreed.stop
+        return agreed.save
+
+    def _tell(self, outcome: snapshot.Outcome) -> None:
+        for listener in self._listeners:
+            listener(outcome)
 
 
 @contextmanager
@@ -202,12 +239,15 @@ def session(*, threads: int = 1, deterministic: bool = True) -> Iterator[Run]:
         threads: of each CPU operation; results depend on their number to the bit, so it must be the same everywhere.
         deterministic: whether torch is told to use deterministic algorithms, and to warn where it has none.
     """
+    if threads < 1:
+        raise UsageError(f"session(threads={threads}): at least 1 thread computes.")
     torch.set_num_threads(threads)
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
     world = environment()
-    device = join(world)
-    yield Run(world, device)
+    run = Run(world, join(world))
+    yield run
     # Not after an error: the others may never come to the end, and this process is to fail at once.
+    run.close()
     leave()

@@ -7,17 +7,17 @@ start, and the step can be thrown away and done again, in another world.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.gradients import Gradients
 from elastic_launch.training.loader import Position
+from elastic_launch.training.means import Means, MeanTable
 from elastic_launch.training.randomness import derive, seeded
 
 __all__ = ["NonFiniteLossError", "Step"]
@@ -35,12 +35,17 @@ class Step:
         plan: this rank's share of its global batch.
         model: to be called for the forward pass.
         loss: mean loss over the global batch, the same on all ranks; only after :meth:`update`.
+        metrics: means over the global batch of what :meth:`backward` was given, likewise.
+        updated: whether the optimizer's step was made.
+        skipped: whether the scaler left it out, for gradients that overflowed.
+        too_large: whether it is to be done again because a micro-batch did not fit into some rank's memory.
 
     Args:
         batches: yields this rank's collated micro-batches.
         seed: from which the random state of each micro-batch derives.
         samples: in the step's global batch.
         scaler: of losses in half precision.
+        metrics: names of what is averaged beside the loss.
     """
 
     def __init__(
@@ -54,11 +59,15 @@ class Step:
         seed: int,
         samples: int,
         scaler: torch.amp.GradScaler | None = None,
+        metrics: Sequence[str] = (),
     ) -> None:
         self.position = position
         self.plan = plan
         self.loss = math.nan
+        self.metrics: dict[str, float] = {}
         self.updated = False
+        self.skipped = False
+        self.too_large = False
         self._batches = batches
         self._gradients = gradients
         self._optimizer = optimizer
@@ -67,6 +76,9 @@ class Step:
         self._scaler = scaler
         self._current: int | None = None
         self._losses: list[tuple[Tensor, float | None]] = []
+        self._metric_names = tuple(metrics)
+        self._metric_values: list[list[float | Tensor]] = []
+        self._out_of_memory = False
 
     @property
     def number(self) -> int:
@@ -97,28 +109,40 @@ class Step:
                     )
         self._current = None
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | None = None, metrics: Mapping[str, Tensor | float] | None = None
+    ) -> None:
         """Do the backward pass of the present micro-batch.
 
         Args:
             loss: mean loss over the micro-batch, or over what ``weight`` counts in it; a scalar.
             weight: the micro-batch's share in the mean over the global batch, for example its number of tokens; None:
                 its number of samples. To be given for all micro-batches of a step, or for none.
+            metrics: means like the loss, by the names that the steps were told.
 
         Raises:
-            UsageError: if loss is no scalar, or this is not the time.
+            UsageError: if loss or a metric is no scalar, names are others, or this is not the time.
         """
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
-        if loss.numel() != 1:
-            raise UsageError(
-                f"step.backward() got a loss of shape {tuple(loss.shape)}.", "Reduce it to one number, by its mean."
-            )
+        _check_scalar("loss", loss)
+        values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples
         scaled = loss.reshape(()) * (share * self._gradients.factor)
-        self._losses.append((loss.detach().reshape(()), weight))
         (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+        self._losses.append((loss.detach().reshape(()), weight))
+        self._metric_values.append(values)
+
+    def give_up(self) -> None:
+        """Say, instead of going on after an error, that this rank has no memory for its micro-batch.
+
+        ``update`` then does nothing, on any rank, but to set ``too_large``.
+        """
+        self._out_of_memory = True
+        self._losses.clear()
+        self._metric_values.clear()
+        self._gradients.discard()
 
     def update(self, clip_norm: float | None = None) -> None:
         """Reduce the gradients over the ranks and make the optimizer's step.
@@ -130,57 +154,82 @@ class Step:
             UsageError: if micro-batches are left, or only some have a weight.
             NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite; nothing has changed then.
         """
-        if self.updated or len(self._losses) != self.plan.grad_accum:
+        if self.updated or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise UsageError(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
                 "Call it once, behind the loop over the step.",
             )
-        correction = self._agree_on_loss()
+        means = self._means()
+        if self.too_large:
+            return
         self._gradients.finish()
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         parameters = self._gradients.parameters
-        if correction is not None:
+        if means.correction != 1:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(correction)
+                    parameter.grad.mul_(means.correction)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
-        if self._scaler is not None:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        else:
-            self._optimizer.step()
+        self._step_optimizer()
+        self.loss, *metrics = means.values
+        self.metrics = dict(zip(self._metric_names, metrics, strict=True))
         self.updated = True
 
-    def _agree_on_loss(self) -> float | None:
-        """Find the loss over the global batch; return by what weighted gradients must be multiplied, None without.
+    def _step_optimizer(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+            return
+        before = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self.skipped = self._scaler.get_scale() < before
 
-        Each rank fills in its own places of a table of all micro-batches, so that adding the tables is exact and every
-        rank sums in the same order.
+    def _means(self) -> Means:
+        """Find the means over the global batch of the loss and of metrics.
+
+        Raises:
+            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
+            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing.
         """
-        table = torch.zeros(self.plan.total, 3, dtype=torch.float64)
-        for micro, share, (loss, weight) in zip(self.plan.micro_batches, self.plan.weights, self._losses, strict=True):
-            table[micro.index] = torch.tensor(
-                [float(loss), share if weight is None else weight, 0.0 if weight is None else 1.0], dtype=torch.float64
-            )
+        table = MeanTable(self.plan.total, 1 + len(self._metric_names))
+        for micro, share, (loss, weight), metrics in zip(
+            self.plan.micro_batches, self.plan.weights, self._losses, self._metric_values, strict=False
+        ):
+            table.fill(micro.index, [loss, *metrics], share, weight)
+        if self._out_of_memory:
+            table.mark()
         world_size = self._gradients.world_size
-        if world_size > 1:
-            dist.all_reduce(table)
-        losses, weights, weighted = table.unbind(1)
-        for index in range(self.plan.total):
-            if not math.isfinite(losses[index]):
-                ranks = range(world_size)
-                rank = next(r for r in ranks if index < slice_of(self.plan.total, world_size, r)[1])
+        table.add_up(world_size)
+        if table.marked:
+            self.too_large = True
+            self._gradients.discard()
+            return Means([], 1.0)
+        try:
+            if (index := table.not_finite()) is not None:
+                rank = next(r for r in range(world_size) if index < slice_of(self.plan.total, world_size, r)[1])
                 where = f"step {self.position.step}, rank {rank}, micro-batch {index}"
-                raise NonFiniteLossError(
-                    f"The loss is {float(losses[index])} at {where}.", "Nothing was updated by it."
-                )
-        given = int(weighted.sum())
-        if given not in (0, self.plan.total):
-            raise UsageError("step.backward() got a weight for some micro-batches only.", "Give it for all or none.")
-        total = sum(weights.tolist())
-        if total <= 0:
-            raise UsageError(f"The weights of step {self.position.step} sum up to {total:g}.", "Give positive ones.")
-        self.loss = sum((losses * weights).tolist()) / total
-        return self._samples / total if given else None
+                raise NonFiniteLossError(f"The loss is {table.value(index)} at {where}.", "Nothing was updated by it.")
+            return table.means(self._samples, f"step {self.position.step}")
+        except ElasticLaunchError:
+            self._gradients.discard()
+            raise
+
+    def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
+        if metrics.keys() != set(self._metric_names):
+            raise UsageError(
+                f"step.backward() got the metrics {sorted(metrics)}; the steps were told {sorted(self._metric_names)}.",
+                "Name them all in run.steps(metrics=...): a rank that has no micro-batch must know them, too.",
+            )
+        for name, value in metrics.items():
+            _check_scalar(f"metric {name!r}", value)
+        ordered = [metrics[name] for name in self._metric_names]
+        return [value.detach() if isinstance(value, Tensor) else value for value in ordered]
+
+
+def _check_scalar(what: str, value: Tensor | float) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(
+            f"step.backward() got a {what} of shape {tuple(value.shape)}.", "Reduce it to one number, by its mean."
+        )

@@ -1,0 +1,189 @@
+"""The loop over a training's steps: restored, done, saved, stopped by agreement."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_launch.batch import GlobalBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.durations import total_steps
+from elastic_launch.training.gradients import ExactGradients, Gradients
+from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.randomness import derive
+from elastic_launch.training.state import Stateful, TrainingState
+from elastic_launch.training.steps import Step
+
+if TYPE_CHECKING:
+    from elastic_launch.training.session import Run
+
+__all__ = ["Loop", "LoopOptions"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """How to go through the steps; see :meth:`elastic_launch.Run.steps`.
+
+    Attributes:
+        start: optimizer steps done already by this process: then no checkpoint is restored.
+        redo: whether a step may be given up for want of memory, and be done again with smaller micro-batches.
+        prepare: called once the training is restored, before the first step.
+    """
+
+    exact: bool = False
+    find_unused_parameters: bool = False
+    scheduler: Stateful | None = None
+    scaler: torch.amp.GradScaler | None = None
+    metrics: Sequence[str] = ()
+    start: int = 0
+    redo: bool = False
+    prepare: Callable[[], None] | None = None
+
+
+class Loop:
+    """One training's steps.
+
+    Args:
+        run: whose part of the training it is.
+        loader, model, optimizer, until, checkpoint: see :meth:`elastic_launch.Run.steps`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        loader: ElasticLoader,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        until: int | str,
+        checkpoint: Checkpoint | None,
+        options: LoopOptions,
+    ) -> None:
+        self._run = run
+        self._loader = loader
+        self._model = model
+        self._optimizer = optimizer
+        self._checkpoint = checkpoint
+        self._options = options
+        self._end = total_steps(until, loader.steps_per_epoch)
+        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        more = {"scheduler": options.scheduler, "scaler": options.scaler}
+        parts |= {name: part for name, part in more.items() if part is not None}
+        self._state: TrainingState = run.state.extended(parts)
+        self._step = options.start
+
+    def __iter__(self) -> Iterator[Step]:
+        resumed = self._resume()
+        self._step = resumed.step
+        if self._options.prepare is not None:
+            self._options.prepare()
+        self._loader.batch = self._loader.batch.settled(self._run.world_size)
+        _warn_of_idle_ranks(self._run, self._loader.batch)
+        gradients = self._gradients()
+        try:
+            stopped = False
+            while self._step < self._end and not stopped:
+                with closing(self._loader.epoch_from(self._step, self._run.world_size, self._run.rank)) as batches:
+                    for step in self._steps_of_epoch(batches, gradients):
+                        yield step
+                        if step.too_large:
+                            self._halve(step)
+                            break
+                        if not step.updated:
+                            raise UsageError(
+                                f"step {step.position.step} ended without step.update().", "Call it once for each step."
+                            )
+                        self._step += 1
+                        stopped = self._boundary()
+                        if stopped:
+                            break
+        finally:
+            gradients.close()
+        if self._checkpoint is not None:
+            self._run.finish_checkpoint()
+
+    def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
+        """Yield the steps from the present one to the end of its epoch or of the training."""
+        loader, world_size, rank = self._loader, self._run.world_size, self._run.rank
+        first = self._step
+        left = loader.steps_per_epoch - loader.position(first).step_in_epoch
+        for number in range(first, min(self._end, first + left)):
+            torch.manual_seed(derive("step", loader.seed, number))
+            yield Step(
+                loader.position(number),
+                loader.plan(number, world_size, rank),
+                batches,
+                gradients,
+                self._optimizer,
+                seed=loader.seed,
+                samples=loader.samples_in(number),
+                scaler=self._options.scaler,
+                metrics=self._options.metrics,
+            )
+
+    def _gradients(self) -> Gradients:
+        world_size, rank = self._run.world_size, self._run.rank
+        if self._options.exact:
+            return ExactGradients(self._model, world_size, rank)
+        return Gradients(
+            self._model,
+            world_size,
+            rank,
+            find_unused_parameters=self._options.find_unused_parameters,
+            flat=self._options.redo,
+        )
+
+    def _resume(self) -> Resumed:
+        if self._step:
+            return Resumed(self._step)
+        if self._checkpoint is None:
+            return Resumed()
+        resumed = self._run.restore(self._checkpoint, _identity(self._loader), self._state)
+        if self._loader.batch.micro == "auto" and "micro-batch" in resumed.identity:
+            self._loader.batch = GlobalBatch(self._loader.batch.size, resumed.identity["micro-batch"])
+        return resumed
+
+    def _boundary(self) -> bool:
+        """Save what is due; return whether all are to stop here."""
+        end = self._step == self._end
+        return self._run.step_boundary(self._step, self._checkpoint, _identity(self._loader), self._state, end=end)
+
+    def _halve(self, step: Step) -> None:
+        before = self._loader.batch
+        try:
+            self._loader.batch = before.halved()
+        except ValueError:
+            raise MemoryError(
+                f"step {step.position.step}: a rank has no memory even for a micro-batch of 1 sample"
+            ) from None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self._run.rank == 0:
+            _log.warning(
+                "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
+                step.position.step,
+                before.micro,
+                self._loader.batch.micro,
+            )
+
+
+def _identity(loader: ElasticLoader) -> dict[str, int]:
+    """What must not change between a checkpoint and its resumption."""
+    identity = {"global batch": loader.batch.size, "seed": loader.seed, "dataset length": loader.length}
+    return identity if loader.batch.micro == "auto" else identity | {"micro-batch": loader.batch.micro}
+
+
+def _warn_of_idle_ranks(run: Run, batch: GlobalBatch) -> None:
+    idle = batch.idle_ranks(run.world_size)
+    if idle and run.rank == 0:
+        advised = batch.micro_for(run.world_size)
+        remedy = f"micro={advised} would use all" if advised else "the global batch has fewer samples than ranks"
+        _log.warning("%d of %d ranks have no micro-batch to compute; %s", idle, run.world_size, remedy)

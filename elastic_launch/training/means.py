@@ -1,0 +1,94 @@
+"""Means over the micro-batches of all ranks, to the same bits at every world size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["MeanTable", "Means"]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Means over the global batch.
+
+    Attributes:
+        values: one for each column.
+        correction: what gradients must be multiplied by: samples / sum of the weights, 1 without weights.
+    """
+
+    values: list[float]
+    correction: float
+
+
+class MeanTable:
+    """A row for each micro-batch of all ranks, of which each rank fills in its own.
+
+    All others are zero, so that adding the ranks' tables is exact, and every rank then sums the rows in the same order.
+
+    Args:
+        rows: number of micro-batches.
+        columns: number of values in each.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        # Beside the values: the weight, whether it was given, and in the first row whether the table is marked.
+        self._table = torch.zeros(rows, columns + 3, dtype=torch.float64)
+
+    def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
+        """Fill in a row.
+
+        Args:
+            share: the row's weight unless one is given.
+        """
+        numbers = [float(value) for value in values]
+        self._table[row, :-1] = torch.tensor(
+            [*numbers, share if weight is None else weight, float(weight is not None)], dtype=torch.float64
+        )
+
+    def mark(self) -> None:
+        """Mark the table, for all ranks to see."""
+        self._table[0, -1] = 1.0
+
+    def add_up(self, world_size: int) -> None:
+        """Give every rank what all have filled in."""
+        if world_size > 1:
+            dist.all_reduce(self._table)
+
+    @property
+    def marked(self) -> bool:
+        return bool(self._table[0, -1])
+
+    def not_finite(self) -> int | None:
+        """Return the first row whose first value is not finite, if any."""
+        return next((row for row, value in enumerate(self._table[:, 0].tolist()) if not math.isfinite(value)), None)
+
+    def value(self, row: int) -> float:
+        """Return a row's first value."""
+        return float(self._table[row, 0])
+
+    def means(self, samples: int, where: str) -> Means:
+        """Return the means of the columns.
+
+        Args:
+            samples: in the global batch.
+            where: for errors.
+
+        Raises:
+            UsageError: if some rows were given a weight and others not, or the weights sum up to nothing.
+        """
+        values, weights, given = self._table[:, :-3], self._table[:, -3], int(self._table[:, -2].sum())
+        if given not in (0, len(weights)):
+            raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
+        total = sum(weights.tolist())
+        if not total > 0:
+            raise UsageError(f"{where}: the weights sum up to {total:g}.", "Give positive ones.")
+        sums = [sum(column) for column in (values * weights[:, None]).t().tolist()]
+        return Means([value / total for value in sums], samples / total if given else 1.0)
