@@ -13,11 +13,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
+    from elastic_launch.training.callbacks import Callback as Callback
+    from elastic_launch.training.callbacks import Progress as Progress
     from elastic_launch.training.checkpoint import Checkpoint as Checkpoint
     from elastic_launch.training.checkpoint import weights_sha256 as weights_sha256
     from elastic_launch.training.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
+    from elastic_launch.training.trainer import Trainer as Trainer
 
 _HOMES = {
     "BatchPlan": "elastic_launch.batch",
@@ -25,16 +28,22 @@ _HOMES = {
     "ElasticLoader": "elastic_launch.training.loader",
     "GlobalBatch": "elastic_launch.batch",
     "Run": "elastic_launch.training.session",
+    "Callback": "elastic_launch.training.callbacks",
+    "Progress": "elastic_launch.training.callbacks",
+    "Trainer": "elastic_launch.training.trainer",
     "session": "elastic_launch.training.session",
     "weights_sha256": "elastic_launch.training.checkpoint",
 }
 
 __all__ = [
     "BatchPlan",
+    "Callback",
     "Checkpoint",
     "ElasticLoader",
     "GlobalBatch",
+    "Progress",
     "Run",
+    "Trainer",
     "__version__",
     "session",
     "weights_sha256",

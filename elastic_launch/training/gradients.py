@@ -5,7 +5,8 @@ has no micro-batch, whose DDP would wait for ever for its hooks, by one flat all
 the fixed tree of :mod:`elastic_launch.training.reduction`.
 
 Buffers (BatchNorm's statistics): every micro-batch starts from those of the step's start. The new floating-point ones
-are the mean over the micro-batches of what each left, the others those that the last micro-batch left.
+are the mean over the micro-batches of what each left, computed as the start plus the mean way from there, so that
+buffers that nobody changes stay as they are; the others are those that the last micro-batch left.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Gradients:
     def take(self, number: int) -> None:
         """Take in what a micro-batch left."""
         index = self._plan.micro_batches[number].index
-        for total, buffer in zip(self._sums, self._float_buffers, strict=True):
-            total.add_(buffer.detach(), alpha=1 / self._plan.total)
+        for total, moved in zip(self._sums, self._moved(), strict=True):
+            total.add_(moved)
         if index == self._plan.total - 1:
             self._last = [b.detach().clone() for b in self._other_buffers]
 
@@ -151,6 +152,23 @@ class Gradients:
                 dist.all_reduce(gradient)
                 parameter.grad = gradient
 
+    def _moved(self) -> list[Tensor]:
+        """Return what the present micro-batch adds to each floating-point buffer.
+
+        The way from the step's start and not the value, so that what nobody changes, a mask or a table of positions,
+        stays what it is: the mean of equal numbers is not always that number. With a single micro-batch the value, so
+        that the step is plain PyTorch's.
+        """
+        buffers = [buffer.detach() for buffer in self._float_buffers]
+        if self._plan.total == 1:
+            return buffers
+        zero = torch.zeros(())
+        return [
+            # Infinities, as masks have, are no distance apart either.
+            torch.where(buffer == start, zero.to(buffer), (buffer - start) / self._plan.total)
+            for buffer, start in zip(buffers, self._at_start, strict=False)
+        ]
+
     def _finish_buffers(self) -> None:
         if self.world_size > 1:
             for tensor in self._sums:
@@ -161,8 +179,8 @@ class Gradients:
         with torch.no_grad():
             if self.world_size > 1:
                 self._last = [_from_the_one_that_has_it(value) for value in self._last]
-            for buffer, value in zip(self._float_buffers, floats, strict=True):
-                buffer.copy_(value)
+            for buffer, start, moved in zip(self._float_buffers, self._at_start, floats, strict=False):
+                buffer.copy_(moved if self._plan.total == 1 else start + moved)
             for buffer, value in zip(self._other_buffers, self._last, strict=True):
                 buffer.copy_(value)
 
@@ -212,8 +230,7 @@ class ExactGradients(Gradients):
     def take(self, number: int) -> None:
         index = self._plan.micro_batches[number].index
         gradients = [p.grad for p in self.parameters]
-        buffers = [b.detach() / self._plan.total for b in self._float_buffers]
-        self._reduction.add(index, [*gradients, *buffers])
+        self._reduction.add(index, [*gradients, *self._moved()])
         for parameter in self.parameters:
             parameter.grad = None
         if index == self._plan.total - 1:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,17 +35,18 @@ class LoopOptions:
     Attributes:
         start: optimizer steps done already by this process: then no checkpoint is restored.
         redo: whether a step may be given up for want of memory, and be done again with smaller micro-batches.
-        prepare: called once the training is restored, before the first step.
+        parts: of the state beside model and optimizer, by name.
+        prepare: called with the number of steps done once the training is restored, before the first step.
     """
 
     exact: bool = False
     find_unused_parameters: bool = False
-    scheduler: Stateful | None = None
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
     scaler: torch.amp.GradScaler | None = None
     metrics: Sequence[str] = ()
     start: int = 0
     redo: bool = False
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[int], None] | None = None
 
 
 class Loop:
@@ -74,19 +75,16 @@ class Loop:
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, loader.steps_per_epoch)
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        more = {"scheduler": options.scheduler, "scaler": options.scaler}
-        parts |= {name: part for name, part in more.items() if part is not None}
-        self._state: TrainingState = run.state.extended(parts)
+        self._state: TrainingState = run.state.extended({"model": model, "optimizer": optimizer, **options.parts})
         self._step = options.start
 
     def __iter__(self) -> Iterator[Step]:
         resumed = self._resume()
         self._step = resumed.step
-        if self._options.prepare is not None:
-            self._options.prepare()
         self._loader.batch = self._loader.batch.settled(self._run.world_size)
         _warn_of_idle_ranks(self._run, self._loader.batch)
+        if self._options.prepare is not None:
+            self._options.prepare(self._step)
         gradients = self._gradients()
         try:
             stopped = False

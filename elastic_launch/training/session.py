@@ -125,10 +125,11 @@ class Run:
             ValueError: if the micro-batch size is ``"auto"``, which needs a trainer.
         """
         loader.batch.micro_batches()
+        parts: dict[str, Stateful | None] = {"scheduler": scheduler, "scaler": scaler}
         options = LoopOptions(
             exact=exact,
             find_unused_parameters=find_unused_parameters,
-            scheduler=scheduler,
+            parts={name: part for name, part in parts.items() if part is not None},
             scaler=scaler,
             metrics=metrics,
         )
@@ -190,6 +191,7 @@ class Run:
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops."""
         if checkpoint is not None:
+            self._checkpoint = checkpoint  # for close(), also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
         by_clock = checkpoint is not None and checkpoint.by_clock and self.rank == 0 and checkpoint.due(step)

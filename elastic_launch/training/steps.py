@@ -7,7 +7,7 @@ start, and the step can be thrown away and done again, in another world.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,10 @@ class Step:
         return self._gradients.module
 
     def __iter__(self) -> Iterator[Any]:
+        return self.passes()
+
+    def passes(self) -> Generator[Any, None, None]:
+        """Yield this rank's micro-batches; ``for sample in step`` does the same."""
         self._gradients.begin(self.plan)
         for number, micro in enumerate(self.plan.micro_batches):
             sample = next(self._batches)

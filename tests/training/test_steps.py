@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoint import weights_sha256
 from elastic_launch.training.gradients import check_model
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.session import Run
@@ -149,3 +150,38 @@ def test_parameters_without_a_gradient_keep_none_in_exact_mode() -> None:
 def test_what_cannot_be_exact_is_refused_by_name(module: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=f"^0 .*{message}"):
         check_model(nn.Sequential(module))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_buffers_that_nobody_changes_stay_as_they_are(exact: bool) -> None:
+    """The mean of equal numbers, taken in floating point, is not always that number: 0.1 / 3 three times is not 0.1."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.register_buffer("mask", torch.tensor([float("-inf"), 0.1, 0.3]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model = Masked()
+    before = model.mask.clone()
+    _train(3, exact, lambda step, sample: step.backward(_mse(step, sample)), model=model)
+    assert torch.equal(model.mask, before)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_of_one_micro_batch_is_that_of_plain_pytorch_to_the_bit(exact: bool) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    ours, _ = _train(8, exact, lambda step, sample: step.backward(_mse(step, sample)), until="2ba", model=model())
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(INPUTS[start : start + 8]), TARGETS[start : start + 8]).backward()
+        optimizer.step()
+    assert weights_sha256(ours) == weights_sha256(plain)

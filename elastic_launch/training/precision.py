@@ -1,0 +1,45 @@
+"""Number formats of a training step, and what is said when memory runs out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["Precision", "is_out_of_memory"]
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast for forward pass and loss, and the scaler of losses that goes with fp16.
+
+    Args:
+        name: ``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        UsageError: if it is none of these.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name not in _AUTOCAST:
+            raise UsageError(f"precision={name!r} is none that is known.", f"Give one of {', '.join(_AUTOCAST)}.")
+        self._device_type = device.type
+        self._dtype = _AUTOCAST[name]
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass and its loss."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, self._dtype)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the CPU's allocator, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

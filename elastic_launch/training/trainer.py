@@ -1,0 +1,317 @@
+"""Trainer: the loop over steps for those who need not own it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_launch import snapshot
+from elastic_launch.batch import GlobalBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
+from elastic_launch.training.checkpoint import Checkpoint
+from elastic_launch.training.durations import total_steps
+from elastic_launch.training.evaluation import evaluate, evaluating
+from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.precision import Precision, is_out_of_memory
+from elastic_launch.training.session import Run
+from elastic_launch.training.state import Stateful
+from elastic_launch.training.steps import Step
+
+__all__ = ["Trainer"]
+
+_log = logging.getLogger(__name__)
+
+Measure = Callable[[Any, Any], Tensor]
+"""Takes what the model returned and the target; returns one number, a mean over the micro-batch."""
+
+Forward = Callable[[Callable[..., Any], Any], tuple[Any, Any]]
+"""Takes the model and a collated micro-batch on the device; returns the output and the target."""
+
+
+class Trainer:
+    """Trains a model, and goes on wherever the last round of the run came to.
+
+    All of its state is in every checkpoint: model, optimizer, scheduler, the scaler of fp16, the micro-batch size that
+    was found, the evaluations so far.
+
+    Args:
+        run: of the present session.
+        model: on ``run.device``, not wrapped. Its modules stay in the modes, training or evaluation, that they have.
+        optimizer: of the model's parameters.
+        loader: of the training data. With ``GlobalBatch(size, micro="auto")`` micro-batches begin with as many samples
+            as give each rank one, and are halved for all ranks whenever one of them runs out of memory; the step in
+            which that happens is done again, so the global batch stays what it is.
+        loss_fn: of output and target.
+        scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` after every evaluation, by its loss.
+        precision: ``fp32``, ``bf16`` or ``fp16``: autocast of forward pass and loss, with a scaler for fp16.
+        clip_norm: largest 2-norm of all gradients together, or None.
+        eval_loader: of the evaluation data; each rank takes its share of every global batch.
+        eval_every: between evaluations, epochs (1 or ``"1ep"``) or steps (``"100ba"``); the end is always evaluated.
+        metrics: what is averaged beside the loss, in training and evaluation, by name.
+        weight_fn: of a collated micro-batch: its weight in the means, its number of tokens for example; None: its
+            number of samples.
+        forward: if micro-batches are not pairs of one input and its target.
+        checkpoint: where to save to and resume from.
+        exact: whether the weights are to be the same to the bit at every world size.
+        find_unused_parameters: as of DistributedDataParallel; exact mode and ``micro="auto"`` need no such hint.
+        callbacks: told of the progress.
+
+    Attributes:
+        step: optimizer steps done.
+        loss, metrics: of the last step; None and empty before the first.
+        history: all evaluations so far, also those before a restart.
+
+    Raises:
+        UsageError: naming the argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: ElasticLoader,
+        *,
+        loss_fn: Measure,
+        scheduler: Stateful | None = None,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        eval_loader: ElasticLoader | None = None,
+        eval_every: int | str = "1ep",
+        metrics: Mapping[str, Measure] | None = None,
+        weight_fn: Callable[[Any], float] | None = None,
+        forward: Forward | None = None,
+        checkpoint: Checkpoint | None = None,
+        exact: bool = False,
+        find_unused_parameters: bool = False,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.run = run
+        self.model = model
+        self.loader = loader
+        self.step = 0
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.history: list[Evaluation] = []
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._scheduler = scheduler
+        self._precision = Precision(precision, run.device)
+        self._clip_norm = _positive("clip_norm", clip_norm)
+        self._eval_loader = _checked_loader("eval_loader", eval_loader) if eval_loader is not None else None
+        self._eval_every = max(1, total_steps(eval_every, _checked_loader("loader", loader).steps_per_epoch))
+        self._metrics = dict(metrics or {})
+        if "loss" in self._metrics:
+            raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
+        self._weight_fn = weight_fn
+        self._forward = forward or _forward_pair
+        self._checkpoint = checkpoint
+        self._exact = exact
+        self._find_unused_parameters = find_unused_parameters
+        self._finds_micro = loader.batch.micro == "auto"
+        self._callbacks = list(callbacks)
+        run.on_checkpoint(self._on_checkpoint)
+
+    def fit(self, until: int | str) -> None:
+        """Train until the whole training, rounds and calls before this one included, has a length.
+
+        Args:
+            until: epochs (3 or ``"3ep"``) or steps (``"1000ba"``).
+
+        Raises:
+            UsageError: if until is no length, or the checkpoint belongs to another training.
+            NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
+            MemoryError: if a micro-batch of one sample does not fit.
+            CheckpointError: if none of this training's checkpoints could be written.
+        """
+        end = total_steps(until, self.loader.steps_per_epoch)
+        for step in self._loop(until):
+            started = time.monotonic()
+            self._work(step)
+            step.update(self._clip_norm)
+            if step.too_large:
+                self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
+                continue
+            self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
+            if self._scheduler is not None and not self._by_plateau and not step.skipped:
+                self._scheduler.step()  # type: ignore[attr-defined]
+            self._tell_step(step, time.monotonic() - started)
+            if self._eval_loader is not None and (step.number % self._eval_every == 0 or step.number == end):
+                self._evaluate_and_tell()
+
+    def evaluate(self, loader: ElasticLoader | None = None) -> dict[str, float]:
+        """Return loss and metrics, averaged over all samples of the evaluation data; called by all ranks.
+
+        Args:
+            loader: None: the trainer's ``eval_loader``.
+
+        Raises:
+            UsageError: if there is none.
+        """
+        loader = loader or self._eval_loader
+        if loader is None:
+            raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
+        if loader.batch.micro == "auto":
+            micro = self.loader.batch.settled(self.run.world_size).micro_batches()[0]
+            loader.batch = GlobalBatch(loader.batch.size, min(loader.batch.size, len(micro)))
+        names = ["loss", *self._metrics]
+        with evaluating(self.model):
+            means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)
+        return dict(zip(names, means, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's own state; model, optimizer and the rest are saved beside it."""
+        history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
+        return {"history": history, "loss": self.loss, "metrics": dict(self.metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.history = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
+        self.loss, self.metrics = state["loss"], dict(state["metrics"])
+
+    def _loop(self, until: int | str) -> Loop:
+        parts: dict[str, Stateful | None] = {
+            "trainer": self,
+            "scheduler": self._scheduler,
+            "scaler": self._precision.scaler,
+        }
+        options = LoopOptions(
+            exact=self._exact,
+            find_unused_parameters=self._find_unused_parameters,
+            parts={name: part for name, part in parts.items() if part is not None},
+            scaler=self._precision.scaler,
+            metrics=tuple(self._metrics),
+            start=self.step,
+            redo=self._finds_micro,
+            prepare=self._begin,
+        )
+        return Loop(
+            self.run,
+            self.loader,
+            self.model,
+            self._optimizer,
+            until=until,
+            checkpoint=self._checkpoint,
+            options=options,
+        )
+
+    def _begin(self, step: int) -> None:
+        self.step = step
+        run, batch = self.run, self.loader.batch
+        start = RoundStart(
+            round=run.world.round,
+            world_size=run.world_size,
+            rank=run.rank,
+            restarts=run.restarts,
+            resumed_step=step,
+            micro=len(batch.micro_batches()[0]),
+            grad_accum=run.grad_accum(batch),
+            reason=run.start_reason,
+        )
+        for callback in self._callbacks:
+            callback.on_round(start)
+        if start.reason != "first":
+            self._tell_incident("restart", start.reason)
+
+    def _work(self, step: Step) -> None:
+        """Do forward and backward passes of this rank's micro-batches; give the step up where memory runs out."""
+        try:
+            with closing(step.passes()) as samples:
+                for sample in samples:
+                    values, weight = self._measure_sample(sample, step.model)
+                    loss, *metrics = values
+                    assert isinstance(loss, Tensor)
+                    step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
+        except (RuntimeError, MemoryError) as error:
+            if not self._finds_micro or not is_out_of_memory(error):
+                raise
+            _log.info("rank %d ran out of memory: %s", self.run.rank, error)
+            # The traceback holds the tensors of the pass that failed.
+            error.__traceback__ = None
+            step.give_up()
+
+    def _measure_sample(
+        self, sample: Any, model: Callable[..., Any] | None = None
+    ) -> tuple[list[Tensor | float], float | None]:
+        """Return loss and metrics of a micro-batch, and its weight."""
+        sample = _on_device(sample, self.run.device)
+        with self._precision.autocast():
+            output, target = self._forward(model or self.model, sample)
+            loss = self._loss_fn(output, target)
+        with torch.no_grad():
+            metrics: list[Tensor | float] = [metric(output, target) for metric in self._metrics.values()]
+        return [loss, *metrics], None if self._weight_fn is None else float(self._weight_fn(sample))
+
+    @property
+    def _by_plateau(self) -> bool:
+        return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def _evaluate_and_tell(self) -> None:
+        evaluation = Evaluation(self.step, self.loader.position(self.step).epoch, self.evaluate())
+        self.history.append(evaluation)
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(evaluation.metrics["loss"])
+        for callback in self._callbacks:
+            callback.on_evaluation(evaluation)
+
+    def _tell_step(self, step: Step, seconds: float) -> None:
+        end = StepEnd(step.number, step.position.epoch, step.samples, step.loss, step.metrics, seconds)
+        for callback in self._callbacks:
+            callback.on_step(end)
+
+    def _tell_incident(self, kind: str, cause: str) -> None:
+        for callback in self._callbacks:
+            callback.on_incident(Incident(kind, self.step, cause))
+
+    def _on_checkpoint(self, outcome: snapshot.Outcome) -> None:
+        path = None if outcome.info is None else Path(outcome.info.path)
+        for callback in self._callbacks:
+            callback.on_checkpoint(CheckpointEnd(outcome.step, outcome.seconds, path, outcome.error))
+        if outcome.error is not None:
+            self._tell_incident("checkpoint", str(outcome.error))
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise UsageError(f"{name}={value:g} is not above 0.", "Leave it out to have none.")
+    return value
+
+
+def _checked_loader(name: str, loader: object) -> ElasticLoader:
+    if not isinstance(loader, ElasticLoader):
+        raise UsageError(
+            f"Trainer({name}=...) is a {type(loader).__name__}.",
+            "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks.",
+        )
+    return loader
+
+
+def _forward_pair(model: Callable[..., Any], sample: Any) -> tuple[Any, Any]:
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise UsageError(
+            f"Trainer: a micro-batch is a {type(sample).__name__}, not a pair of input and target.",
+            "Give Trainer(forward=...), which takes the model and the micro-batch and returns output and target.",
+        )
+    return model(sample[0]), sample[1]
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors in a collated micro-batch to a device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on_device(item, device) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_on_device(item, device) for item in value)
+    return value
