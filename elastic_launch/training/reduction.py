@@ -99,7 +99,8 @@ class ExactReduction:
                 f"rank {self._rank} was to add the micro-batches {mine[0]} to {mine[1] - 1} of {total}, in order"
             )
         if self._world_size == 1:
-            sums = fold(total, nodes, self._join)
+            # Not by _join: reset() hands back the stack's buffers, and none may be spare twice.
+            sums = fold(total, nodes, _add)
         else:
             sums = [self._exchange(number, part, total) for number, part in enumerate(self._parts)]
             dist.all_reduce(self._present, op=dist.ReduceOp.MAX, group=self._group)
@@ -116,10 +117,8 @@ class ExactReduction:
         return [torch.empty(part.length, dtype=part.dtype, device=part.device) for part in self._parts]
 
     def _join(self, left: Flat, right: Flat) -> Flat:
-        for a, b in zip(left, right, strict=True):
-            a += b
         self._spare.append(right)
-        return left
+        return _add(left, right)
 
     def _exchange(self, number: int, part: _Part, total: int) -> Tensor:
         world = self._world_size
@@ -153,6 +152,12 @@ class ExactReduction:
         )
         order = [node for nodes in theirs for node in nodes]
         return fold(total, list(zip(order, received.unbind(), strict=True)), lambda a, b: a.add_(b))
+
+
+def _add(left: Flat, right: Flat) -> Flat:
+    for a, b in zip(left, right, strict=True):
+        a += b
+    return left
 
 
 def _layout(like: Sequence[Tensor]) -> list[_Part]:
