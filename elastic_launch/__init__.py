@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
+    from elastic_launch.training import dist as dist
     from elastic_launch.training.callbacks import Callback as Callback
     from elastic_launch.training.callbacks import Progress as Progress
     from elastic_launch.training.checkpoint import Checkpoint as Checkpoint
@@ -35,6 +36,8 @@ _HOMES = {
     "weights_sha256": "elastic_launch.training.checkpoint",
 }
 
+_MODULES = {"dist": "elastic_launch.training.dist"}
+
 __all__ = [
     "BatchPlan",
     "Callback",
@@ -45,12 +48,15 @@ __all__ = [
     "Run",
     "Trainer",
     "__version__",
+    "dist",
     "session",
     "weights_sha256",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

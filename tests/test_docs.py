@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 
 import pytest
 
-from elastic_launch import events
+from elastic_launch import dist, events
 from elastic_launch.config import Timing
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import ExitCode
@@ -112,6 +113,21 @@ def test_the_leaders_events_stand_under_their_heading() -> None:
     section = sections(REFERENCE / "events.md", "##")["The leader's decisions"]
     leaders = [event_name(kind) for kind in kinds_of_events() if kind.leader]
     assert sorted(re.findall(r"^### (\w+)$", section, re.MULTILINE)) == sorted(leaders)
+
+
+def test_the_names_of_dist_are_shown_each_in_a_row_and_no_other() -> None:
+    header, _, *table = rows((REFERENCE / "dist.md").read_text())
+    assert header[:3] == ["name", "inside a job", "outside a job"]
+    assert sorted(names(row[0])[0].partition("(")[0] for row in table) == sorted(dist.__all__)
+    for row in table:
+        assert all(row[:3]), row
+
+
+@pytest.mark.parametrize("name", dist.__all__)
+def test_a_name_of_dist_is_shown_with_its_parameters(name: str) -> None:
+    taken = [x.replace(annotation=Parameter.empty) for x in signature(getattr(dist, name)).parameters.values()]
+    shown = [names(row[0])[0] for row in rows((REFERENCE / "dist.md").read_text())[2:]]
+    assert f"{name}{Signature(taken)}".replace("'", '"') in shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -5,4 +5,6 @@
 ``reduction``   that reduction over the ranks
 ``randomness``  random state from (seed, step, micro-batch) and (seed, epoch, sample)
 ``loader``      ElasticLoader: the same samples in the same micro-batches at every world size
+``ranks``       ranks and sizes, joined or not
+``dist``        ranks, sizes and collectives under the names of Composer's module of that name
 """

@@ -1,0 +1,129 @@
+"""Ranks and sizes: those of the process group once it is joined, before that those of the environment."""
+
+from __future__ import annotations
+
+import os
+
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from elastic_launch.errors import UsageError
+
+__all__ = [
+    "get_global_rank",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_world_size",
+    "is_available",
+    "is_initialized",
+    "joined",
+]
+
+
+def is_available() -> bool:
+    """Return whether torch was built with its distributed package."""
+    return distributed.is_available()
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a process group."""
+    return is_available() and distributed.is_initialized()
+
+
+def get_world_size() -> int:
+    """Return the number of processes of the job, 1 outside one.
+
+    Raises:
+        UsageError: if WORLD_SIZE is no number, or is not the size of the process group.
+    """
+    if is_initialized():
+        return _agreed("WORLD_SIZE", distributed.get_world_size())
+    size = _variable("WORLD_SIZE")
+    return 1 if size is None else size
+
+
+def get_global_rank(group: ProcessGroup | None = None) -> int:
+    """Return this process' rank among all, from 0, or its rank in a group.
+
+    Raises:
+        UsageError: if RANK is no number, is missing in a world of several, or is not the rank in the process group.
+    """
+    if is_initialized():
+        return distributed.get_rank(group) if group is not None else _agreed("RANK", distributed.get_rank())
+    return _place("RANK")
+
+
+def get_local_rank() -> int:
+    """Return this process' rank among those of its node, from 0.
+
+    Raises:
+        UsageError: if LOCAL_RANK is no number, or is missing in a world of several.
+    """
+    return _place("LOCAL_RANK")
+
+
+def get_local_world_size() -> int:
+    """Return the number of processes on this node, 1 outside a job.
+
+    Raises:
+        UsageError: if LOCAL_WORLD_SIZE is no number, or is missing in a world of several.
+    """
+    return _place("LOCAL_WORLD_SIZE", alone=1)
+
+
+def get_node_rank() -> int:
+    """Return the rank of this node among the nodes, from 0.
+
+    It is torchrun's GROUP_RANK, without it Composer's NODE_RANK: a cluster may have set the latter for the host, whose
+    place in an elastic round is another.
+
+    Raises:
+        UsageError: if it is no number, or is missing in a world of several.
+    """
+    return _place("GROUP_RANK" if os.environ.get("GROUP_RANK") else "NODE_RANK")
+
+
+def joined(name: str) -> bool:
+    """Return whether there is a process group, and raise if several ranks have none."""
+    if is_initialized():
+        return True
+    size = get_world_size()
+    if size > 1:
+        raise UsageError(
+            f"dist.{name}: the world has {size} ranks, and this process has not joined their process group.",
+            "Call elastic_launch.dist.initialize_dist(), or enter elastic_launch.session(), before.",
+        )
+    return False
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UsageError(f"{name}={text} in the environment is not a rank or a size.", "Give a number.")
+    return int(text) if text else None
+
+
+def _place(name: str, alone: int = 0) -> int:
+    """Read a variable that only a world of one process may lack."""
+    value = _variable(name)
+    if value is not None:
+        return value
+    # Rank 0 by default would make every process the first of its node.
+    size = get_world_size()
+    if size > 1:
+        raise UsageError(
+            f"The environment describes a world of {size} ranks without {name}.",
+            f"Start the script by elastic-launch or torchrun, or set {name}.",
+        )
+    return alone
+
+
+def _agreed(name: str, joined: int) -> int:
+    value = _variable(name)
+    if value not in (None, joined):
+        raise UsageError(
+            f"{name}={value} in the environment, but the process group that was joined says {joined}.",
+            "Join the group that the launcher describes, or unset the variable.",
+        )
+    return joined
