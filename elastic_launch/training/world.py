@@ -28,6 +28,7 @@ class World:
         round: number of the round under an agent of this project, else 0.
         restarts: restarts of the run so far.
         alone: there is no launcher: one process without a process group of others.
+        placed: whether local_rank is known, and not only taken for 0.
     """
 
     rank: int = 0
@@ -38,6 +39,7 @@ class World:
     round: int = 0
     restarts: int = 0
     alone: bool = True
+    placed: bool = True
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> World:
@@ -68,16 +70,26 @@ class World:
         return World(
             rank=rank,
             world_size=world_size,
-            local_rank=number("LOCAL_RANK", 0),
+            local_rank=number("LOCAL_RANK", number("SLURM_LOCALID", 0)),
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
             round=number(ENV_ROUND, 0),
             restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
             alone=False,
+            placed=world_size == 1 or bool(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID")),
         )
 
     def device(self) -> torch.device:
-        """Return this rank's GPU if each local rank can have one of its own, else the CPU."""
+        """Return this rank's GPU if each local rank can have one of its own, else the CPU.
+
+        Raises:
+            UsageError: if there are GPUs, and nothing tells which is this rank's.
+        """
+        if torch.cuda.is_available() and not self.placed:
+            raise UsageError(
+                f"Rank {self.rank} of {self.world_size} cannot tell which GPU is its own: LOCAL_RANK is not set.",
+                "Set LOCAL_RANK and LOCAL_WORLD_SIZE for each process, as elastic-launch and torchrun do.",
+            )
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world_size:
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")

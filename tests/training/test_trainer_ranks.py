@@ -60,8 +60,11 @@ def test_one_rank_without_memory_makes_all_halve_their_micro_batches(job: Job, m
     assert poor["micro"] == 6
     assert [incident[:2] for incident in poor["incidents"]] == [["out of memory", 0]]
     undisturbed = _train(job, 2, "--micro", "6", *mode, name="undisturbed")
-    assert poor["losses"] == pytest.approx(undisturbed["losses"]) if mode else poor["losses"] == undisturbed["losses"]
-    if not mode:
+    if mode:
+        for ours, theirs in zip(poor["losses"], undisturbed["losses"], strict=True):
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+    else:
+        assert poor["losses"] == undisturbed["losses"]
         assert poor["hash"] == undisturbed["hash"]
 
 

@@ -22,6 +22,18 @@ def test_a_launchers_world() -> None:
     assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False)
 
 
+def test_a_process_that_cannot_know_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a bare srun all processes of a node would take the first GPU."""
+    environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2"}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UsageError, match="Rank 1 of 2 cannot tell which GPU"):
+        World.of(environ).device()
+    assert World.of({**environ, "SLURM_LOCALID": "1", "LOCAL_WORLD_SIZE": "2"}).device().index == 1
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert World.of(environ).device().type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
