@@ -77,6 +77,7 @@ class Gradients:
         self._other_buffers = [b for b in model.buffers() if not b.is_floating_point()]
         self._at_start: list[Tensor] = []
         self._ddp = self._wrap()
+        self._stale = False
         self._plan = BatchPlan((), 1, ())
         self._sums: list[Tensor] = []
         self._last: list[Tensor] = []
@@ -105,15 +106,27 @@ class Gradients:
         self._plan = plan
         for parameter in self.parameters:
             parameter.grad = None
+        self._renew()
         self._at_start = [b.detach().clone() for b in self._buffers()]
         self._sums = [torch.zeros_like(b) for b in self._float_buffers]
         self._last = [torch.zeros_like(b) for b in self._other_buffers]
 
+    def _renew(self) -> None:
+        """Wrap the model anew after steps that passed DDP by.
+
+        In looking for unused parameters DDP remembers those of every backward pass, also of one that is not its own,
+        and takes them for used in its next step: it would fail there, or give them zeros instead of no gradient.
+        """
+        if self._ddp is None or not self._find_unused_parameters:
+            return
+        if self._flat:
+            self._stale = True
+        elif self._stale:
+            self._ddp, self._stale = self._wrap(), False
+
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
-        """Surround forward and backward of this rank's number-th micro-batch."""
-        for buffer, start in zip(self._buffers(), self._at_start, strict=True):
-            buffer.detach().copy_(start)
+        """Surround forward and backward of this rank's number-th micro-batch; leave the buffers of the step's start."""
         last = number == self._plan.grad_accum - 1
         if self._ddp is not None and not self._flat and not last:
             with self._ddp.no_sync():
@@ -121,6 +134,8 @@ class Gradients:
         else:
             yield
         self.take(number)
+        for buffer, start in zip(self._buffers(), self._at_start, strict=True):
+            buffer.detach().copy_(start)
 
     def take(self, number: int) -> None:
         """Take in what a micro-batch left."""
@@ -161,7 +176,7 @@ class Gradients:
         """
         buffers = [buffer.detach() for buffer in self._float_buffers]
         if self._plan.total == 1:
-            return buffers
+            return [buffer.clone() for buffer in buffers]
         zero = torch.zeros(())
         return [
             # Infinities, as masks have, are no distance apart either.
