@@ -24,7 +24,7 @@ CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       make the environment, train on two workers, kill one, show that it resumes'
+	@echo 'make demo       make the environment, train on two workers, kill one, compare the weights with an undisturbed run'
 	@echo 'make test       make the environment, check, and run the tests'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'

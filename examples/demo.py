@@ -1,234 +1,204 @@
-"""Show a run that loses a worker and trains on: what `make demo` runs.
+"""Show a run that loses a worker and ends as if it had not: what `make demo` runs.
 
-Starts the digits job on two workers, kills one of them from outside with SIGKILL as soon as there is a
-snapshot to come back to, and checks how the run ended. Exits non-zero, with the reason, unless the run ended
-well after at least one restart that resumed above step 0.
+Trains the digits in exact mode on two workers and kills one of them from outside with SIGKILL as soon as there is a
+checkpoint. Then trains the same undisturbed, as one process without a launcher, and beside it with another seed. Exits
+non-zero, with the reason, unless the run restarted, resumed above step 0 and came to the very weights of the
+undisturbed one, the other seed came to others, and no process is left.
 """
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
-SCRIPT = Path(__file__).resolve().parent / "torchrun_style" / "train.py"
-EVERY = 5
-EPOCHS = 8
+TRAIN = [str(Path(__file__).resolve().parent / "digits" / "train.py"), "--exact", "--epochs", "3"]
+WORKERS = 2
 VICTIM_RANK = 1
+SEEDS = (0, 1)
 RUN_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
-# A launcher that has ended may have left a process that holds its output open.
-OUTPUT_TIMEOUT = 5.0
+MARK = "ELASTIC_DEMO_DIRECTORY"
 
-STEP = re.compile(r"\bstep (\d+) loss ")
-RESUMED = re.compile(r"\bresumed at step (\d+) \(restart (\d+)\)")
-DONE = re.compile(r"\bdone: steps (\d+) accuracy ([\d.]+) world (\d+) restarts (\d+)")
+Result = dict[str, Any]
 
 
 class DemoFailed(Exception):
     """The run did not do what the demo is there to show."""
 
 
-@dataclass(frozen=True)
-class Line:
-    text: str
-
-
-@dataclass(frozen=True)
-class EndOfOutput:
-    pass
-
-
-@dataclass(frozen=True)
-class Signal:
-    number: int
-
-
-Inbox = SimpleQueue[Line | EndOfOutput | Signal]
-
-
-@dataclass
-class Story:
-    """What the run has shown so far."""
-
-    killed_at_step: int | None = None
-    killed_at: float = 0.0
-    resumed_at_step: int | None = None
-    resumed_after: float = 0.0
-    accuracy: float = 0.0
-    world: int = 0
-    restarts: int | None = None
-
-
 def say(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 
-def read_output(process: subprocess.Popen[str], inbox: Inbox) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        inbox.put(Line(line.rstrip("\n")))
-    inbox.put(EndOfOutput())
+class Processes:
+    """What the demo runs, and everything that this starts in turn, known by a mark in its environment."""
+
+    def __init__(self, directory: Path, signals: SimpleQueue[int]) -> None:
+        self.directory = directory
+        self._signals = signals
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: list[str], output: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a Python program; it prints into a file, or where we print."""
+        say(f"starting python {shlex.join(command)}")
+        with open(output or os.devnull, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file if output else None,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: str(self.directory)},
+                # Ctrl-C reaches us alone, and we stop the runs once, in order.
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
+
+    def wait(self, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until all have ended, bounded, and look now and then."""
+        deadline = time.monotonic() + RUN_TIMEOUT
+        while any(process.poll() is None for process in self._started):
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"no end within {RUN_TIMEOUT:.0f} s")
+            look()
+            with suppress(Empty):
+                raise DemoFailed(f"stopped by {signal.Signals(self._signals.get(timeout=0.05)).name}")
+
+    def left(self) -> list[int]:
+        mark = os.fsencode(f"{MARK}={self.directory}\0")
+        found = []
+        for entry in Path("/proc").iterdir():
+            # Another user's, or one that has just ended, cannot be read.
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def end(self) -> None:
+        running = [process for process in self._started if process.poll() is None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT)
+        for pid in self.left():
+            say(f"killing pid {pid}, which was left behind")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait()
 
 
-def messages(process: subprocess.Popen[str], inbox: Inbox) -> Iterator[str]:
-    """The lines that the run prints, until it has ended; bounded."""
-    deadline = time.monotonic() + RUN_TIMEOUT
-    ended: float | None = None
-    while True:
-        now = time.monotonic()
-        if now > deadline:
-            raise DemoFailed(f"the run did not end within {RUN_TIMEOUT:.0f} s")
-        if ended is None and process.poll() is not None:
-            ended = now
-        if ended is not None and now > ended + OUTPUT_TIMEOUT:
-            raise DemoFailed("the launcher has ended, but a process that it left holds its output open")
-        try:
-            message = inbox.get(timeout=0.2)
-        except Empty:
-            continue
-        match message:
-            case Line(text):
-                yield text
-            case Signal(number):
-                raise DemoFailed(f"stopped by {signal.Signals(number).name}")
-            case EndOfOutput():
-                return
-
-
-def started_worker(directory: Path, rank: int) -> int | None:
+def started_worker(directory: Path, rank: int) -> int:
     """The pid of the last worker that the run's event log says was started with this rank."""
-    pid: int | None = None
+    pids = []
     for file in directory.glob("**/events-*.jsonl"):
         for line in file.read_text().splitlines(keepends=True):
             # The last line may be one that is being written.
             event = json.loads(line) if line.endswith("\n") else {}
             if event.get("event") == "worker_started" and event["rank"] == rank:
-                pid = event["pid"]
-    return pid
+                pids.append(int(event["pid"]))
+    if not pids:
+        raise DemoFailed(f"no event log under {directory} names the pid of the worker with rank {rank}")
+    return pids[-1]
 
 
-def kill_worker(directory: Path, step: int, story: Story) -> None:
-    pid = started_worker(directory, VICTIM_RANK)
-    if pid is None:
-        raise DemoFailed(f"no event log under {directory} names the pid of the worker with rank {VICTIM_RANK}")
-    say(f"killing the worker with rank {VICTIM_RANK}, pid {pid}, from outside with SIGKILL after step {step}")
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        raise DemoFailed(f"pid {pid}, which the event log gives to rank {VICTIM_RANK}, is no running process") from None
-    story.killed_at_step, story.killed_at = step, time.monotonic()
+def disturbed(processes: Processes) -> Result:
+    """Train on workers one of which is killed when there is a checkpoint."""
+    checkpoints, result = processes.directory / "checkpoints", processes.directory / "disturbed.json"
+    launcher = ["-m", "elastic_launch", "--standalone", "--nproc", str(WORKERS)]
+    # Slow enough for the kill to come in the middle.
+    options = ["--checkpoint", str(checkpoints), "--every", "10", "--step-time", "0.1", "--result", str(result)]
+    command = [*launcher, "--log-dir", str(processes.directory / "logs"), *TRAIN, *options]
+    killed: list[int] = []
 
-
-def watch(process: subprocess.Popen[str], inbox: Inbox, directory: Path) -> Story:
-    story = Story()
-    for line in messages(process, inbox):
-        print(line, flush=True)
-        if found := STEP.search(line):
-            step = int(found[1])
-            if story.killed_at_step is None and step > EVERY:
-                kill_worker(directory, step, story)
-        elif (found := RESUMED.search(line)) and story.resumed_at_step is None:
-            story.resumed_at_step = int(found[1])
-            story.resumed_after = time.monotonic() - story.killed_at
-        elif found := DONE.search(line):
-            story.accuracy, story.world, story.restarts = float(found[2]), int(found[3]), int(found[4])
-    return story
-
-
-def check(story: Story, exit_code: int) -> None:
-    if exit_code:
-        raise DemoFailed(f"the run ended with exit code {exit_code}; its last words are above")
-    if story.killed_at_step is None:
-        raise DemoFailed(f"the run printed no step above {EVERY}, so no worker was killed")
-    if story.restarts is None:
-        raise DemoFailed("the script printed no `done:` line")
-    if story.restarts < 1:
-        raise DemoFailed("the run ended without a restart, although a worker was killed")
-    if not story.resumed_at_step:
-        raise DemoFailed("the training began again at step 0 instead of the last snapshot")
-
-
-def processes_of(directory: Path) -> list[int]:
-    """Everything that has this run's directory, whose name is like no other, among its arguments."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+    def kill() -> None:
+        saved = sorted(path.name for path in checkpoints.glob("step-*"))
+        if saved and not killed:
+            killed.append(started_worker(processes.directory, VICTIM_RANK))
+            say(f"{saved[-1]} is saved; killing rank {VICTIM_RANK}, pid {killed[0]}, from outside with SIGKILL")
             try:
-                arguments = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if os.fsencode(directory) in arguments:
-                found.append(int(entry.name))
-    return found
+                os.kill(killed[0], signal.SIGKILL)
+            except ProcessLookupError:
+                raise DemoFailed(f"pid {killed[0]}, rank {VICTIM_RANK}'s in the event log, does not run") from None
+
+    process = processes.start(command)
+    processes.wait(kill)
+    if process.returncode:
+        raise DemoFailed(f"the run ended with exit code {process.returncode}; its last words are above")
+    if not killed:
+        raise DemoFailed("the run ended without a checkpoint, so no worker was killed")
+    return dict(json.loads(result.read_text()))
 
 
-def end(process: subprocess.Popen[str], directory: Path) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            say(f"the launcher did not stop within {STOP_TIMEOUT:.0f} s of SIGTERM: killing it")
-            process.kill()
-            process.wait()
-    for pid in processes_of(directory):
-        say(f"killing pid {pid}, which the run left behind")
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+def undisturbed(processes: Processes) -> list[Result]:
+    """Train each seed as one process, side by side."""
+    runs = []
+    for seed in SEEDS:
+        result, output = (processes.directory / f"seed-{seed}.{suffix}" for suffix in ("json", "out"))
+        runs.append((processes.start([*TRAIN, "--seed", str(seed), "--result", str(result)], output), result, output))
+    processes.wait()
+    for process, _, output in runs:
+        if process.returncode:
+            print(output.read_text(errors="replace"), flush=True)
+            raise DemoFailed(f"an undisturbed run ended with exit code {process.returncode}; its output is above")
+    return [json.loads(result.read_text()) for _, result, _ in runs]
 
 
-def run(directory: Path, inbox: Inbox) -> None:
-    launcher = [sys.executable, "-m", "elastic_launch"]
-    options = ["--standalone", "--nproc", "2", "--log-dir", str(directory / "logs")]
-    script = [str(SCRIPT), "--dir", str(directory / "snapshots"), "--epochs", str(EPOCHS)]
-    command = [*launcher, *options, *script, "--every", str(EVERY), "--step-time", "0.05"]
-    say(f"starting {shlex.join(command)}")
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        # Ctrl-C reaches us alone, and we stop the run once, in order.
-        start_new_session=True,
-    )
-    try:
-        threading.Thread(target=read_output, args=(process, inbox), daemon=True).start()
-        story = watch(process, inbox, directory)
-        check(story, process.wait(STOP_TIMEOUT))
-        if left := processes_of(directory):
-            raise DemoFailed(f"the run left processes behind: {left}")
-    finally:
-        end(process, directory)
-    say(f"a worker was killed after step {story.killed_at_step}")
-    say(f"training resumed at step {story.resumed_at_step}, {story.resumed_after:.1f} s after the kill")
-    say(f"it ended with accuracy {story.accuracy:.3f}, world size {story.world}, restarts {story.restarts}")
-    say("passed")
+def check(ours: Result, same: Result, other: Result) -> None:
+    if ours["restarts"] < 1:
+        raise DemoFailed("the run ended without a restart, although a worker was killed")
+    if ours["resumed_step"] < 1:
+        raise DemoFailed("the training began again at step 0 instead of the last checkpoint")
+    if ours["resumed_step"] >= ours["steps"]:
+        raise DemoFailed("the kill came after the last step, so that nothing was left to go wrong")
+    if ours["weights_sha256"] != same["weights_sha256"]:
+        raise DemoFailed("the weights are not those of the undisturbed run")
+    if ours["weights_sha256"] == other["weights_sha256"]:
+        raise DemoFailed("another seed came to the same weights, so that equal ones show nothing")
+
+
+def tell(name: str, result: Result) -> None:
+    workers = " then ".join(map(str, result["worlds"]))
+    told = f"weights {result['weights_sha256'][:16]}, accuracy {result['accuracy']:.3f}, workers {workers}"
+    say(f"{name + ':':<12} {told}")
+
+
+def run(processes: Processes) -> None:
+    ours = disturbed(processes)
+    if left := processes.left():
+        raise DemoFailed(f"the run left processes behind: {left}")
+    say(f"the run came to its end: restarts {ours['restarts']}, resumed at step {ours['resumed_step']}")
+    say("now the same undisturbed, as one process without a launcher, and beside it with another seed")
+    same, other = undisturbed(processes)
+    for name, result in (("one killed", ours), ("undisturbed", same), ("other seed", other)):
+        tell(name, result)
+    check(ours, same, other)
+    say("passed: with a worker killed, the weights are those of the undisturbed run, to the bit")
 
 
 def main() -> int:
-    inbox: Inbox = SimpleQueue()
+    signals: SimpleQueue[int] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: inbox.put(Signal(number)))
+        signal.signal(number, lambda number, _frame: signals.put(number))
     with tempfile.TemporaryDirectory(prefix="elastic-launch-demo-") as directory:
+        processes = Processes(Path(directory), signals)
         try:
-            run(Path(directory), inbox)
+            run(processes)
         except DemoFailed as failure:
             say(f"FAILED: {failure}")
             return 1
+        finally:
+            processes.end()
     return 0
 
 

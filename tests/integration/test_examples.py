@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from harness import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS = str(EXAMPLES / "digits" / "train.py")
 
 
 def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None:
@@ -24,7 +26,52 @@ def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(180)
-def test_the_demo_kills_a_worker_and_shows_that_it_resumed() -> None:
+def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run() -> None:
     demo = subprocess.run([sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=170)
     assert demo.returncode == 0, demo.stdout + demo.stderr
-    assert re.search(r"resumed at step [1-9]\d* \(restart 1\)", demo.stdout)
+    assert re.search(r"killing rank 1, pid \d+, from outside with SIGKILL", demo.stdout)
+    assert re.search(r"restarts 1, resumed at step [1-9]\d*$", demo.stdout, re.MULTILINE)
+    killed, undisturbed, other = re.findall(r"weights ([0-9a-f]{16}),", demo.stdout)
+    assert killed == undisturbed != other
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
+    """Three workers without exact mode: their sums are rounded in another order than one process'."""
+    demo = (EXAMPLES / "demo.py").read_text()
+    for exact, loose in (('"--exact", ', ""), ("WORKERS = 2", "WORKERS = 3"), ("__file__", repr(str(EXAMPLES / "x")))):
+        assert demo.count(exact) == 1
+        demo = demo.replace(exact, loose)
+    (tmp_path / "demo.py").write_text(demo)
+    done = subprocess.run([sys.executable, tmp_path / "demo.py"], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "demo: FAILED: the weights are not those of the undisturbed run" in done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path) -> None:
+    result = tmp_path / "made" / "result.json"
+    agent = job.launch("--standalone", "--nproc", "2", command=[DIGITS, "--result", str(result)])
+    assert agent.wait(170) == 0, agent.output
+    told = json.loads(result.read_text())
+    assert told["accuracy"] >= 0.95
+    assert 0 < told.pop("loss") < 0.3
+    assert told.pop("weights_sha256")
+    expected = {"steps": 138, "samples": 8622, "epochs": 6, "worlds": [2], "restarts": 0, "resumed_step": 0}
+    assert told == {**expected, "accuracy": told["accuracy"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--epochs", "0"], "argument --epochs: 0 is less than 1"),
+        (["--epochs", "some"], "argument --epochs: invalid positive value: 'some'"),
+        (["--every", "nonsense"], "every='nonsense' is no interval."),
+        (["--micro-batch", "65"], "--micro-batch 65 is more than --global-batch 64"),
+    ],
+)
+def test_a_bad_option_of_the_digits_costs_one_line(options: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, DIGITS, *options], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"train.py: error: {message}" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
