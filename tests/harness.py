@@ -48,7 +48,14 @@ def alive(pid: int) -> bool:
 class Agent:
     """One ``elastic-launch`` process."""
 
-    def __init__(self, arguments: list[str], directory: Path, name: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        directory: Path,
+        name: str,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
         self.name = name
         self.output_path = directory / f"{name}.{time.monotonic_ns()}.out"
         with self.output_path.open("wb") as output:
@@ -58,6 +65,7 @@ class Agent:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                cwd=cwd,
                 start_new_session=True,
             )
 
@@ -109,11 +117,12 @@ class Job:
         command: list[str] | None = None,
         script_flags: list[str] | None = None,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> Agent:
         """Start an agent; by default its workers run ``loop.py``."""
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
-        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env)
+        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env, cwd)
         self.agents.append(agent)
         return agent
 
