@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,6 +227,11 @@ class ExactGradients(Gradients):
         check_model(model)
         super().__init__(model, world_size, rank)
         self._reduction = ExactReduction([*self.parameters, *self._float_buffers], world_size, rank)
+        self._taking = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
+            for which, parameter in enumerate(self.parameters)
+        ]
 
     def _wrap(self) -> None:
         return None
@@ -238,17 +244,31 @@ class ExactGradients(Gradients):
         super().begin(plan)
         self._reduction.reset()
 
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        self._reduction.begin(self._plan.micro_batches[number].index)
+        self._taking = True
+        try:
+            with super().micro_batch(number):
+                yield
+        finally:
+            self._taking = False
+
     def discard(self) -> None:
         super().discard()
         self._reduction.reset()
 
+    def _take_gradient(self, which: int, parameter: Tensor) -> None:
+        """Take a parameter's gradient as soon as backward has it."""
+        if self._taking and parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad, None
+            self._reduction.put(which, gradient)
+
     def take(self, number: int) -> None:
-        index = self._plan.micro_batches[number].index
-        gradients = [p.grad for p in self.parameters]
-        self._reduction.add(index, [*gradients, *self._moved()])
-        for parameter in self.parameters:
-            parameter.grad = None
-        if index == self._plan.total - 1:
+        for which, moved in enumerate(self._moved(), len(self.parameters)):
+            self._reduction.put(which, moved)
+        self._reduction.end()
+        if self._plan.micro_batches[number].index == self._plan.total - 1:
             self._last = [b.detach().clone() for b in self._other_buffers]
 
     def finish(self) -> None:
@@ -256,6 +276,11 @@ class ExactGradients(Gradients):
         for parameter, gradient in zip(self.parameters, sums, strict=False):
             parameter.grad = gradient
         self._set_buffers([value for value in sums[len(self.parameters) :] if value is not None])
+
+    def close(self) -> None:
+        super().close()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _from_the_one_that_has_it(value: Tensor) -> Tensor:

@@ -8,29 +8,25 @@ one node, which makes the bytes those of a ring all-reduce; else up to 2 * log2 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.batch import slice_of
-from elastic_launch.training.tree import Segment, fold, push, segments
+from elastic_launch.errors import UsageError
+from elastic_launch.training.flat import Bucket, Part, Values, layout
+from elastic_launch.training.tree import Segment, fold, joins, segments
 
 __all__ = ["ExactReduction"]
-
-BUCKET_BYTES = 16 * 1024 * 1024
-"""Bytes of one node that cross the ranks at a time: with what is under way it bounds the memory of the exchange."""
 
 UNDER_WAY = 3
 """Buckets at once: one crosses, one is folded, one comes back."""
 
 # torch 2.13 deprecates the name that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-Values = list[Tensor | None]
-"""One node of the tree: a value, or None, for each tensor."""
 
 
 class ExactReduction:
@@ -51,33 +47,109 @@ class ExactReduction:
         self._world_size = world_size
         self._rank = rank
         self._group = group
-        self._parts = _layout(like)
+        self._parts = layout(like)
+        self._places = {place.which: (part, place) for part in self._parts for place in part.tensors}
         self._stack: list[tuple[Segment, Values]] = []
+        self._leaf: _Leaf | None = None
+        self._in_parts: set[int] = set()
+        self._free: list[list[Tensor]] = [[] for _ in like]
+        self._given: Values = [None] * len(like)
         self._buffers: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
-    def add(self, index: int, values: Sequence[Tensor | None]) -> None:
-        """Take in one micro-batch's values.
+    def begin(self, index: int) -> None:
+        """Begin with a micro-batch.
 
         Args:
-            index: the micro-batch's place in the global batch; ranks take theirs in order.
-            values: one for each tensor; they are the reduction's from now on, which changes them.
+            index: its place in the global batch; ranks take theirs in order.
         """
-        laid_out: Values = [None] * len(values)
-        for part in self._parts:
-            for place in part.tensors:
-                value = values[place.which]
-                if value is not None and value.stride() != place.stride:
-                    # Sums over all elements, a norm for example, depend on the order in memory to the bit.
-                    value = place.new(part).copy_(value)
-                laid_out[place.which] = value
-        push(self._stack, index, laid_out, _join)
+        segments_so_far = [segment for segment, _ in self._stack]
+        joined = joins(segments_so_far, index)
+        lefts = [values for _, values in reversed(self._stack[len(self._stack) - joined :])]
+        self._leaf = _Leaf(index, lefts, [None] * len(self._places), [False] * len(self._places))
+
+    def put(self, which: int, value: Tensor) -> None:
+        """Take in the micro-batch's value for a tensor.
+
+        It is added at once to all that the tree adds it to: what has just been computed is still in the cache.
+
+        Args:
+            value: the reduction's from now on, which changes it. It may come in parts (reentrant checkpointing).
+
+        Raises:
+            UsageError: if it comes in parts for the first time after the first micro-batch.
+        """
+        leaf = self._leaf
+        assert leaf is not None
+        if leaf.put[which] or which in self._in_parts:
+            self._put_a_part(leaf, which, value)
+            return
+        leaf.put[which] = True
+        self._add_to_lefts(leaf, which, value)
+
+    def _put_a_part(self, leaf: _Leaf, which: int, value: Tensor) -> None:
+        """Take in one of several parts of a value, which must be added up before anything else is added to them."""
+        if leaf.put[which] and leaf.lefts:
+            raise UsageError(
+                f"The gradient of parameter {which} came in several parts, in one micro-batch and not in one before.",
+                "Use activation checkpointing with use_reentrant=False, or without exact=True.",
+            )
+        self._in_parts.add(which)
+        whole = leaf.result[which] if leaf.put[which] else leaf.pending.get(which)
+        if whole is None:
+            leaf.pending[which] = value
+        else:
+            whole.add_(value)
+
+    def _add_to_lefts(self, leaf: _Leaf, which: int, value: Tensor) -> None:
+        part, place = self._places[which]
+        if value.stride() != place.stride:
+            # Sums over all elements, a norm for example, depend on the order in memory to the bit.
+            value = place.new(part).copy_(value)
+        if not leaf.lefts:
+            leaf.result[which] = self._take(which).copy_(value)
+            return
+        for left in leaf.lefts[:-1]:
+            own = left[which]
+            value.add_(0.0 if own is None else own)
+        last = leaf.lefts[-1][which]
+        leaf.result[which] = self._take(which).copy_(value).add_(0.0) if last is None else last.add_(value)
+
+    def end(self) -> None:
+        """End the micro-batch that was begun: what was not put has no value."""
+        leaf, self._leaf = self._leaf, None
+        assert leaf is not None
+        for which, whole in leaf.pending.items():
+            leaf.put[which] = True
+            self._add_to_lefts(leaf, which, whole)
+        for which, put in enumerate(leaf.put):
+            if not put:
+                leaf.result[which] = _sum_of_lefts([left[which] for left in leaf.lefts])
+            self._free[which] += [
+                x for left in leaf.lefts if (x := left[which]) is not leaf.result[which] and x is not None
+            ]
+        level = len(leaf.lefts)
+        del self._stack[len(self._stack) - level :]
+        self._stack.append(((leaf.index + 1 - (1 << level), level), leaf.result))
+
+    def add(self, index: int, values: Sequence[Tensor | None]) -> None:
+        """Take in one micro-batch's values at once."""
+        self.begin(index)
+        for which, value in enumerate(values):
+            if value is not None:
+                self.put(which, value)
+        self.end()
 
     def reset(self) -> None:
-        """Forget what was taken in: the step is thrown away."""
-        self._stack = []
+        """Forget what was taken in, and take back the sums that were given: the next step begins."""
+        self._leaf = None
+        for values in (*(values for _, values in self._stack), self._given):
+            for which, value in enumerate(values):
+                if value is not None:
+                    self._free[which].append(value)
+        self._stack, self._given = [], [None] * len(self._places)
 
     def finish(self, total: int) -> Values:
-        """Return the sums over all ranks, None where no micro-batch of any rank had a value.
+        """Return the sums over all ranks, None where no micro-batch of any rank had a value; valid until ``reset``.
 
         Args:
             total: M, the number of micro-batches of all ranks.
@@ -88,12 +160,23 @@ class ExactReduction:
             raise ValueError(
                 f"rank {self._rank} was to add the micro-batches {mine[0]} to {mine[1] - 1} of {total}, in order"
             )
+        values = [values for _, values in nodes]
         if self._world_size == 1:
-            return fold(total, nodes, _join)
-        sums = self._present_sums([values for _, values in nodes])
-        for part in self._parts:
-            self._exchange(part, total, [values for _, values in nodes], sums)
-        return sums
+            self._given = fold(total, nodes, _join)
+        else:
+            self._given = self._present_sums(values)
+            for part in self._parts:
+                self._exchange(part, total, values, self._given)
+        for node in values:
+            for which, value in enumerate(node):
+                if value is not None and value is not self._given[which]:
+                    self._free[which].append(value)
+        return list(self._given)
+
+    def _take(self, which: int) -> Tensor:
+        """Return a tensor to hold a sum, one that is free if there is one: new memory costs more than the addition."""
+        part, place = self._places[which]
+        return self._free[which].pop() if self._free[which] else place.new(part)
 
     def _present_sums(self, nodes: list[Values]) -> Values:
         """Return a tensor to take each sum, None for those that no rank has; it may be that of a node."""
@@ -107,10 +190,10 @@ class ExactReduction:
             for place in part.tensors:
                 if present[place.which]:
                     own = nodes[0][place.which] if nodes else None
-                    sums[place.which] = place.new(part) if own is None else own
+                    sums[place.which] = self._take(place.which) if own is None else own
         return sums
 
-    def _exchange(self, part: _Part, total: int, nodes: list[Values], sums: Values) -> None:
+    def _exchange(self, part: Part, total: int, nodes: list[Values], sums: Values) -> None:
         theirs = [segments(*slice_of(total, self._world_size, rank)) for rank in range(self._world_size)]
         order = [node for nodes_of_one in theirs for node in nodes_of_one]
         buckets = list(part.buckets(self._world_size))
@@ -132,7 +215,7 @@ class ExactReduction:
                 part.unpack(buckets[number], gathered, sums)
 
     def _send(
-        self, part: _Part, bucket: _Bucket, slot: int, nodes: list[Values], counts: list[int]
+        self, part: Part, bucket: Bucket, slot: int, nodes: list[Values], counts: list[int]
     ) -> tuple[dist.Work | None, Tensor]:
         """Send every rank its shard of this rank's nodes; return the shards of all nodes that are this rank's."""
         world, shard = self._world_size, bucket.shard
@@ -156,16 +239,45 @@ class ExactReduction:
         )
         return work, received.view(sum(counts), shard)
 
-    def _give_back(self, part: _Part, bucket: _Bucket, slot: int, folded: Tensor) -> tuple[dist.Work | None, Tensor]:
+    def _give_back(self, part: Part, bucket: Bucket, slot: int, folded: Tensor) -> tuple[dist.Work | None, Tensor]:
         gathered = self._buffer(f"gathered {slot}", self._world_size * bucket.shard, part)
         return _all_gather(gathered, folded, group=self._group, async_op=True), gathered
 
-    def _buffer(self, name: str, length: int, part: _Part) -> Tensor:
+    def _buffer(self, name: str, length: int, part: Part) -> Tensor:
         """Return a tensor to work in, the same one for the same name."""
         key = (name, length, part.dtype, part.device)
         if key not in self._buffers:
             self._buffers[key] = torch.empty(length, dtype=part.dtype, device=part.device)
         return self._buffers[key]
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """The micro-batch under way.
+
+    Attributes:
+        lefts: the nodes that its value is added to, the nearest first; the last one takes the sum.
+        result: by tensor, as far as put.
+        put: which tensors have a value in the result.
+        pending: values of which more parts may come.
+    """
+
+    index: int
+    lefts: list[Values]
+    result: Values
+    put: list[bool]
+    pending: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _sum_of_lefts(lefts: list[Tensor | None]) -> Tensor | None:
+    """Add a missing value to nodes, the nearest first."""
+    total: Tensor | None = None
+    for left in lefts:
+        if left is not None:
+            total = left.add_(0.0 if total is None else total)
+        elif total is not None:
+            total.add_(0.0)
+    return total
 
 
 def _join(left: Values, right: Values) -> Values:
@@ -179,93 +291,6 @@ def _join(left: Values, right: Values) -> Values:
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def _in_memory(value: Tensor) -> Tensor:
-    """Return a dense tensor's elements in the order in which they lie in memory, as a view."""
-    return value.as_strided((value.numel(),), (1,))
-
-
 def _wait(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies in its part's flat order, and how its elements lie in memory: densely, in some order."""
-
-    which: int
-    start: int
-    stop: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def new(self, part: _Part) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=part.dtype, device=part.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """A range of a part, cut into equal shards, the last of which may be padded."""
-
-    start: int
-    stop: int
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The tensors of one dtype and device, in one flat order."""
-
-    dtype: torch.dtype
-    device: torch.device
-    tensors: tuple[_Place, ...]
-
-    def buckets(self, world_size: int) -> Iterator[_Bucket]:
-        length = self.tensors[-1].stop
-        step = max(1, BUCKET_BYTES // self.dtype.itemsize)
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            yield _Bucket(start, stop, -(-(stop - start) // world_size))
-
-    def pack(self, bucket: _Bucket, values: Values, flat: Tensor) -> None:
-        """Copy a bucket of values into a flat tensor, zero where there are none."""
-        for place, inside, outside in self._pieces(bucket):
-            value = values[place.which]
-            if value is None:
-                flat[outside].zero_()
-            else:
-                flat[outside].copy_(_in_memory(value)[inside])
-        flat[bucket.stop - bucket.start :].zero_()
-
-    def unpack(self, bucket: _Bucket, flat: Tensor, values: Values) -> None:
-        """Copy a flat tensor into a bucket of values."""
-        for place, inside, outside in self._pieces(bucket):
-            value = values[place.which]
-            if value is not None:
-                _in_memory(value)[inside].copy_(flat[outside])
-
-    def _pieces(self, bucket: _Bucket) -> Iterator[tuple[_Place, slice, slice]]:
-        """Yield what of each tensor lies in a bucket: its range in the tensor, and in the bucket."""
-        for place in self.tensors:
-            start, stop = max(place.start, bucket.start), min(place.stop, bucket.stop)
-            if start < stop:
-                inside = slice(start - place.start, stop - place.start)
-                yield place, inside, slice(start - bucket.start, stop - bucket.start)
-
-
-def _layout(like: Sequence[Tensor]) -> list[_Part]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for which, tensor in enumerate(like):
-        if tensor.layout != torch.strided:
-            raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(which)
-    parts = []
-    for (dtype, device), members in kinds.items():
-        places: list[_Place] = []
-        for which in members:
-            start = places[-1].stop if places else 0
-            # Of a layout with gaps or overlaps this makes a dense one.
-            stride = torch.empty_like(like[which], device="meta").stride()
-            places.append(_Place(which, start, start + like[which].numel(), like[which].shape, stride))
-        parts.append(_Part(dtype, device, tuple(places)))
-    return parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Segment", "fold", "push", "segments"]
+__all__ = ["Segment", "fold", "joins", "segments"]
 
 Segment = tuple[int, int]
 """A node of the tree: start and level."""
@@ -31,20 +31,18 @@ def segments(start: int, stop: int) -> list[Segment]:
     return found
 
 
-def push(stack: list[tuple[Segment, T]], index: int, value: T, add: Callable[[T, T], T]) -> None:
-    """Add the next index' value to a stack of nodes, joining every two that are halves of one.
+def joins(nodes: Sequence[Segment], index: int) -> int:
+    """Return how many nodes, counted from the last, the next index completes: its value is added to each of these.
 
-    Indices must come in order without gaps; the stack then always holds :func:`segments` of the range so far, so about
+    Indices must come in order without gaps; the nodes are then always :func:`segments` of the range so far, so about
     2 * log2 of its length at most, or log2 plus 1 if the range starts at an aligned index.
     """
-    node: Segment = (index, 0)
-    while stack:
-        (left, level), present = stack[-1]
-        if level != node[1] or left + (1 << level) != node[0] or left % (2 << level):
+    start, level, count = index, 0, 0
+    for left, height in reversed(nodes):
+        if height != level or left + (1 << height) != start or left % (2 << height):
             break
-        stack.pop()
-        value, node = add(present, value), (left, level + 1)
-    stack.append((node, value))
+        start, level, count = left, level + 1, count + 1
+    return count
 
 
 def fold(total: int, nodes: Sequence[tuple[Segment, T]], add: Callable[[T, T], T]) -> T:

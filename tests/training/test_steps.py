@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
@@ -185,3 +186,28 @@ def test_a_step_of_one_micro_batch_is_that_of_plain_pytorch_to_the_bit(exact: bo
         nn.functional.mse_loss(plain(INPUTS[start : start + 8]), TARGETS[start : start + 8]).backward()
         optimizer.step()
     assert weights_sha256(ours) == weights_sha256(plain)
+
+
+def test_a_gradient_that_comes_in_parts_is_added_up_first() -> None:
+    """As from reentrant activation checkpointing: one backward pass, several accumulations."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.linear, x.requires_grad_(), use_reentrant=True)
+            return self.head(x)
+
+    def train(exact: bool, micro: int = 1) -> nn.Module:
+        torch.manual_seed(0)
+        model, _ = _train(
+            micro, exact, lambda step, sample: step.backward(_mse(step, sample)), until="2ba", model=Twice()
+        )
+        return model
+
+    for ours, theirs in zip(train(True).parameters(), train(False).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_launch.batch import slice_of
-from elastic_launch.training.tree import fold, push, segments
+from elastic_launch.training.tree import fold, joins, segments
 
 
 def _join(left: str, right: str) -> str:
@@ -17,7 +17,10 @@ def _join(left: str, right: str) -> str:
 def _nodes(start: int, stop: int) -> list[tuple[tuple[int, int], str]]:
     stack: list[tuple[tuple[int, int], str]] = []
     for index in range(start, stop):
-        push(stack, index, str(index), _join)
+        value, level = str(index), joins([segment for segment, _ in stack], index)
+        for _ in range(level):
+            value = _join(stack.pop()[1], value)
+        stack.append(((index + 1 - (1 << level), level), value))
     return stack
 
 
@@ -29,7 +32,7 @@ def test_every_world_size_adds_in_the_same_order(total: int, world: int) -> None
 
 
 @given(st.integers(0, 300), st.integers(0, 100))
-def test_pushing_leaves_the_fewest_nodes(start: int, length: int) -> None:
+def test_joining_leaves_the_fewest_nodes(start: int, length: int) -> None:
     stack = _nodes(start, start + length)
     assert [segment for segment, _ in stack] == segments(start, start + length)
     assert len(stack) <= 2 * max(1, length.bit_length())
