@@ -1,17 +1,17 @@
-"""Tensors of several shapes as one flat order of elements for each dtype and device, cut into buckets."""
+"""Tensors of one dtype and device as flat ones: large ones as they lie in memory, small ones packed together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Part", "Place", "Values", "layout"]
+__all__ = ["Flat", "Part", "Place", "Values", "layout"]
 
-BUCKET_BYTES = 16 * 1024 * 1024
-"""Bytes of one node that cross the ranks at a time: with what is under way it bounds the memory of the exchange."""
+SMALL = 64 * 1024
+"""Elements below which a tensor is packed with others: a message costs about as much as copying so many."""
 
 Values = list[Tensor | None]
 """A value, or None, for each tensor."""
@@ -19,66 +19,77 @@ Values = list[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in its part's flat order, and how its elements lie in memory: densely, in some order."""
+    """A tensor's number, and how its elements lie in memory: densely, in some order."""
 
     which: int
-    start: int
-    stop: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+    @property
+    def small(self) -> bool:
+        return self.shape.numel() < SMALL
 
     def new(self, part: Part) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=part.dtype, device=part.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """A range of a part, cut into equal shards, the last of which may be padded."""
+class Flat:
+    """One or more tensors in a flat order.
 
-    start: int
-    stop: int
-    shard: int
+    Attributes:
+        nodes: of each of this rank's nodes of the tree, the elements; to be changed at will.
+        total: where their sum over all ranks goes; may be the memory of the first node.
+        packed: the tensors whose elements these are copies of, if they are.
+    """
+
+    nodes: list[Tensor]
+    total: Tensor
+    packed: list[Tensor] = field(default_factory=list)
+
+    def unpack(self) -> None:
+        """Copy the sums where they belong."""
+        if self.packed:
+            pieces = torch.split(self.total, [tensor.numel() for tensor in self.packed])
+            for tensor, piece in zip(self.packed, pieces, strict=True):
+                _in_memory(tensor).copy_(piece)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensors of one dtype and device, in one flat order."""
+    """The tensors of one dtype and device."""
 
     dtype: torch.dtype
     device: torch.device
-    tensors: tuple[Place, ...]
+    places: tuple[Place, ...]
 
-    def buckets(self, world_size: int) -> Iterator[Bucket]:
-        length = self.tensors[-1].stop
-        step = max(1, BUCKET_BYTES // self.dtype.itemsize)
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            yield Bucket(start, stop, -(-(stop - start) // world_size))
+    def flats(self, nodes: list[Values], sums: Values) -> Iterator[Flat]:
+        """Yield the nodes' values and the sums as flat tensors.
 
-    def pack(self, bucket: Bucket, values: Values, flat: Tensor) -> None:
-        """Copy a bucket of values into a flat tensor, zero where there are none."""
-        for place, inside, outside in self._pieces(bucket):
-            value = values[place.which]
-            if value is None:
-                flat[outside].zero_()
+        Args:
+            nodes: with a value wherever there is a sum.
+            sums: what is None is left out.
+        """
+        small = []
+        for place in self.places:
+            total = sums[place.which]
+            if total is None or not total.numel():
+                continue
+            if place.small:
+                small.append(place.which)
             else:
-                flat[outside].copy_(_in_memory(value)[inside])
-        flat[bucket.stop - bucket.start :].zero_()
+                yield Flat([_in_memory(_present(values, place.which)) for values in nodes], _in_memory(total))
+        if small:
+            packed = [_present(sums, which) for which in small]
+            total = torch.empty(sum(tensor.numel() for tensor in packed), dtype=self.dtype, device=self.device)
+            flat = [torch.cat([_in_memory(_present(values, which)) for which in small]) for values in nodes]
+            yield Flat(flat, total, packed)
 
-    def unpack(self, bucket: Bucket, flat: Tensor, values: Values) -> None:
-        """Copy a flat tensor into a bucket of values."""
-        for place, inside, outside in self._pieces(bucket):
-            value = values[place.which]
-            if value is not None:
-                _in_memory(value)[inside].copy_(flat[outside])
 
-    def _pieces(self, bucket: Bucket) -> Iterator[tuple[Place, slice, slice]]:
-        """Yield what of each tensor lies in a bucket: its range in the tensor, and in the bucket."""
-        for place in self.tensors:
-            start, stop = max(place.start, bucket.start), min(place.stop, bucket.stop)
-            if start < stop:
-                inside = slice(start - place.start, stop - place.start)
-                yield place, inside, slice(start - bucket.start, stop - bucket.start)
+def _present(values: Values, which: int) -> Tensor:
+    value = values[which]
+    assert value is not None
+    return value
 
 
 def _in_memory(value: Tensor) -> Tensor:
@@ -92,18 +103,11 @@ def layout(like: Sequence[Tensor]) -> list[Part]:
     Raises:
         ValueError: if one is sparse.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[Place]] = {}
     for which, tensor in enumerate(like):
         if tensor.layout != torch.strided:
             raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(which)
-    parts = []
-    for (dtype, device), members in kinds.items():
-        places: list[Place] = []
-        for which in members:
-            start = places[-1].stop if places else 0
-            # Of a layout with gaps or overlaps this makes a dense one.
-            stride = torch.empty_like(like[which], device="meta").stride()
-            places.append(Place(which, start, start + like[which].numel(), like[which].shape, stride))
-        parts.append(Part(dtype, device, tuple(places)))
-    return parts
+        # Of a layout with gaps or overlaps this makes a dense one.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(Place(which, tensor.shape, stride))
+    return [Part(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]

@@ -1,9 +1,9 @@
 """The exact reduction: gradients added in one fixed tree over the micro-batch's index, at any world size.
 
 Each rank folds its slice of the micro-batches into nodes of the tree while it computes them. At the step's end the
-nodes cross the ranks in shards (all-to-all), each rank folds its shard of all nodes in the tree's order, and the sums
-come back (all-gather), bucket by bucket, three buckets under way at a time. Where slices are aligned each rank sends
-one node, which makes the bytes those of a ring all-reduce; else up to 2 * log2 of the slice's length.
+nodes cross the ranks in shards, each rank folds its shard of all nodes in the tree's order, and the sums come back, see
+:mod:`elastic_launch.training.shards`. Where slices are aligned each rank sends one node, which makes the bytes those of
+a ring all-reduce; else up to 2 * log2 of the slice's length.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ from torch import Tensor
 
 from elastic_launch.batch import slice_of
 from elastic_launch.errors import UsageError
-from elastic_launch.training.flat import Bucket, Part, Values, layout
+from elastic_launch.training.flat import Values, layout
+from elastic_launch.training.shards import ShardExchange
 from elastic_launch.training.tree import Segment, fold, joins, segments
 
 __all__ = ["ExactReduction"]
-
-UNDER_WAY = 3
-"""Buckets at once: one crosses, one is folded, one comes back."""
-
-# torch 2.13 deprecates the name that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ExactReduction:
@@ -48,13 +43,13 @@ class ExactReduction:
         self._rank = rank
         self._group = group
         self._parts = layout(like)
-        self._places = {place.which: (part, place) for part in self._parts for place in part.tensors}
+        self._places = {place.which: (part, place) for part in self._parts for place in part.places}
         self._stack: list[tuple[Segment, Values]] = []
         self._leaf: _Leaf | None = None
         self._in_parts: set[int] = set()
         self._free: list[list[Tensor]] = [[] for _ in like]
         self._given: Values = [None] * len(like)
-        self._buffers: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+        self._exchange = ShardExchange(world_size, rank, group)
 
     def begin(self, index: int) -> None:
         """Begin with a micro-batch.
@@ -164,91 +159,45 @@ class ExactReduction:
         if self._world_size == 1:
             self._given = fold(total, nodes, _join)
         else:
-            self._given = self._present_sums(values)
-            for part in self._parts:
-                self._exchange(part, total, values, self._given)
+            self._given = self._sum_over_ranks(values, total)
         for node in values:
             for which, value in enumerate(node):
                 if value is not None and value is not self._given[which]:
                     self._free[which].append(value)
         return list(self._given)
 
-    def _take(self, which: int) -> Tensor:
-        """Return a tensor to hold a sum, one that is free if there is one: new memory costs more than the addition."""
-        part, place = self._places[which]
-        return self._free[which].pop() if self._free[which] else place.new(part)
+    def _sum_over_ranks(self, nodes: list[Values], total: int) -> Values:
+        """Return the sums of all ranks' nodes, which become the memory of these."""
+        sums = self._present_sums(nodes)
+        for node in nodes:
+            for which, value in enumerate(node):
+                if value is None and sums[which] is not None:
+                    node[which] = self._take(which).zero_()
+        theirs = [segments(*slice_of(total, self._world_size, rank)) for rank in range(self._world_size)]
+        for part in self._parts:
+            flats = list(part.flats(nodes, sums))
+            self._exchange.sum([(flat.nodes, flat.total) for flat in flats], theirs, total)
+            for flat in flats:
+                flat.unpack()
+        return sums
 
     def _present_sums(self, nodes: list[Values]) -> Values:
-        """Return a tensor to take each sum, None for those that no rank has; it may be that of a node."""
-        count = sum(len(part.tensors) for part in self._parts)
+        """Return a tensor to take each sum, None for those that no rank has; it is the first node's if that has one."""
+        count = len(self._places)
         present = torch.tensor(
             [any(values[which] is not None for values in nodes) for which in range(count)], dtype=torch.int32
         )
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
-        sums: Values = [None] * count
-        for part in self._parts:
-            for place in part.tensors:
-                if present[place.which]:
-                    own = nodes[0][place.which] if nodes else None
-                    sums[place.which] = self._take(place.which) if own is None else own
-        return sums
+        first = nodes[0] if nodes else [None] * count
+        return [
+            None if not there else self._take(which) if (own := first[which]) is None else own
+            for which, there in enumerate(present.tolist())
+        ]
 
-    def _exchange(self, part: Part, total: int, nodes: list[Values], sums: Values) -> None:
-        theirs = [segments(*slice_of(total, self._world_size, rank)) for rank in range(self._world_size)]
-        order = [node for nodes_of_one in theirs for node in nodes_of_one]
-        buckets = list(part.buckets(self._world_size))
-        crossing: dict[int, tuple[dist.Work | None, Tensor]] = {}
-        returning: dict[int, tuple[dist.Work | None, Tensor]] = {}
-        # All ranks start their collectives in this order, and wait for none that the next could begin before.
-        for turn in range(len(buckets) + 2):
-            if turn < len(buckets):
-                crossing[turn] = self._send(part, buckets[turn], turn % UNDER_WAY, nodes, list(map(len, theirs)))
-            if 0 <= (number := turn - 1) < len(buckets):
-                work, received = crossing.pop(number)
-                _wait(work)
-                shards = list(zip(order, received.unbind(), strict=True))
-                folded = fold(total, shards, lambda a, b: a.add_(b))
-                returning[number] = self._give_back(part, buckets[number], number % UNDER_WAY, folded)
-            if (number := turn - 2) >= 0:
-                work, gathered = returning.pop(number)
-                _wait(work)
-                part.unpack(buckets[number], gathered, sums)
-
-    def _send(
-        self, part: Part, bucket: Bucket, slot: int, nodes: list[Values], counts: list[int]
-    ) -> tuple[dist.Work | None, Tensor]:
-        """Send every rank its shard of this rank's nodes; return the shards of all nodes that are this rank's."""
-        world, shard = self._world_size, bucket.shard
-        sent = self._buffer(f"sent {slot}", world * len(nodes) * shard, part)
-        by_rank = sent.view(world, len(nodes), shard)
-        if len(nodes) == 1:
-            part.pack(bucket, nodes[0], sent)
-        elif nodes:
-            flat = self._buffer("flat", world * shard, part)
-            for number, values in enumerate(nodes):
-                part.pack(bucket, values, flat)
-                by_rank[:, number] = flat.view(world, shard)
-        received = self._buffer(f"received {slot}", sum(counts) * shard, part)
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            output_split_sizes=[count * shard for count in counts],
-            input_split_sizes=[len(nodes) * shard] * world,
-            group=self._group,
-            async_op=True,
-        )
-        return work, received.view(sum(counts), shard)
-
-    def _give_back(self, part: Part, bucket: Bucket, slot: int, folded: Tensor) -> tuple[dist.Work | None, Tensor]:
-        gathered = self._buffer(f"gathered {slot}", self._world_size * bucket.shard, part)
-        return _all_gather(gathered, folded, group=self._group, async_op=True), gathered
-
-    def _buffer(self, name: str, length: int, part: Part) -> Tensor:
-        """Return a tensor to work in, the same one for the same name."""
-        key = (name, length, part.dtype, part.device)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(length, dtype=part.dtype, device=part.device)
-        return self._buffers[key]
+    def _take(self, which: int) -> Tensor:
+        """Return a tensor to hold a sum, one that is free if there is one: new memory costs more than the addition."""
+        part, place = self._places[which]
+        return self._free[which].pop() if self._free[which] else place.new(part)
 
 
 @dataclass(slots=True)
@@ -289,8 +238,3 @@ def _join(left: Values, right: Values) -> Values:
     if lonely := [value for value in alone if value is not None]:
         torch._foreach_add_(lonely, 0.0)
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
