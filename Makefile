@@ -20,12 +20,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastic-launch-env
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check test clean distclean
+.PHONY: help env demo check test test-all clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       make the environment, train on two workers, kill one, compare the weights with an undisturbed run'
 	@echo 'make test       make the environment, check, and run the tests'
+	@echo 'make test-all   the tests that make test leaves out: they take long'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
@@ -52,7 +53,10 @@ check: env
 	"$(BIN)/lint-imports" --no-logo
 
 test: env check
-	"$(BIN)/python" -m pytest -rfEs -m "not system" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+
+test-all: env
+	"$(BIN)/python" -m pytest -rfEs -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist $(CACHES)

@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
+from elastic_launch.errors import UsageError
+
+__all__ = ["BatchError", "BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
+
+
+class BatchError(UsageError, ValueError):
+    """A global batch, a world or a rank that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class GlobalBatch:
             into memory.
 
     Raises:
-        ValueError: naming the field; and by whatever needs the micro-batches, while these are still to be found out.
+        BatchError: naming the field; and by whatever needs the micro-batches, while these are still to be found out.
     """
 
     size: int
@@ -69,9 +75,9 @@ class GlobalBatch:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"GlobalBatch(size={self.size}): a global batch holds at least 1 sample.")
+            raise BatchError(f"GlobalBatch(size={self.size}): a global batch holds at least 1 sample.")
         if self.micro != "auto" and (not isinstance(self.micro, int) or not 1 <= self.micro <= self.size):
-            raise ValueError(
+            raise BatchError(
                 f"GlobalBatch(size={self.size}, micro={self.micro!r}): a micro-batch holds 1 to {self.size} samples, "
                 'or "auto".'
             )
@@ -84,17 +90,17 @@ class GlobalBatch:
         """Return it with micro-batches of half the size, rounded up.
 
         Raises:
-            ValueError: if they hold 1 sample.
+            BatchError: if they hold 1 sample.
         """
         if self._each == 1:
-            raise ValueError(f"GlobalBatch(size={self.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
+            raise BatchError(f"GlobalBatch(size={self.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
         return GlobalBatch(self.size, -(-self._each // 2))
 
     @property
     def _each(self) -> int:
         """Samples in each micro-batch but the last."""
         if self.micro == "auto":
-            raise ValueError(
+            raise BatchError(
                 f'GlobalBatch(size={self.size}, micro="auto"): only el.Trainer finds out how many samples fit; '
                 "give micro a number."
             )
@@ -115,7 +121,7 @@ class GlobalBatch:
             samples: samples in this batch if it is a short last one, else None.
 
         Raises:
-            ValueError: if there is no such rank, or no such number of samples.
+            BatchError: if there is no such rank, or no such number of samples.
         """
         everything = self.micro_batches(samples)
         start, stop = slice_of(len(everything), world_size, rank)
@@ -136,7 +142,7 @@ class GlobalBatch:
     def _count(self, samples: int | None) -> int:
         count = self.size if samples is None else samples
         if not 1 <= count <= self.size:
-            raise ValueError(f"samples={count}: a global batch of size {self.size} holds 1 to {self.size} samples.")
+            raise BatchError(f"samples={count}: a global batch of size {self.size} holds 1 to {self.size} samples.")
         return count
 
 
@@ -147,8 +153,8 @@ def slice_of(items: int, world_size: int, rank: int) -> tuple[int, int]:
     where world_size divides items they are equal, and aligned in the reduction's tree if their length is a power of 2.
 
     Raises:
-        ValueError: if there is no such rank.
+        BatchError: if there is no such rank.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank}: a world of {world_size} has the ranks 0 to {world_size - 1}.")
+        raise BatchError(f"rank={rank}: a world of {world_size} has the ranks 0 to {world_size - 1}.")
     return rank * items // world_size, (rank + 1) * items // world_size

@@ -146,26 +146,22 @@ class Checkpoint:
                 _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
         return ended
 
-    def finish(self, *, complete: bool) -> list[snapshot.Outcome]:
-        """Wait until what was saved is written, and return the outcomes not yet seen.
-
-        Args:
-            complete: whether the training came to its end.
-
-        Raises:
-            CheckpointError: if nothing at all could be saved by a training that came to its end.
-        """
+    def finish(self) -> list[snapshot.Outcome]:
+        """Wait until what was saved is written, and return the outcomes not yet seen."""
         if self._writer is None:
             return []
         self._writer.flush(FINAL_TIMEOUT)
         ended = self.outcomes()
         writer, self._writer = self._writer, None
         writer.close()
-        if complete and self._error is not None:
-            if not self._something_saved:
-                raise self._error
+        if self._error is not None and self._something_saved:
             _log.error("not all checkpoints could be saved; the last error: %s", self._error)
         return ended
+
+    @property
+    def failure(self) -> snapshot.CheckpointError | None:
+        """Why nothing at all could be saved, if so."""
+        return None if self._something_saved else self._error
 
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:

@@ -11,6 +11,7 @@ buffers that nobody changes stay as they are; the others are those that the last
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,7 +214,10 @@ class Gradients:
 
     def close(self) -> None:
         """Let go of DDP: destroying the process group with it alive hangs now and then."""
-        self._ddp = None
+        if self._ddp is not None:
+            self._ddp = None
+            # It is part of a cycle.
+            gc.collect()
 
 
 class ExactGradients(Gradients):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_launch.batch import GlobalBatch
+from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
@@ -158,7 +158,7 @@ class Loop:
         before = self._loader.batch
         try:
             self._loader.batch = before.halved()
-        except ValueError:
+        except BatchError:
             raise MemoryError(
                 f"step {step.position.step}: a rank has no memory even for a micro-batch of 1 sample"
             ) from None

@@ -46,6 +46,7 @@ class Run:
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
+        self._failure: snapshot.CheckpointError | None = None
         self._listeners: list[Callable[[snapshot.Outcome], None]] = []
 
     @property
@@ -122,7 +123,7 @@ class Run:
 
         Raises:
             UsageError: if a step is left without ``update``, or the checkpoint belongs to another training.
-            ValueError: if the micro-batch size is ``"auto"``, which needs a trainer.
+            BatchError: if the micro-batch size is ``"auto"``, which needs a trainer.
         """
         loader.batch.micro_batches()
         parts: dict[str, Stateful | None] = {"scheduler": scheduler, "scaler": scaler}
@@ -204,21 +205,25 @@ class Run:
         return self.stopped
 
     def finish_checkpoint(self) -> None:
-        """Wait until what was saved is written.
-
-        Raises:
-            CheckpointError: if nothing at all could be saved.
-        """
+        """Wait until what was saved is written; :meth:`close` raises if nothing at all could be."""
         checkpoint, self._checkpoint = self._checkpoint, None
-        if checkpoint is not None:
-            for outcome in checkpoint.finish(complete=True):
-                self._tell(outcome)
+        if checkpoint is None:
+            return
+        for outcome in checkpoint.finish():
+            self._tell(outcome)
+        self._failure = self._failure or checkpoint.failure
 
     def close(self) -> None:
-        """End what the run has begun: wait for the last checkpoint and for what was posted to other ranks."""
+        """End what the run has begun: wait for the last checkpoint and for what was posted to other ranks.
+
+        Raises:
+            CheckpointError: if nothing at all could be saved: only now, so that the script has come to its results.
+        """
         self.finish_checkpoint()
         if self._agreement is not None:
             self._agreement.settle()
+        if self._failure is not None:
+            raise self._failure
 
     def _exchange(self, *, save: bool) -> bool:
         """Learn whether to stop, and return whether all are to save."""

@@ -131,7 +131,6 @@ class Trainer:
             UsageError: if until is no length, or the checkpoint belongs to another training.
             NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
             MemoryError: if a micro-batch of one sample does not fit.
-            CheckpointError: if none of this training's checkpoints could be written.
         """
         end = total_steps(until, self.loader.steps_per_epoch)
         for step in self._loop(until):

@@ -25,6 +25,7 @@ def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None
     assert float(done[2]) >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run() -> None:
     demo = subprocess.run([sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=170)
@@ -35,6 +36,7 @@ def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run(
     assert killed == undisturbed != other
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
     """Three workers without exact mode: their sums are rounded in another order than one process'."""
@@ -48,6 +50,7 @@ def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
     assert "demo: FAILED: the weights are not those of the undisturbed run" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path) -> None:
     result = tmp_path / "made" / "result.json"

@@ -68,6 +68,7 @@ def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(
     assert "Could not write a checkpoint in /sys/elastic-launch-test" in root_cause
 
 
+@pytest.mark.slow
 def test_checkpoints_that_fail_at_first_and_work_later_are_a_success(job: Job) -> None:
     """The worker may write files of 100 or 200 KiB only (shells differ), until it has said that this was too little."""
     directory, result = job.directory / "checkpoints", job.directory / "result.json"
@@ -84,6 +85,7 @@ def test_checkpoints_that_fail_at_first_and_work_later_are_a_success(job: Job) -
     assert not list(directory.glob(".*")), "what could not be written was removed"
 
 
+@pytest.mark.slow
 def test_a_path_below_a_file_is_refused_before_the_first_step(job: Job) -> None:
     (job.directory / "file").touch()
     agent, _ = _launch(job, 1, job.directory / "file" / "checkpoints")
@@ -124,6 +126,7 @@ def _forge(checkpoint: Path, name: str, data: bytes) -> None:
     (checkpoint / MANIFEST).write_bytes(changed.dumps()[0])
 
 
+@pytest.mark.slow
 def test_a_pickle_in_a_checkpoints_place_is_skipped_and_never_unpickled(
     job: Job, checkpoints: Path, trained: tuple[Path, str]
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_pickle_in_a_checkpoints_place_is_skipped_and_never_unpickled(
     assert not trace.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -159,6 +163,7 @@ def test_another_training_is_refused_by_the_name_of_what_differs(
     assert {info.digest for info in snapshot.find(checkpoints)} == before
 
 
+@pytest.mark.slow
 def test_each_node_may_have_a_directory_of_its_own(job: Job, trained: tuple[Path, str]) -> None:
     """The same relative path means another place on each; who has a checkpoint gives it to who has none."""
     result = job.directory / "result.json"

@@ -46,6 +46,7 @@ def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str,
     assert result["worlds"] == [nproc]
 
 
+@pytest.mark.slow
 def test_the_default_mode_agrees_within_the_last_digits(job: Job, alone: dict[str, Any]) -> None:
     result = job.directory / "default.json"
     command = [DIGITS, "--epochs", "1", "--result", str(result)]
@@ -54,6 +55,7 @@ def test_the_default_mode_agrees_within_the_last_digits(job: Job, alone: dict[st
     assert _result(result)["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
     agent, path = _train(job, 1, "--seed", "1")
     assert agent.wait(100) == 0, agent.output
@@ -92,6 +94,7 @@ def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alo
     assert result["resumed_step"] >= 10
 
 
+@pytest.mark.slow
 def test_torchrun_launches_the_same_script_to_the_same_hash(job: Job, alone: dict[str, Any]) -> None:
     path = job.directory / "result.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -100,6 +103,7 @@ def test_torchrun_launches_the_same_script_to_the_same_hash(job: Job, alone: dic
     assert _result(path)["weights_sha256"] == alone["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_changed_batch_is_refused_on_resuming(job: Job) -> None:
     options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--epochs", "1"]
     first, _ = _train(job, 1, *options, name="first")

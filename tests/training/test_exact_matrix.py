@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import SCRIPTS, Job, job_in
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.data import TensorDataset
-
-from elastic_launch.batch import GlobalBatch
-from elastic_launch.training.loader import ElasticLoader
-from elastic_launch.training.reduction import ExactReduction
-from elastic_launch.training.tree import fold
 
 # A test may find that two worlds are still to be launched.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = str(SCRIPTS / "exactness.py")
 WORLDS = [1, 2, 3, 4, 5]
@@ -199,44 +189,3 @@ def test_every_configuration_without_a_poisoned_sample_ends_well(launches: Launc
         results = launches.at(1)[0][mode]
         assert {name for name, result in results.items() if "error" in result} == {"poisoned"}
         assert {len(result["losses"]) for name, result in results.items() if name != "poisoned"} == {6}
-
-
-def _tree_sum(values: list[Tensor]) -> Tensor:
-    return fold(len(values), [((index, 0), value) for index, value in enumerate(values)], torch.add)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 1000))
-def test_one_process_adds_by_the_tree_in_every_step(totals: list[int], seed: int) -> None:
-    """The number of micro-batches may change from step to step; what a step leaves is used by the next."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [((3,), torch.float32), ((2, 2), torch.float64), ((1,), torch.float32)]
-    reduction = ExactReduction([torch.empty(shape, dtype=dtype) for shape, dtype in shapes], 1, 0)
-    for total in totals:
-        values = [[torch.randn(s, dtype=d, generator=generator) for s, d in shapes] for _ in range(total)]
-        for index, value in enumerate(values):
-            reduction.add(index, [*value[:2], None])
-        sums = reduction.finish(total)
-        assert sums[2] is None
-        for which in (0, 1):
-            result = sums[which]
-            assert result is not None
-            assert torch.equal(result, _tree_sum([value[which] for value in values]))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data())
-def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: st.DataObject) -> None:
-    """At every step of a later epoch, also in a short last batch: test_loader.py has the plans, this the loading."""
-    size = data.draw(st.integers(1, 64), label="size")
-    micro = data.draw(st.integers(1, min(16, size)), label="micro")
-    whole = data.draw(st.integers(0, 2), label="whole batches")
-    rest = data.draw(st.integers(0 if whole else 1, size - 1 if whole else size), label="rest")
-    dataset = TensorDataset(torch.arange(whole * size + rest))
-    loader = ElasticLoader(dataset, GlobalBatch(size, micro), seed=3)
-    epoch = data.draw(st.integers(0, 2), label="epoch")
-    for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
-        world = data.draw(st.integers(1, 9), label="world")
-        found = [int(i) for rank in range(world) for (micro,) in loader.epoch_from(step, world, rank) for i in micro]
-        done = (step - epoch * loader.steps_per_epoch) * size
-        assert sorted(found) == sorted(loader.order(epoch)[done:])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
@@ -126,3 +126,21 @@ def test_an_iterable_dataset_is_refused() -> None:
 def test_a_dataset_without_a_batch_is_refused(length: int, drop_last: bool) -> None:
     with pytest.raises(UsageError, match=f"a dataset of {length} samples holds no global batch of 4"):
         ElasticLoader(Numbers(length), GlobalBatch(4, 2), drop_last=drop_last)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: st.DataObject) -> None:
+    """At every step of a later epoch, also in a short last batch: the loading itself, not only the plans."""
+    size = data.draw(st.integers(1, 64), label="size")
+    micro = data.draw(st.integers(1, min(16, size)), label="micro")
+    whole = data.draw(st.integers(0, 2), label="whole batches")
+    rest = data.draw(st.integers(0 if whole else 1, size - 1 if whole else size), label="rest")
+    dataset = TensorDataset(torch.arange(whole * size + rest))
+    loader = ElasticLoader(dataset, GlobalBatch(size, micro), seed=3)
+    epoch = data.draw(st.integers(0, 2), label="epoch")
+    for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
+        world = data.draw(st.integers(1, 9), label="world")
+        found = [int(i) for rank in range(world) for (micro,) in loader.epoch_from(step, world, rank) for i in micro]
+        done = (step - epoch * loader.steps_per_epoch) * size
+        assert sorted(found) == sorted(loader.order(epoch)[done:])

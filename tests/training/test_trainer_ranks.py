@@ -39,6 +39,7 @@ def test_everything_that_is_told_is_the_same_at_three_ranks(job: Job, alone: dic
     assert [step for step, _ in three["evaluations"]] == [3, 6, 9]
 
 
+@pytest.mark.slow
 def test_the_default_mode_agrees_within_float_tolerance(job: Job, alone: dict[str, Any]) -> None:
     two = _train(job, 2, "--default-mode")
     for ours, theirs in zip(two["losses"], alone["losses"], strict=True):
@@ -49,6 +50,7 @@ def test_the_default_mode_agrees_within_float_tolerance(job: Job, alone: dict[st
     )
 
 
+@pytest.mark.slow
 def test_half_precision_is_exact_too(job: Job) -> None:
     assert _train(job, 2, "--precision", "fp16")["hash"] == _train(job, 3, "--precision", "fp16", name="b")["hash"]
 
@@ -82,6 +84,7 @@ def test_one_rank_asks_and_all_stop_after_the_same_step_with_their_state_saved(j
     assert resumed["hash"] == alone["hash"]
 
 
+@pytest.mark.slow
 def test_checkpoints_by_the_clock_are_taken_at_the_same_step_everywhere(job: Job, alone: dict[str, Any]) -> None:
     """Every 10 ms is every step: the first rank's clock decides, one boundary later."""
     checkpoint = job.directory / "checkpoint"
@@ -91,6 +94,7 @@ def test_checkpoints_by_the_clock_are_taken_at_the_same_step_everywhere(job: Job
     assert len(seen["checkpoints"]) >= 2
 
 
+@pytest.mark.slow
 def test_a_hand_written_loop_resumes_after_a_kill_and_at_another_size(job: Job) -> None:
     checkpoints, result = job.directory / "checkpoints", job.directory / "result.json"
     command = [str(EXAMPLES / "own_loop" / "train.py"), "--checkpoint", str(checkpoints), "--every", "5"]
@@ -110,6 +114,7 @@ def test_a_hand_written_loop_resumes_after_a_kill_and_at_another_size(job: Job) 
     assert seen["accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_language_model_goes_on_after_a_kill_to_the_same_hash(job: Job) -> None:
     script = [str(EXAMPLES / "gpt" / "train.py"), "--exact", "--until", "12ba", "--global-batch", "8"]
     script += ["--micro-batch", "2", "--sample", "8"]
