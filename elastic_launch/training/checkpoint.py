@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 FINAL_TIMEOUT = 600.0
 """Seconds for which the end of training waits until the last checkpoint is written."""
 
+RESCUE_TIMEOUT = 5.0
+"""Seconds for which a process that fails waits for a checkpoint that is being written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -158,6 +161,11 @@ class Checkpoint:
             _log.error("not all checkpoints could be saved; the last error: %s", self._error)
         return ended
 
+    def rescue(self) -> None:
+        """Wait, for a few seconds at most, until what is being written is written."""
+        if self._writer is not None:
+            self._writer.flush(RESCUE_TIMEOUT)
+
     @property
     def failure(self) -> snapshot.CheckpointError | None:
         """Why nothing at all could be saved, if so."""
@@ -219,5 +227,5 @@ def _copied(value: Any) -> Any:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 over all parameters and buffers, by name, dtype, shape and bytes."""
+    """Return the SHA-256 over all tensors of a model's ``state_dict``, by name, dtype, shape and bytes."""
     return snapshot.state_sha256(model.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,19 @@ from torch import Tensor
 
 from elastic_launch.snapshot import tree
 
-__all__ = ["broadcast_state"]
+__all__ = ["broadcast_state", "broadcast_tensors"]
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
+    """Give tensors of all ranks the values of the source's."""
+    for tensor in tensors:
+        value = tensor.detach()
+        if not value.numel():
+            continue
+        # Bytes: not every backend knows every dtype, and none takes gaps.
+        dense = value.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(dense, src=source)
+        value.copy_(dense.view(value.dtype).view(value.shape))
 
 
 def broadcast_state(state: Any, source: int, rank: int) -> Any:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
+from elastic_launch.training.exchange import broadcast_tensors
 from elastic_launch.training.reduction import ExactReduction
 
 __all__ = ["ExactGradients", "Gradients", "check_model"]
@@ -74,11 +75,14 @@ class Gradients:
         self.world_size = world_size
         self.rank = rank
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        floats = [b for b in model.buffers() if b.is_floating_point()]
-        self._float_buffers = floats
+        self._float_buffers = [b for b in model.buffers() if b.is_floating_point()]
         self._other_buffers = [b for b in model.buffers() if not b.is_floating_point()]
         self._at_start: list[Tensor] = []
+        self._homes = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
         self._ddp = self._wrap()
+        if world_size > 1 and self._ddp is None:
+            # As DDP does: a script that seeds nothing builds another model on each rank.
+            broadcast_tensors([*model.parameters(), *model.buffers()], 0)
         self._stale = False
         self._plan = BatchPlan((), 1, ())
         self._sums: list[Tensor] = []
@@ -135,12 +139,15 @@ class Gradients:
                 yield
         else:
             yield
+        self._take_back_assigned()
         self.take(number)
         for buffer, start in zip(self._buffers(), self._at_start, strict=True):
             buffer.detach().copy_(start)
 
     def take(self, number: int) -> None:
         """Take in what a micro-batch left."""
+        if self._ddp is None or number < self._plan.grad_accum - 1:
+            self._part_gradients()
         index = self._plan.micro_batches[number].index
         for total, moved in zip(self._sums, self._moved(), strict=True):
             total.add_(moved)
@@ -168,6 +175,35 @@ class Gradients:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(gradient)
                 parameter.grad = gradient
+
+    def _take_back_assigned(self) -> None:
+        """Give a module that has put another tensor in a buffer's place the old one with the new values.
+
+        Raises:
+            UsageError: if they do not fit.
+        """
+        for module, name, buffer in self._homes:
+            current = module._buffers[name]
+            if current is buffer:
+                continue
+            if current is None or current.shape != buffer.shape or current.dtype != buffer.dtype:
+                raise UsageError(
+                    f"{type(module).__name__} has changed the shape or dtype of its buffer {name!r} in a step.",
+                    "Write to the buffer in place, and leave its shape and dtype as they are.",
+                )
+            with torch.no_grad():
+                buffer.copy_(current)
+            module._buffers[name] = buffer
+
+    def _part_gradients(self) -> None:
+        """Give each parameter memory of its own for its gradient: both terms of a sum may get one and the same."""
+        seen = set()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                memory = parameter.grad.untyped_storage().data_ptr()
+                if memory in seen:
+                    parameter.grad = parameter.grad.clone()
+                seen.add(memory)
 
     def _moved(self) -> list[Tensor]:
         """Return what the present micro-batch adds to each floating-point buffer.
@@ -211,6 +247,11 @@ class Gradients:
 
     def _buffers(self) -> list[Tensor]:
         return [*self._float_buffers, *self._other_buffers]
+
+    @property
+    def talks_in_between(self) -> bool:
+        """Whether backward passes wait for other ranks, so that none of a step can be left out on one."""
+        return self._ddp is not None and not self._flat
 
     def close(self) -> None:
         """Let go of DDP: destroying the process group with it alive hangs now and then."""
@@ -288,7 +329,10 @@ class ExactGradients(Gradients):
 
 
 def _from_the_one_that_has_it(value: Tensor) -> Tensor:
-    """Give all ranks a tensor of integers or truths that is zero on all but one."""
+    """Give all ranks a tensor that is zero on all but one."""
+    if value.is_complex():
+        dist.all_reduce(torch.view_as_real(value))
+        return value
     numbers = value.to(torch.int64)
     dist.all_reduce(numbers)
     return numbers.to(value.dtype)

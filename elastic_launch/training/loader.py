@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
@@ -40,7 +40,8 @@ class ElasticLoader:
         seed: of the order of samples and of all that is random in them.
         shuffle: whether each epoch has an order of its own; else it is the dataset's.
         drop_last: whether samples that fill no global batch are left out; else they make a short last one.
-        num_workers, pin_memory, collate_fn, prefetch_factor: as of ``torch.utils.data.DataLoader``.
+        num_workers, pin_memory, collate_fn, prefetch_factor: as of ``torch.utils.data.DataLoader``. Random numbers that
+            ``collate_fn`` draws derive from (seed, epoch, index of the first sample).
 
     Raises:
         UsageError: if the dataset is iterable or empty, or holds no whole global batch under drop_last.
@@ -73,7 +74,7 @@ class ElasticLoader:
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
-            "collate_fn": collate_fn,
+            "collate_fn": _SeededCollate(collate_fn or default_collate, seed),
             "prefetch_factor": prefetch_factor,
         }
         if not self.steps_per_epoch:
@@ -145,4 +146,17 @@ class _SeededSamples(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
         with seeded(derive("sample", self._seed, epoch, index), devices=False):
-            return self._dataset[index]
+            return key, self._dataset[index]
+
+
+class _SeededCollate:
+    """Collates samples that come with their keys; its randomness derives from the first one's."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._collate = collate
+        self._seed = seed
+
+    def __call__(self, samples: list[tuple[tuple[int, int], Any]]) -> Any:
+        epoch, index = samples[0][0]
+        with seeded(derive("collate", self._seed, epoch, index), devices=False):
+            return self._collate([sample for _, sample in samples])

@@ -87,7 +87,7 @@ class Loop:
             self._options.prepare(self._step)
         gradients = self._gradients()
         try:
-            stopped = False
+            stopped = self._run.stopped
             while self._step < self._end and not stopped:
                 with closing(self._loader.epoch_from(self._step, self._run.world_size, self._run.rank)) as batches:
                     for step in self._steps_of_epoch(batches, gradients):

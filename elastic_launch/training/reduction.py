@@ -68,7 +68,7 @@ class ExactReduction:
         It is added at once to all that the tree adds it to: what has just been computed is still in the cache.
 
         Args:
-            value: the reduction's from now on, which changes it. It may come in parts (reentrant checkpointing).
+            value: it may come in parts (reentrant checkpointing).
 
         Raises:
             UsageError: if it comes in parts for the first time after the first micro-batch.
@@ -91,7 +91,7 @@ class ExactReduction:
         self._in_parts.add(which)
         whole = leaf.result[which] if leaf.put[which] else leaf.pending.get(which)
         if whole is None:
-            leaf.pending[which] = value
+            leaf.pending[which] = self._take(which).copy_(value)
         else:
             whole.add_(value)
 
@@ -100,14 +100,19 @@ class ExactReduction:
         if value.stride() != place.stride:
             # Sums over all elements, a norm for example, depend on the order in memory to the bit.
             value = place.new(part).copy_(value)
-        if not leaf.lefts:
-            leaf.result[which] = self._take(which).copy_(value)
-            return
-        for left in leaf.lefts[:-1]:
+        # Two gradients may share their memory, as those of both terms of a sum do: the value is never written to.
+        total, fresh = value, None
+        for left in leaf.lefts:
             own = left[which]
-            value.add_(0.0 if own is None else own)
-        last = leaf.lefts[-1][which]
-        leaf.result[which] = self._take(which).copy_(value).add_(0.0) if last is None else last.add_(value)
+            if own is not None:
+                total = own.add_(total)
+            elif fresh is None and total is value:
+                total = fresh = self._take(which).copy_(value).add_(0.0)
+            else:
+                total.add_(0.0)
+        leaf.result[which] = total if leaf.lefts else self._take(which).copy_(value)
+        if fresh is not None and fresh is not total:
+            self._free[which].append(fresh)
 
     def end(self) -> None:
         """End the micro-batch that was begun: what was not put has no value."""
@@ -116,6 +121,7 @@ class ExactReduction:
         for which, whole in leaf.pending.items():
             leaf.put[which] = True
             self._add_to_lefts(leaf, which, whole)
+            self._free[which].append(whole)
         for which, put in enumerate(leaf.put):
             if not put:
                 leaf.result[which] = _sum_of_lefts([left[which] for left in leaf.lefts])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
@@ -46,6 +47,8 @@ class Run:
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
+        self._save_posted = False
+        self._save_agreed = False
         self._failure: snapshot.CheckpointError | None = None
         self._listeners: list[Callable[[snapshot.Outcome], None]] = []
 
@@ -87,6 +90,15 @@ class Run:
         """Call function, on the ranks that write, at the first boundary after a checkpoint was written or failed."""
         self._listeners.append(function)
 
+    @contextmanager
+    def telling(self, function: Callable[[snapshot.Outcome], None]) -> Iterator[None]:
+        """Do as :meth:`on_checkpoint` for the time of a context."""
+        self._listeners.append(function)
+        try:
+            yield
+        finally:
+            self._listeners.remove(function)
+
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return how many micro-batches of a full global batch are this rank's."""
         return batch.plan(self.world_size, self.rank).grad_accum
@@ -114,7 +126,8 @@ class Run:
         Args:
             loader: its micro-batches are shared out over the ranks.
             model: on its device, not wrapped; call ``step.model``.
-            until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``).
+            until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``). To end it earlier with
+                its state saved call :meth:`request_stop`; a ``break`` leaves the present step unsaved.
             checkpoint: where to save to and resume from.
             exact: whether the weights are to be the same to the bit at every world size.
             find_unused_parameters: as of DistributedDataParallel; exact mode needs no such hint.
@@ -195,13 +208,15 @@ class Run:
             self._checkpoint = checkpoint  # for close(), also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
-        by_clock = checkpoint is not None and checkpoint.by_clock and self.rank == 0 and checkpoint.due(step)
-        save = self._exchange(save=by_clock)
+        by_clock = checkpoint is not None and checkpoint.by_clock
+        self._exchange(save=by_clock and self.rank == 0 and checkpoint is not None and checkpoint.due(step))
         if checkpoint is not None:
-            due = save if checkpoint.by_clock else checkpoint.due(step)
+            due = self._save_agreed if by_clock else checkpoint.due(step)
             if (due or self.stopped or end) and checkpoint.needs(step):
                 captured = state.capture(keep=checkpoint.writes)
                 checkpoint.save(captured, step, dict(identity), self.worlds)
+            if self._save_agreed:
+                self._save_posted = self._save_agreed = False
         return self.stopped
 
     def finish_checkpoint(self) -> None:
@@ -225,13 +240,20 @@ class Run:
         if self._failure is not None:
             raise self._failure
 
-    def _exchange(self, *, save: bool) -> bool:
-        """Learn whether to stop, and return whether all are to save."""
+    def _exchange(self, *, save: bool) -> None:
+        """Post wishes, each save once, and learn what all are to do."""
         if self._agreement is None:
             self._agreement = Agreement(self.world_size)
-        agreed = self._agreement.exchange(Wishes(stop=self._stop_wanted, save=save))
+        post = save and not self._save_posted
+        self._save_posted |= post
+        agreed = self._agreement.exchange(Wishes(stop=self._stop_wanted, save=post))
         self.stopped |= agreed.stop
-        return agreed.save
+        self._save_agreed |= agreed.save
+
+    def abandon(self) -> None:
+        """After an error: let a checkpoint that is being written be finished, without any other rank."""
+        if self._checkpoint is not None:
+            self._checkpoint.rescue()
 
     def _tell(self, outcome: snapshot.Outcome) -> None:
         for listener in self._listeners:
@@ -252,9 +274,17 @@ def session(*, threads: int = 1, deterministic: bool = True) -> Iterator[Run]:
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+        # cuBLAS is deterministic only with a workspace of a fixed size, which it reads before it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = environment()
+    found = dist.is_initialized()
     run = Run(world, join(world))
-    yield run
-    # Not after an error: the others may never come to the end, and this process is to fail at once.
+    try:
+        yield run
+    except BaseException:
+        # Nothing that others take part in: they may never come to it, and this process is to fail soon.
+        run.abandon()
+        raise
     run.close()
-    leave()
+    if not found:
+        leave()

@@ -142,7 +142,14 @@ class Step:
         """Say, instead of going on after an error, that this rank has no memory for its micro-batch.
 
         ``update`` then does nothing, on any rank, but to set ``too_large``.
+
+        Raises:
+            UsageError: if backward passes wait for other ranks, which then wait for ever: in default mode.
         """
+        if self._gradients.talks_in_between:
+            raise UsageError(
+                "step.give_up(): DDP's backward passes wait for those of other ranks.", "It needs exact=True."
+            )
         self._out_of_memory = True
         self._losses.clear()
         self._metric_values.clear()

@@ -119,7 +119,7 @@ class Trainer:
         self._find_unused_parameters = find_unused_parameters
         self._finds_micro = loader.batch.micro == "auto"
         self._callbacks = list(callbacks)
-        run.on_checkpoint(self._on_checkpoint)
+        self._begun = False
 
     def fit(self, until: int | str) -> None:
         """Train until the whole training, rounds and calls before this one included, has a length.
@@ -132,7 +132,10 @@ class Trainer:
             NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
             MemoryError: if a micro-batch of one sample does not fit.
         """
-        end = total_steps(until, self.loader.steps_per_epoch)
+        with self.run.telling(self._on_checkpoint):
+            self._fit(until, total_steps(until, self.loader.steps_per_epoch))
+
+    def _fit(self, until: int | str, end: int) -> None:
         for step in self._loop(until):
             started = time.monotonic()
             self._work(step)
@@ -218,8 +221,9 @@ class Trainer:
         )
         for callback in self._callbacks:
             callback.on_round(start)
-        if start.reason != "first":
+        if start.reason != "first" and not self._begun:
             self._tell_incident("restart", start.reason)
+        self._begun = True
 
     def _work(self, step: Step) -> None:
         """Do forward and backward passes of this rank's micro-batches; give the step up where memory runs out."""

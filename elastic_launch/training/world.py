@@ -100,11 +100,21 @@ def join(world: World, timeout: float = 600.0) -> torch.device:
 
     Args:
         timeout: seconds after which a collective that nobody completes fails.
+
+    Raises:
+        UsageError: if a group was joined before that cannot exchange control values.
     """
     device = world.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not world.alone and not dist.is_initialized():
+    if dist.is_initialized():
+        backends = dist.get_backend_config()
+        if "cpu:" not in backends:
+            raise UsageError(
+                f"The process group that this process is in already has the backends {backends}, none for the CPU.",
+                'Leave joining to el.session(), or make the group with "cpu:gloo,cuda:nccl".',
+            )
+    elif not world.alone:
         # gloo stays at hand for control values, which live on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

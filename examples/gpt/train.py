@@ -117,9 +117,9 @@ def main() -> None:
             callbacks=[el.Progress(every=20)],
         )
         trainer.fit(args.until)
+        last = trainer.evaluate()
         if run.rank == 0:
             print(write(model, alphabet, args.sample), flush=True)
-            last = trainer.history[-1].metrics
             result = {
                 "steps": trainer.step,
                 "loss": last["loss"],

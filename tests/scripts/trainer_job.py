@@ -24,6 +24,7 @@ class Net(nn.Module):
         # A bias before BatchNorm has a gradient of rounding errors only, which AdamW blows up.
         first = nn.Linear(6, 16, bias=False)
         self.body = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.register_buffer("phases", torch.tensor([0.5 + 0.7j, 1j]))
         self._greedy = greedy
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--poor-rank", type=int, default=-1)
     parser.add_argument("--stop-after", type=int, default=-1)
     parser.add_argument("--every", default="2")
+    parser.add_argument("--unseeded", action="store_true", help="each rank builds another model")
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
     with el.session() as run:
@@ -74,7 +76,7 @@ def main() -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         inputs = torch.randn(70, 6, generator=torch.Generator().manual_seed(3))
         targets = inputs[:, :3].argmax(dim=1)
-        torch.manual_seed(0)
+        torch.manual_seed(100 + run.rank if args.unseeded else 0)
         model = Net(greedy=args.poor_rank >= 0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         recorder = Recorder(args.stop_after, run)
@@ -98,6 +100,7 @@ def main() -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 9 * 2**30, resource.RLIM_INFINITY))
         trainer.fit("3ep")
+        args.result.with_suffix(f".{run.rank}").write_text(el.weights_sha256(model))
         if run.rank == 0:
             seen = recorder.seen | {
                 "hash": el.weights_sha256(model),

@@ -144,3 +144,19 @@ def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: s
         found = [int(i) for rank in range(world) for (micro,) in loader.epoch_from(step, world, rank) for i in micro]
         done = (step - epoch * loader.steps_per_epoch) * size
         assert sorted(found) == sorted(loader.order(epoch)[done:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collating_draws_is_the_same_at_every_world_size(workers: int) -> None:
+    def collate(samples: list[int]) -> list[float]:
+        return [float(torch.rand(())), random.random()]
+
+    def drawn(world: int) -> list[list[float]]:
+        loader = ElasticLoader(Numbers(10), GlobalBatch(8, 2), collate_fn=collate, num_workers=workers)
+        per_rank = [list(loader.epoch_from(0, world, rank)) for rank in range(world)]
+        counts = [[loader.plan(step, world, rank).grad_accum for rank in range(world)] for step in (0, 1)]
+        return [per_rank[rank].pop(0) for row in counts for rank in range(world) for _ in range(row[rank])]
+
+    one = drawn(1)
+    assert len({tuple(values) for values in one}) == 5
+    assert drawn(2) == one

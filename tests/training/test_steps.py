@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoint import weights_sha256
-from elastic_launch.training.gradients import check_model
+from elastic_launch.training.gradients import Gradients, check_model
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import NonFiniteLossError, Step
@@ -211,3 +211,78 @@ def test_a_gradient_that_comes_in_parts_is_added_up_first() -> None:
 
     for ours, theirs in zip(train(True).parameters(), train(False).parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_gradients_that_share_their_memory_are_added_one_by_one(exact: bool, micro: int) -> None:
+    """Autograd may give both terms of a sum one and the same gradient."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (self.a[None] + self.b[None])).sum(1, keepdim=True)
+
+    def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+        step.backward(_mse(step, sample))
+
+    model, _ = _train(micro, exact, backward, until="1ba", model=Sum())
+    expected = Sum()
+    nn.functional.mse_loss(expected(INPUTS[:8]), TARGETS[:8]).backward()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_buffer_that_a_module_assigns_anew_is_part_of_the_step(exact: bool) -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.register_buffer("ema", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.ema = 0.5 * self.ema + 0.5 * len(x)
+            return self.linear(x)
+
+    model = Averaging()
+    buffer = model.ema
+    _train(3, exact, lambda step, sample: step.backward(_mse(step, sample)), until="1ba", model=model)
+    # Micro-batches of 3, 3 and 2, each from the step's start.
+    assert model.ema is buffer
+    assert float(buffer) == pytest.approx((1.5 + 1.5 + 1) / 3)
+
+
+def test_giving_up_where_others_would_wait_is_refused() -> None:
+    class Talking(Gradients):
+        @property
+        def talks_in_between(self) -> bool:
+            return True
+
+    model, loader = _model(), _loader(8)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = Step(loader.position(0), loader.plan(0, 1, 0), iter([]), Talking(model, 1, 0), optimizer, seed=0, samples=8)
+    with pytest.raises(UsageError, match="backward passes wait for those of other ranks"):
+        step.give_up()
+
+
+def test_a_stop_holds_for_the_next_training_too() -> None:
+    run, model = Run(World(), torch.device("cpu")), _model()
+    optimizer = torch.optim.SGD(model.parameters())
+    done = 0
+    for _ in range(2):
+        for step in run.steps(_loader(8), model, optimizer, until="3ba"):
+            for sample in step:
+                step.backward(_mse(step, sample))
+            step.update()
+            done += 1
+            run.request_stop()
+    assert done == 1
+    assert run.stopped

@@ -39,6 +39,14 @@ def test_everything_that_is_told_is_the_same_at_three_ranks(job: Job, alone: dic
     assert [step for step, _ in three["evaluations"]] == [3, 6, 9]
 
 
+@pytest.mark.parametrize("options", [[], ["--default-mode"], ["--default-mode", "--micro", "auto"]])
+def test_ranks_that_build_other_models_train_the_first_ones(job: Job, options: list[str]) -> None:
+    """As DDP does: a script that seeds nothing must not train as many models as there are ranks."""
+    _train(job, 2, "--unseeded", *options)
+    hashes = {(job.directory / f"run.{rank}").read_text() for rank in range(2)}
+    assert len(hashes) == 1
+
+
 @pytest.mark.slow
 def test_the_default_mode_agrees_within_float_tolerance(job: Job, alone: dict[str, Any]) -> None:
     two = _train(job, 2, "--default-mode")

@@ -1,0 +1,54 @@
+"""Saving by the clock, with an agreement that is one boundary late: the ranks' exchange is replaced by a queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch.training.agreement import Wishes
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+
+class Late:
+    """What an exchange with other ranks does to a rank's own wishes."""
+
+    def __init__(self) -> None:
+        self._posted = Wishes()
+
+    def exchange(self, wishes: Wishes) -> Wishes:
+        agreed, self._posted = self._posted, wishes
+        return agreed
+
+    def settle(self) -> Wishes:
+        return self._posted
+
+
+@pytest.mark.parametrize("in_between", [0, 1, 2])
+def test_each_interval_is_saved_once_whatever_boundaries_lie_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_between: int
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    run = Run(World(), torch.device("cpu"))
+    run._agreement = Late()  # type: ignore[assignment]
+    run.register("model", nn.Linear(1, 1))
+    checkpoint = el.Checkpoint(tmp_path, every="10s", keep=100)
+    run.resume(checkpoint)
+    saved = []
+
+    def save(state: object, step: int, *rest: object) -> None:
+        saved.append(step)
+        checkpoint._last_step, checkpoint._last_time = step, now
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    for step in range(1, 41):
+        now += 1.0
+        assert not run.boundary(step)
+        for _ in range(in_between):
+            assert not run.boundary()
+    assert saved == [11, 22, 33]
