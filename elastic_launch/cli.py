@@ -19,6 +19,7 @@ from typing import NoReturn
 from elastic_launch import __version__
 from elastic_launch.config import (
     Command,
+    Endpoint,
     LaunchConfig,
     Limits,
     parse_endpoint,
@@ -34,7 +35,8 @@ __all__ = ["console_main", "main", "parse"]
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("c10d",)
+BACKENDS = ("c10d", "etcd")
+ETCD_PORT = 2379
 
 
 def console_main() -> NoReturn:
@@ -114,11 +116,14 @@ def _build(line: Line, values: Values) -> LaunchConfig:
             f"Supported: {', '.join(BACKENDS)}. Without the flag it is {LaunchConfig.backend}.",
         )
     asked = values.text("--rdzv-endpoint")
-    endpoint = None if asked is None else parse_endpoint(asked)
-    if standalone and endpoint:
-        asker = "--rdzv-endpoint" if "--rdzv-endpoint" in values.given else values.variable("--rdzv-endpoint")
-        log.warning("--standalone ignores %s %s: this node hosts its own store.", asker, endpoint)
-        endpoint = None
+    if standalone and (asked or backend != LaunchConfig.backend):
+        ignored = "--rdzv-endpoint" if asked else "--rdzv-backend"
+        asker = ignored if ignored in values.given else values.variable(ignored)
+        what = parse_endpoint(asked) if asked and backend == LaunchConfig.backend else asked or backend
+        log.warning("--standalone ignores %s %s: this node hosts its own store.", asker, what)
+        asked, backend = None, LaunchConfig.backend
+    endpoints = _endpoints(asked, backend, values.text("--rdzv-id"))
+    endpoint = endpoints[0] if endpoints else None
     timing, is_host = read_timing(_layers(values))
     if endpoint is None and is_host is False:
         raise UsageError(
@@ -133,6 +138,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         run_id=values.text("--rdzv-id") or (LaunchConfig.run_id if endpoint else secrets.token_hex(6)),
         backend=backend,
         endpoint=endpoint,
+        endpoints=endpoints if backend == "etcd" else (),
         announce=high > 1 and endpoint is None,
         timing=timing,
         node_id=values.text("--node-id") or default_node_id(),
@@ -145,6 +151,23 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
     )
+
+
+def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
+    """Return where the store is: one address, or several of an etcd cluster; none if this node is to host it."""
+    if backend != "etcd":
+        return () if asked is None else (parse_endpoint(asked),)
+    if asked is None:
+        raise UsageError(
+            "--rdzv-backend etcd needs the addresses of the cluster.",
+            "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...].",
+        )
+    if not run_id:
+        raise UsageError(
+            "--rdzv-backend etcd needs a name for the run: its record outlives it.",
+            "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
+        )
+    return tuple(parse_endpoint(part, ETCD_PORT) for part in asked.split(","))
 
 
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:

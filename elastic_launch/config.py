@@ -135,6 +135,7 @@ class LaunchConfig:
     Attributes:
         nproc: workers on this node.
         endpoint: where the control store is; None: this node hosts it.
+        endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
         announce: this node chose the endpoint itself and others may join: print how.
         node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
         node_rank: wanted rank of this node, or None.
@@ -150,6 +151,7 @@ class LaunchConfig:
     run_id: str = "none"
     backend: str = "c10d"
     endpoint: Endpoint | None = None
+    endpoints: tuple[Endpoint, ...] = ()
     announce: bool = False
     timing: Timing = field(default_factory=Timing)
     node_id: str = "node"

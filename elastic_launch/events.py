@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "EventSink",
     "JsonLines",
+    "LeaderElected",
     "LinkChanged",
     "NodeJoined",
     "NodeLeft",
@@ -175,6 +176,24 @@ class RestartCharged(Event):
     def line(self) -> str:
         budget = f"restart {self.restarts} of {self.max_restarts} (--max-restarts {self.max_restarts})"
         return f"{budget}, charged for a {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderElected(Event):
+    """A node leads from now on; only where no node hosts the store.
+
+    Attributes:
+        cause: ``first``, or why the one before leads no longer.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    term: int
+    cause: str
+
+    def line(self) -> str:
+        why = "" if self.cause == "first" else f": {self.cause}"
+        return f"node {self.node} leads the run (term {self.term}){why}"
 
 
 @dataclass(frozen=True, slots=True)

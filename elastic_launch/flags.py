@@ -85,7 +85,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Where nodes meet",
         (
             Flag(("--rdzv-backend",), "what keeps the control record", "NAME", "c10d"),
-            Flag(("--rdzv-endpoint",), "node that hosts the record", "HOST:PORT", "this one"),
+            Flag(("--rdzv-endpoint",), "host of the record, or etcd's", "HOST:PORT", "this one"),
             Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
             Flag(("--rdzv-conf",), "settings of the rendezvous, several merge", "K=V,..."),
             Flag(("--node-rank",), "wanted rank of this node", "N", "any"),

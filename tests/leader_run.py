@@ -36,13 +36,14 @@ class Run:
         *,
         max_restarts: int = 3,
         record: ControlRecord | None = None,
+        dead: frozenset[str] = frozenset(),
         **timing: float,
     ) -> None:
         low, _, high = nodes.partition(":")
         self.limits = Limits(int(low), int(high or low), max_restarts)
         self.clock = FakeClock(1000.0)
         self.record = record or ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
-        self.machine = LeaderMachine(self.record, self.limits, Timing(**timing), COMMAND, self.clock.now())
+        self.machine = LeaderMachine(self.record, self.limits, Timing(**timing), COMMAND, self.clock.now(), dead)
         self.links: dict[str, int] = {}
         self.silent: set[str] = set()
         self.commits: list[ControlRecord] = []

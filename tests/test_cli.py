@@ -199,13 +199,38 @@ def test_standalone_is_one_node(parse: Parse, nnodes: str) -> None:
     assert "--standalone comes from PET_STANDALONE=1 in the environment" in error.message
 
 
-@pytest.mark.parametrize("backend", ["static", "etcd", "C10D"])
+@pytest.mark.parametrize("backend", ["static", "etcd-v2", "C10D"])
 def test_other_backends_name_what_is_supported(parse: Parse, backend: str) -> None:
     error = refused(parse, f"--rdzv-backend {backend} train.py")
     assert backend in error.message
     assert "c10d" in error.hint
     error = refused(parse, "train.py", PET_RDZV_BACKEND=backend)
     assert f"PET_RDZV_BACKEND={backend}" in error.message
+
+
+def test_etcd_takes_several_addresses(parse: Parse) -> None:
+    config = parse("--rdzv-backend etcd --rdzv-endpoint a:1,b,[::1]:3 --rdzv-id x train.py")
+    assert config.endpoints == (Endpoint("a", 1), Endpoint("b", 2379), Endpoint("::1", 3))
+    assert config.endpoint == config.endpoints[0]
+    assert not config.announce
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--rdzv-backend etcd --rdzv-id x train.py", "needs the addresses of the cluster"),
+        ("--rdzv-backend etcd --rdzv-endpoint a train.py", "needs a name for the run"),
+        ("--rdzv-backend etcd --rdzv-endpoint a,,b --rdzv-id x train.py", "--rdzv-endpoint"),
+    ],
+)
+def test_what_etcd_needs_is_said(parse: Parse, line: str, message: str) -> None:
+    assert message in refused(parse, line).message
+
+
+def test_standalone_ignores_another_backend_with_a_warning(parse: Parse, caplog: pytest.LogCaptureFixture) -> None:
+    config = parse("--standalone --rdzv-backend etcd train.py")
+    assert config.backend == "c10d"
+    assert "--standalone ignores --rdzv-backend etcd" in caplog.text
 
 
 # Values that cannot work, from a flag and from the environment.

@@ -52,6 +52,7 @@ def test_names(kind: type[ev.Event], name: str) -> None:
 def test_the_leaders_decisions_are_shown_to_people() -> None:
     shown = {kind for kind in KINDS if kind.leader}
     assert shown == {
+        ev.LeaderElected,
         ev.NodeJoined,
         ev.NodeLeft,
         ev.NodeLost,

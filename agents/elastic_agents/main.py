@@ -56,9 +56,9 @@ def run(config: LaunchConfig) -> int:
         )
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
-            from elastic_launch.rendezvous.backend import C10dBackend
+            from elastic_launch.rendezvous.choice import backend_of
 
-        agent = LocalElasticAgent(config, C10dBackend(config, clock, journal), journal, clock=clock, inbox=inbox)
+        agent = LocalElasticAgent(config, backend_of(config, clock, journal), journal, clock=clock, inbox=inbox)
         agent.run()
     return _tell(config, agent.outcome)
 

@@ -59,6 +59,19 @@ class Backend(Protocol):
         """
         ...
 
+    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+        """Take note that a record's leader cannot be reached.
+
+        Args:
+            refused: whether its host answered that nobody listens there.
+            silent_for: seconds for which its link was silent already.
+        """
+        ...
+
+    def reached(self) -> None:
+        """Take note that the leader has answered."""
+        ...
+
     def close(self) -> None:
         """Stop leading and release everything."""
         ...
@@ -140,6 +153,12 @@ class C10dBackend:
             return record
         finally:
             store.close()
+
+    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+        """Nothing follows: only an agent at the endpoint can lead."""
+
+    def reached(self) -> None:
+        """Nothing follows."""
 
     def close(self) -> None:
         if self._service is not None:

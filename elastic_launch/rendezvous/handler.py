@@ -24,7 +24,7 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_endpoint
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.backend import C10dBackend
+from elastic_launch.rendezvous.choice import backend_of
 from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.settings import Setting, check_keys, default_node_id, read_timing
@@ -95,7 +95,7 @@ class C10dHandler(RendezvousHandler):
         )
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
-        backend = C10dBackend(self._config, self._clock, _NoEvents())
+        backend = backend_of(self._config, self._clock, _NoEvents())
         self._membership = Membership(self._config, backend, self._clock, self._events.put, self._reserve)
         self._store: WorkerStore | None = None
         self._started = False

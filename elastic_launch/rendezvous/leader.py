@@ -54,9 +54,18 @@ class LeaderMachine:
         limits, timing: the run's.
         command: the run's command in words, for refusals.
         now: the leader's monotonic clock, in seconds, here and in all methods.
+        dead: incarnations of nodes whose process is known to be gone.
     """
 
-    def __init__(self, record: ControlRecord, limits: Limits, timing: Timing, command: str, now: float) -> None:
+    def __init__(
+        self,
+        record: ControlRecord,
+        limits: Limits,
+        timing: Timing,
+        command: str,
+        now: float,
+        dead: frozenset[str] = frozenset(),
+    ) -> None:
         self.record = record
         self.nodes: dict[str, Node] = {}
         self.restarts = record.restarts
@@ -66,6 +75,8 @@ class LeaderMachine:
         self._began = now
         self._turned = now
         self._running = bool(record.round.members)
+        # Members of a round that another leader formed: they may train until they come here, or are silent for long.
+        self._owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
         self._formed_at = now
         self._broken: Broken | None = None
         self._floor = record.round.number
@@ -175,6 +186,8 @@ class LeaderMachine:
                 due.append(self._parked_at + timing.min_wait)
         elif self._room():
             due.append(self._last_arrival + timing.resize_delay)
+        if self._owed:
+            due.append(self._began + timing.dead_after)
         return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
 
     # Members come and go.
@@ -205,17 +218,23 @@ class LeaderMachine:
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
-        if hello.holding and not (same_round and self._running):
+        # Who comes from the leader before has not heard that the round broke: it is told, and stops like the others.
+        if hello.holding and not (same_round and (self._running or hello.node_id in self._owed)):
             self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
             self._out.append(Close(link))
             return
+        self._owed.discard(hello.node_id)
         if hello.holding:
             node.active = node.joined = True
             node.done = hello.done
         else:
             self._last_arrival = now
+            if self._running and rank is not None:
+                self._break(Kind.NODE_LOSS, f"node {hello.node_id} came to the new leader without its workers", now)
         self.nodes[hello.node_id] = node
         self._welcome(link, hello)
+        if node.active and self._broken:
+            self._send_break(node, self._broken)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self._outlook()))
         self._consider(now)
         if not self._running and not self.ended and self._parked_at != now:
@@ -297,6 +316,8 @@ class LeaderMachine:
             return
         broken = self._broken
         active = [node for node in self.nodes.values() if node.active]
+        if now - self._began >= self._timing.dead_after:
+            self._owed.clear()
         if broken and not broken.judged and (not active or now - broken.at >= COLLECT):
             self._judge(broken, now)
             if self.ended:
@@ -308,7 +329,7 @@ class LeaderMachine:
                 self._out.append(Close(node.link))
                 self._lose(node, reason, now)
             active = []
-        if not active and (broken is None or broken.judged):
+        if not active and not self._owed and (broken is None or broken.judged):
             self._gather(now)
 
     def _consider_running(self, now: float) -> None:
@@ -317,9 +338,10 @@ class LeaderMachine:
         absent = [
             x for x in self.record.round.members if x.node_id not in self.nodes or not self.nodes[x.node_id].active
         ]
-        if absent and now - self._formed_at >= self._timing.dead_after:
-            # Only a leader that took over a running round can miss members: these never came to it.
-            self._break(Kind.NODE_LOSS, f"node {absent[0].node_id} did not come to the new leader", now)
+        lost = [x for x in absent if x.node_id not in self._owed or now - self._formed_at >= self._timing.dead_after]
+        if lost:
+            # Only a leader that took over a running round can miss members: these are dead, or never came to it.
+            self._break(Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
             self._consider(now)
         elif len(members) == size and all(node.done for node in members):
             self._end(ExitCode.DONE, "all workers finished", now)

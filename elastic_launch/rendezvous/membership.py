@@ -19,6 +19,7 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.record import ControlRecord
 
 __all__ = ["LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
 
@@ -95,6 +96,7 @@ class Membership:
         self._closing = threading.Event()
         self._hello: m.Hello | None = None
         self._evicted = False
+        self._record: ControlRecord | None = None
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -201,6 +203,8 @@ class Membership:
             lost_at = self._clock.now()
             deadline = lost_at + timing.min_wait
             if silent and not self._closing.is_set():
+                assert self._record is not None
+                self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
                 told = True
                 self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
 
@@ -218,7 +222,12 @@ class Membership:
             self._notify(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
             self._closing.set()
             raise StoreError("the run has ended.")
-        sock = socket.create_connection((record.leader.address, record.leader.port), timeout=timeout)
+        self._record = record
+        try:
+            sock = socket.create_connection((record.leader.address, record.leader.port), timeout=timeout)
+        except OSError as error:
+            self._backend.unreachable(record, refused=isinstance(error, ConnectionRefusedError))
+            raise
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
@@ -323,6 +332,7 @@ class Membership:
             case m.Pulse():
                 return
             case m.Welcome():
+                self._backend.reached()
                 self._notify(LinkUp())
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)

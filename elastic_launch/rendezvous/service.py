@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -46,6 +47,7 @@ class LeaderService:
     Args:
         listener: where the links come in; taken over.
         record: the record as committed for this leader's term; ``store`` holds it.
+        dead: incarnations of nodes whose process is known to be gone.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LeaderService:
         command: str,
         clock: Clock,
         events: EventSink,
+        dead: frozenset[str] = frozenset(),
     ) -> None:
         self._listener = listener
         self._store = store
@@ -65,7 +68,7 @@ class LeaderService:
         self._clock = clock
         self._timing = timing
         self._events = events
-        self._machine = LeaderMachine(record, limits, timing, command, clock.now())
+        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
         self._links: dict[int, _Link] = {}
         self._next_link = 1
         self._selector = selectors.DefaultSelector()
@@ -84,11 +87,25 @@ class LeaderService:
             self._selector.register(sock, selectors.EVENT_READ, None)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether it leads."""
+        return self._thread.is_alive() and not self._deposed
+
+    def depose(self, reason: str) -> None:
+        """Stop leading at once: somebody else does."""
+        _log.warning("this node leads no longer: %s", reason)
+        self._deposed = True
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")
+
     def close(self, linger: float) -> None:
         """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it."""
         self._linger = linger
         self._stop.set()
-        self._wake_out.send(b"x")
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")  # the thread may have ended by itself
         self._thread.join(linger + 5)
         self._wake_out.close()
 

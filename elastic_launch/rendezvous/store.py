@@ -1,4 +1,5 @@
-"""What a control store must do. Implementations: ``c10d`` and, for tests, ``elastic_launch.testing.MemoryStore``."""
+"""What a control store must do. Implementations: ``c10d``, ``etcd`` and, for tests,
+``elastic_launch.testing.MemoryStore``."""
 
 from __future__ import annotations
 

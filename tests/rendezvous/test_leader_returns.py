@@ -5,11 +5,9 @@ from __future__ import annotations
 from leader_run import Run, running
 
 from elastic_launch.events import (
-    NodeJoined,
     RoundBroken,
 )
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 
 # The end of the work.
 
@@ -257,33 +255,3 @@ def test_restarts_of_an_earlier_reign_count_for_the_budget() -> None:
     run.fail("a")
     run.stop("a")
     assert run.code == 91
-
-
-def record_of_running_round() -> ControlRecord:
-    members = tuple(Member(node_id, f"{node_id}1", 1, f"host-{node_id}", 7000) for node_id in "ab")
-    return ControlRecord("run", "digest", 5, Leader("z", "z1", "10.0.0.9", 1), Round(4, members), restarts=1).renewed()
-
-
-def test_a_leader_that_takes_over_a_running_round_lets_it_run() -> None:
-    run = Run("1:2", record=record_of_running_round())
-    run.hello("a", "b", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
-    run.advance(60)
-    assert run.events == run.told(NodeJoined)
-    run.done("a", "b")
-    assert run.code == 0
-
-
-def test_a_leader_that_takes_over_breaks_the_round_of_members_that_do_not_come() -> None:
-    run = Run("1:2", record=record_of_running_round())
-    run.hello("a", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
-    run.advance(6)
-    assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
-    run.stop("a")
-    assert (run.number, run.members, run.record.restarts) == (5, "a", 1)
-
-
-def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> None:
-    run = Run("1:2", record=record_of_running_round())
-    run.hello("a", "b", holding=4, done=True, seen_term=4, seen_round=4)
-    run.advance(1)
-    assert run.code == 0

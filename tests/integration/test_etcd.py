@@ -1,0 +1,120 @@
+"""A run whose record is in etcd: real servers, real agents, and the loss of any of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_servers import Member, cluster, endpoints
+from harness import Agent, Job, free_port, wait_for
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Member]]:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as members:
+        yield members
+
+
+class Run:
+    """Nodes of one run on etcd."""
+
+    def __init__(self, job: Job, servers: list[Member], run_id: str = "run") -> None:
+        self.job = job
+        self.servers = servers
+        self.run_id = run_id
+
+    def node(self, name: str, *flags: str, **options: Any) -> Agent:
+        several = ["--nnodes", "1:4", "--nproc", "1", "--node-id", name, "--rdzv-id", self.run_id]
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(self.servers)]
+        return self.job.launch(*several, *where, *flags, name=name, **options)
+
+    def leader(self) -> str:
+        """The id of the node that was elected last."""
+        return str(wait_for("a leader", lambda: self.job.events("leader_elected"))[-1]["node"])
+
+
+def test_the_run_goes_on_when_the_leader_is_killed(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = {name: run.node(name) for name in "abc"}
+    first = job.world(3)
+    leader = run.leader()
+    os.kill(agents[leader].process.pid, signal.SIGKILL)
+    agents[leader].process.wait()
+    before = int(first[0]["env"]["ELASTIC_LAUNCH_ROUND"])
+    after = {int(worker["env"]["ELASTIC_LAUNCH_ROUND"]) for worker in job.world(2, after=before)}
+    assert after == {before + 1}
+    elected = job.events("leader_elected")
+    assert [event["term"] for event in elected] == [1, 2]
+    assert elected[1]["cause"] == f"leader {leader} lost: its process is gone"
+    survivor = agents[elected[1]["node"]]
+    survivor.says(f"node {survivor.name} leads the run (term 2): leader {leader} lost")
+    # A node that comes back is taken in by the new leader.
+    run.node(leader)
+    job.world(3, after=before + 1)
+    assert job.events("restart_charged") == []
+
+
+def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = {name: run.node(name, "--rdzv-conf", "dead_after=2,beat=0.2") for name in "ab"}
+    before = int(job.world(2)[0]["env"]["ELASTIC_LAUNCH_ROUND"])
+    leader = run.leader()
+    other = "b" if leader == "a" else "a"
+    frozen = agents[leader]
+    frozen.signal(signal.SIGSTOP)
+    job.world(1, after=before)
+    assert run.leader() == other
+    frozen.signal(signal.SIGCONT)
+    again = job.world(2, after=before + 1)
+    assert {worker["env"]["GROUP_WORLD_SIZE"] for worker in again} == {"2"}
+    frozen.says("this node leads no longer")
+    formed = [(event["term"], event["round"]) for event in job.events("round_formed")]
+    assert len({number for _, number in formed}) == len(formed)
+
+
+def test_training_goes_on_while_etcd_is_gone(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = {name: run.node(name) for name in "ab"}
+    job.world(2)
+    servers[0].freeze()
+    agents[run.leader()].says("the control record cannot be read, training goes on", 60)
+    servers[0].thaw()
+    run.node("c")
+    job.world(3, after=1)
+    assert [event["term"] for event in job.events("leader_elected")] == [1]
+
+
+def test_a_node_that_comes_to_an_ended_run_exits_with_its_code(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    first = run.node("a", "--max-restarts", "0", command=["--no-python", "sh", "-c", "exit 3"])
+    assert first.wait(60) == 3
+    second = run.node("b", "--max-restarts", "0", command=["--no-python", "sh", "-c", "exit 3"])
+    assert second.wait(60) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rdzv-endpoint", "127.0.0.1:2379"], "needs a name for the run"),
+        (["--rdzv-id", "x"], "needs the addresses of the cluster"),
+    ],
+)
+def test_what_is_missing_is_said(job: Job, flags: list[str], message: str) -> None:
+    agent = job.launch("--rdzv-backend", "etcd", *flags)
+    assert agent.wait(30) == 2
+    assert message in agent.output
+
+
+def test_an_etcd_that_is_not_there_is_said(job: Job) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    agent = job.launch(
+        "--rdzv-backend", "etcd", "--rdzv-endpoint", where, "--rdzv-id", "x", "--rdzv-conf", "join_timeout=2"
+    )
+    assert agent.wait(60) == 95
+    assert where in agent.output

@@ -1,0 +1,329 @@
+"""The control record on real etcd servers that die, freeze, refuse and run full."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from etcd_servers import Member, Proxy, cluster, endpoints
+from harness import free_port, wait_for
+
+from elastic_launch.config import Endpoint
+from elastic_launch.errors import EndpointError, StoreError
+from elastic_launch.rendezvous.etcd import EtcdStore, EtcdUnreachableError, parse_endpoints
+
+TIMEOUT = 20.0
+SHORT = 1.5
+"""Seconds for calls that are to fail by their deadline."""
+
+WATCHERS = "etcd_debugging_mvcc_watcher_total"
+PUTS = "etcd_mvcc_put_total"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_use() -> None:
+    """The client's first use leaves descriptors for good: that is no leak of the first test."""
+    EtcdStore("127.0.0.1:9", "first").close()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Member]:
+    with cluster(tmp_path) as members:
+        yield members[0]
+
+
+@pytest.fixture
+def trio(tmp_path: Path) -> Iterator[list[Member]]:
+    with cluster(tmp_path, 3) as members:
+        yield members
+
+
+@contextlib.contextmanager
+def opened(
+    where: str | Member | list[Member], user: str | None = None, password: str | None = None
+) -> Iterator[EtcdStore]:
+    if not isinstance(where, str):
+        where = endpoints(where if isinstance(where, list) else [where])
+    with contextlib.closing(EtcdStore(where, "run", user=user, password=password)) as store:
+        yield store
+
+
+class Writer:
+    """Appends to a chain of values: each names its number, its writer's own count, and its predecessor's name."""
+
+    def __init__(self, store: EtcdStore, name: str, parents: dict[bytes, bytes]) -> None:
+        self.store = store
+        self.won: list[bytes] = []
+        self._name = name
+        self._parents = parents
+        self._tries = 0
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(StoreError):
+                self._append()
+
+    def _append(self) -> None:
+        present = self.store.load(TIMEOUT)
+        assert present is not None
+        self._tries += 1
+        value = f"{int(present.split()[0]) + 1} {self._name}{self._tries}".encode()
+        self._parents[value] = present
+        if self.store.compare_and_set(present, value, TIMEOUT):
+            self.won.append(value)
+
+
+def test_no_update_is_lost_while_members_freeze_and_die(trio: list[Member]) -> None:
+    parents: dict[bytes, bytes] = {}
+    stop = threading.Event()
+    orders = trio, trio[::-1]
+    with opened(orders[0]) as one, opened(orders[1]) as two, ThreadPoolExecutor(2) as pool:
+        assert one.compare_and_set(None, b"0 start", TIMEOUT)
+        writers = [Writer(one, "a", parents), Writer(two, "b", parents)]
+        running = [pool.submit(writer.run, stop) for writer in writers]
+
+        def progress() -> None:
+            goals = [(writer, len(writer.won) + 10) for writer in writers]
+            wait_for("both writers to get on", lambda: all(len(writer.won) >= goal for writer, goal in goals))
+
+        try:
+            progress()
+            leader = leading(trio)
+            leader.freeze()
+            progress()
+            leader.thaw()
+            wait_for("the thawed member", leader.healthy)
+            leading(trio).kill()
+            progress()
+        finally:
+            stop.set()
+        for future in running:
+            future.result(2 * TIMEOUT)
+        last = one.load(TIMEOUT)
+        assert last is not None
+        assert two.load(TIMEOUT) == last
+    chain = [last]
+    while chain[-1] != b"0 start":
+        chain.append(parents[chain[-1]])
+    assert [int(value.split()[0]) for value in reversed(chain)] == list(range(len(chain)))
+    won = writers[0].won + writers[1].won
+    assert len(set(won)) == len(won)
+    assert set(won) <= set(chain)
+
+
+def leading(members: list[Member]) -> Member:
+    return next(member for member in members if member.metric("etcd_server_is_leader"))
+
+
+def test_calls_to_frozen_members_end_by_their_deadline(trio: list[Member]) -> None:
+    with opened(trio) as store, ThreadPoolExecutor(3) as pool:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        for member in trio:
+            member.freeze()
+        calls: list[Callable[[], object]] = [
+            lambda: store.load(SHORT),
+            lambda: store.compare_and_set(b"one", b"two", SHORT),
+            lambda: store.wait_changed(b"one", SHORT),
+        ]
+        for future in [pool.submit(call) for call in calls]:
+            with pytest.raises(StoreError, match=rf"{trio[2].address}: it does not answer"):
+                future.result(TIMEOUT)
+        for member in trio:
+            member.thaw()
+        assert store.load(TIMEOUT) in (b"one", b"two")
+
+
+def test_when_all_members_are_dead_a_call_fails_and_names_them(trio: list[Member]) -> None:
+    with opened(trio) as store:
+        assert store.load(TIMEOUT) is None
+        for member in trio:
+            member.kill()
+        with pytest.raises(EtcdUnreachableError) as caught:
+            store.load(TIMEOUT)
+        assert all(f"{member.address}: nothing accepts a connection" in caught.value.message for member in trio)
+        assert "--rdzv-endpoint" in caught.value.hint
+        with pytest.raises(StoreError):
+            store.compare_and_set(None, b"one", TIMEOUT)
+        with pytest.raises(StoreError):
+            store.wait_changed(None, TIMEOUT)
+
+
+@pytest.mark.parametrize("loss", [Member.kill, Member.freeze])
+def test_waiting_survives_the_loss_of_the_watched_member(trio: list[Member], loss: Callable[[Member], None]) -> None:
+    with opened(trio) as waiter, opened(trio[1:]) as writer, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waiter.wait_changed, None, 2 * TIMEOUT)
+        wait_for("the watch", lambda: trio[0].metric(WATCHERS))
+        loss(trio[0])
+        assert writer.compare_and_set(None, b"new", TIMEOUT)
+        assert waiting.result(2 * TIMEOUT) == b"new"
+
+
+def test_waiting_writes_nothing_and_leaves_no_watch(etcd: Member) -> None:
+    with opened(etcd) as store:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        before = etcd.metric(PUTS)
+        for _ in range(3):
+            assert store.wait_changed(b"one", 0.2) == b"one"
+        assert etcd.metric(PUTS) == before
+        wait_for("the watches to end", lambda: etcd.metric(WATCHERS) == 0)
+
+
+@pytest.fixture
+def proxy(etcd: Member) -> Iterator[Proxy]:
+    with contextlib.closing(Proxy(etcd.address)) as proxy:
+        yield proxy
+
+
+def test_a_write_whose_answer_was_lost_is_found_to_be_done(etcd: Member, proxy: Proxy) -> None:
+    with opened(proxy.address) as store, opened(etcd) as direct, ThreadPoolExecutor(1) as pool:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        proxy.mute = True
+        writing = pool.submit(store.compare_and_set, b"one", b"two", TIMEOUT)
+        assert direct.wait_changed(b"one", TIMEOUT) == b"two"
+        proxy.mute = False
+        assert writing.result(TIMEOUT)
+
+
+def test_a_write_whose_answer_was_lost_and_that_was_replaced_is_not_won(etcd: Member, proxy: Proxy) -> None:
+    with opened(proxy.address) as store, opened(etcd) as direct, ThreadPoolExecutor(1) as pool:
+        assert store.load(TIMEOUT) is None
+        proxy.mute = True
+        writing = pool.submit(store.compare_and_set, None, b"mine", TIMEOUT)
+        assert direct.wait_changed(None, TIMEOUT) == b"mine"
+        assert direct.compare_and_set(b"mine", b"theirs", TIMEOUT)
+        proxy.mute = False
+        assert not writing.result(TIMEOUT)
+
+
+def test_a_write_whose_outcome_cannot_be_learned_is_an_error(etcd: Member, proxy: Proxy) -> None:
+    with opened(proxy.address) as store:
+        assert store.load(TIMEOUT) is None
+        proxy.mute = True
+        with pytest.raises(StoreError, match="write of 4 bytes was not answered"):
+            store.compare_and_set(None, b"mine", SHORT)
+
+
+def test_a_write_to_a_frozen_server_is_resolved_once_it_thaws(etcd: Member) -> None:
+    with opened(etcd) as store, ThreadPoolExecutor(1) as pool:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        etcd.freeze()
+        with pytest.raises(StoreError):
+            store.compare_and_set(b"one", b"two", 0.3)  # stays in the server's socket
+        writing = pool.submit(store.compare_and_set, b"one", b"three", TIMEOUT)
+        etcd.thaw()
+        won = writing.result(TIMEOUT)
+        assert store.load(TIMEOUT) == (b"three" if won else b"two")
+
+
+def test_users_and_passwords(etcd: Member) -> None:
+    with opened(etcd, "root", "secret") as store, pytest.raises(StoreError, match="it has none"):
+        store.load(TIMEOUT)
+    etcd.control("user", "add", "root", "--new-user-password", "secret")
+    etcd.control("user", "grant-role", "root", "root")
+    etcd.control("user", "add", "guest", "--new-user-password", "guest")
+    etcd.control("auth", "enable")
+    with opened(etcd) as store, pytest.raises(StoreError, match="asks for a user and a password"):
+        store.load(TIMEOUT)
+    with opened(etcd, "root", "wrong") as store, pytest.raises(StoreError, match="refuses the user or the password"):
+        store.load(TIMEOUT)
+    with opened(etcd, "guest", "guest") as store, pytest.raises(StoreError, match="no right to the record") as caught:
+        store.load(TIMEOUT)
+    assert "/elastic-launch/" in caught.value.hint
+    with opened(etcd, "root", "secret") as store:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        assert store.wait_changed(None, TIMEOUT) == b"one"
+        etcd.control("--user", "root:secret", "auth", "disable")  # which voids all tokens
+        etcd.control("auth", "enable")
+        assert store.load(TIMEOUT) == b"one"
+
+
+def test_a_server_that_is_full_says_what_to_do(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, ("--quota-backend-bytes", "200000")) as members, opened(members) as store:
+        value: bytes | None = None
+
+        def fill() -> None:
+            nonlocal value
+            for number in range(200):
+                following = b"%d" % number * 20_000
+                store.compare_and_set(value, following, TIMEOUT)
+                value = following
+
+        with pytest.raises(StoreError, match="out of space") as caught:
+            fill()
+        assert "alarm disarm" in caught.value.hint
+        assert store.load(TIMEOUT) == value
+
+
+@pytest.mark.parametrize("size", [1_600_000, 5_000_000])
+def test_a_value_that_is_too_large_says_so(etcd: Member, size: int) -> None:
+    with opened(etcd) as store:
+        with pytest.raises(StoreError, match=rf"write of {size} bytes.*too large") as caught:
+            store.compare_and_set(None, b"x" * size, TIMEOUT)
+        assert "--max-request-bytes" in caught.value.hint
+        assert store.load(TIMEOUT) is None
+
+
+def test_a_web_server_is_no_etcd() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with opened(f"127.0.0.1:{server.server_port}") as store:
+                with pytest.raises(EtcdUnreachableError, match="does not speak etcd's v3 API") as caught:
+                    store.load(TIMEOUT)
+                assert "etcd 3.4 or later" in caught.value.hint
+        finally:
+            server.shutdown()
+            thread.join(TIMEOUT)
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    with opened("nowhere.invalid:2379") as store, pytest.raises(EndpointError, match="does not resolve"):
+        store.load(TIMEOUT)
+
+
+def test_members_that_do_not_exist_are_passed_over(etcd: Member) -> None:
+    with opened(f"127.0.0.1:{free_port()},nowhere.invalid,{etcd.address}") as store:
+        assert store.compare_and_set(None, b"one", TIMEOUT)
+        assert store.load(TIMEOUT) == b"one"
+
+
+def test_closing_ends_the_calls_of_other_threads(etcd: Member) -> None:
+    with opened(etcd) as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait_changed, None, 2 * TIMEOUT)
+        wait_for("the watch", lambda: etcd.metric(WATCHERS))
+        store.close()
+        with pytest.raises(StoreError, match="is closed"):
+            waiting.result(TIMEOUT)
+        with pytest.raises(StoreError, match="is closed"):
+            store.load(TIMEOUT)
+
+
+def test_stores_that_open_and_close_at_once_do_not_hang(etcd: Member) -> None:
+    def use(number: int) -> bytes | None:
+        with opened(etcd) as store:
+            return store.load(TIMEOUT)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(use, range(60), timeout=60)) == [None] * 60
+
+
+def test_endpoints_are_several_and_may_be_ipv6() -> None:
+    assert parse_endpoints("h1, h2:2380,[::1]:2381,http://h4:1/") == [
+        Endpoint("h1", 2379),
+        Endpoint("h2", 2380),
+        Endpoint("::1", 2381),
+        Endpoint("h4", 1),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "h1,", "h1:x", "[::1", "h1:0", "https://h1:2379"])
+def test_endpoints_that_cannot_work_are_refused(text: str) -> None:
+    with pytest.raises(EndpointError, match="--rdzv-endpoint") as caught:
+        EtcdStore(text, "run")
+    assert "etcd0:2379" in caught.value.hint

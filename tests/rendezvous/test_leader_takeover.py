@@ -1,0 +1,89 @@
+"""A leader that takes over from another one, in the middle of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leader_run import Run
+
+from elastic_launch.events import NodeJoined, RoundBroken
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
+
+HELD: dict[str, Any] = {"holding": 4, "seen_term": 4, "seen_round": 4, "seen_restarts": 1}
+STOPPED: dict[str, Any] = HELD | {"holding": 0}
+
+
+def record_of_running_round(nodes: str = "ab") -> ControlRecord:
+    members = tuple(Member(node_id, f"{node_id}1", 1, f"host-{node_id}", 7000) for node_id in nodes)
+    return ControlRecord("run", "digest", 5, Leader("z", "z1", "10.0.0.9", 1), Round(4, members), restarts=1).renewed()
+
+
+def test_a_leader_that_takes_over_a_running_round_lets_it_run() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
+    run.advance(60)
+    assert run.events == run.told(NodeJoined)
+    run.done("a", "b")
+    assert run.code == 0
+
+
+def test_a_leader_that_takes_over_breaks_the_round_of_members_that_do_not_come() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
+    run.advance(6)
+    assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (5, "a", 1)
+
+
+def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", holding=4, done=True, seen_term=4, seen_round=4)
+    run.advance(1)
+    assert run.code == 0
+
+
+def test_no_round_is_formed_while_a_member_may_still_train() -> None:
+    """b stopped under the old leader; a is not heard of yet, and may have its workers."""
+    run = Run("1:3", record=record_of_running_round("abc"))
+    run.hello("b", **STOPPED)
+    assert run.told(RoundBroken)[0].cause == "node b came to the new leader without its workers"
+    run.hello("c", **HELD)
+    assert len(run.orders("c", m.Break)) == 1
+    run.stop("c")
+    run.advance(4.5)
+    assert run.number == 4
+    run.hello("a", **HELD)
+    assert len(run.orders("a", m.Break)) == 1
+    assert run.number == 4
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (5, "abc", 1)
+
+
+def test_a_member_that_never_comes_is_waited_for_until_it_counts_as_dead() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"))
+    run.hello("b", "c", **STOPPED)
+    run.advance(4.5)
+    assert run.number == 4
+    run.advance(1.0)
+    assert (run.number, run.members) == (5, "bc")
+
+
+def test_a_member_that_is_known_to_be_dead_is_waited_for_by_nobody() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"), dead=frozenset({"a1"}))
+    run.hello("b", **HELD)
+    assert run.told(RoundBroken)[0].cause == "node a did not come to the new leader"
+    run.stop("b")
+    assert run.number == 4, "c may have its workers still"
+    run.hello("c", **STOPPED)
+    assert (run.number, run.members, run.record.restarts) == (5, "bc", 1)
+
+
+def test_a_newer_agent_of_a_member_shows_that_the_older_is_gone() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", **HELD)
+    run.hello("b", incarnation="b2")
+    assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
+    run.stop("a")
+    assert (run.number, run.members) == (5, "ab")
