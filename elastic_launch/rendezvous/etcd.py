@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -90,32 +89,51 @@ class _Failure:
 
 
 class _Link:
-    """One client for one member, connected when it is first needed."""
+    """One client for one member, connected when it is first needed.
 
-    def __init__(self, endpoint: Endpoint, credentials: tuple[str, str] | None) -> None:
-        self.endpoint = endpoint
+    Opening and closing are tasks of their own, in unfinished, which nobody may cancel: the client would count a context
+    whose opening was cancelled as open, and keep its threads for good.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, credentials: tuple[str, str] | None, unfinished: set[asyncio.Task[Any]]
+    ) -> None:
         options = etcd_client.ConnectOptions().with_timeout(_BACKSTOP).with_connect_timeout(_BACKSTOP)
         if credentials:
             options = options.with_user(*credentials)
         self._client = etcd_client.Client([f"http://{endpoint}"], options)
         self._context: Any = None
-        self._communicator: Any = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Any] | None = None
+        self._unfinished = unfinished
 
     async def open(self) -> Any:
         """Return the communicator. Logs in if there are credentials; connects only with the first call."""
-        async with self._opening:
-            if self._communicator is None:
-                context = self._client.connect()
-                self._communicator = await context.__aenter__()
-                self._context = context
-            return self._communicator
+        if self._opening is None:
+            self._context = self._client.connect()
+            self._opening = self._keep(_enter(self._context))
+        return await asyncio.shield(self._opening)
 
-    async def close(self) -> None:
-        """Disconnect; the next ``open`` connects anew."""
-        context, self._context, self._communicator = self._context, None, None
-        if context is not None:
-            await context.__aexit__(None, None, None)
+    def close(self) -> None:
+        """Disconnect soon; the next ``open`` connects anew."""
+        if self._opening is not None:
+            self._keep(_leave(self._context, self._opening))
+            self._context = self._opening = None
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return task
+
+
+async def _enter(context: Any) -> Any:
+    return await context.__aenter__()
+
+
+async def _leave(context: Any, opening: asyncio.Task[Any]) -> None:
+    with contextlib.suppress(etcd_client.ClientError):
+        await opening
+        await context.__aexit__(None, None, None)
 
 
 class EtcdStore:
@@ -140,7 +158,8 @@ class EtcdStore:
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._links = [_Link(endpoint, self._credentials) for endpoint in self._endpoints]
+        self._unfinished: set[asyncio.Task[Any]] = set()
+        self._links = [self._link(member) for member in range(len(self._endpoints))]
         self._thread = threading.Thread(target=self._serve, name="etcd-store", daemon=True)
         self._thread.start()
 
@@ -166,14 +185,19 @@ class EtcdStore:
             if self._closed:
                 raise self._closed_error()
             coroutine = work(self._loop.time() + timeout)
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._until_cancelled(coroutine), self._loop)
         try:
             return future.result(timeout + _GRACE)
-        except CancelledError:
-            raise self._closed_error() from None
         except TimeoutError:
             future.cancel()
             raise StoreError(f"The client of etcd at {self._where()} hung for {timeout:g} s.") from None
+
+    async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        # The future refers to itself. With a cancellation, whose traceback has the call that it ended, it would keep
+        # the connection until some collection.
+        with contextlib.suppress(asyncio.CancelledError):
+            return await work
+        raise self._closed_error()
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -185,12 +209,14 @@ class EtcdStore:
         with _runtime:
             await context.__aenter__()
         await self._closing.wait()
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        calls = asyncio.all_tasks() - {asyncio.current_task()} - self._unfinished
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         for link in self._links:
-            await link.close()
+            link.close()
+        while self._unfinished:
+            await asyncio.wait(self._unfinished)
         with _runtime:
             await context.__aexit__(None, None, None)
 
@@ -218,8 +244,14 @@ class EtcdStore:
         async def attempt(communicator: Any) -> bool:
             nonlocal tried
             again, tried = tried, True
-            if (await communicator.txn(write)).succeeded():
-                return True
+            try:
+                if (await communicator.txn(write)).succeeded():
+                    return True
+            except etcd_client.ClientError:
+                # Refused now, for want of space perhaps, it may have been written before.
+                if again and await self._get(communicator) == value:
+                    return True
+                raise
             return again and await self._get(communicator) == value
 
         return await self._ask(f"write of {len(value) + len(expected or b'')} bytes", attempt, deadline)
@@ -255,7 +287,7 @@ class EtcdStore:
             unless the member is slow to answer.
         """
         member = self._current
-        link = _Link(self._endpoints[member], self._credentials)
+        link = self._link(member)
         ready = etcd_client.CondVar()
 
         async def established() -> None:
@@ -274,7 +306,7 @@ class EtcdStore:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await link.close()
+            link.close()
 
     async def _ask(self, what: str, operation: Callable[[Any], Awaitable[T]], deadline: float) -> T:
         """Ask the members in turn, the last good one first, until one answers or the time is over.
@@ -315,20 +347,19 @@ class EtcdStore:
             patience, pause = min(2 * patience, _LONGEST_PATIENCE), min(2 * pause, 1.0)
 
     async def _try(self, link: _Link, operation: Callable[[Any], Awaitable[T]], timeout: float) -> T | _Failure:
-        async def attempt() -> T | _Failure:
-            # Errors end here: in a task's result one would refer to itself by its traceback, and keep the connection.
-            try:
-                return await operation(await link.open())
-            except etcd_client.ClientError as error:
-                return _diagnosed(error)
-
+        # In a task of its own, an error would refer to itself by its traceback and so keep the connection.
         try:
-            outcome = await asyncio.wait_for(attempt(), timeout)
+            async with asyncio.timeout(timeout):
+                return await operation(await link.open())
         except TimeoutError:
-            outcome = _Failure("it does not answer")
-        if isinstance(outcome, _Failure):
-            await link.close()  # a new connection may work where packets were lost, and has a new token
-        return outcome
+            failure = _Failure("it does not answer")
+        except etcd_client.ClientError as error:
+            failure = _diagnosed(error)
+        link.close()  # a new connection may work where packets were lost, and has a new token
+        return failure
+
+    def _link(self, member: int) -> _Link:
+        return _Link(self._endpoints[member], self._credentials, self._unfinished)
 
     def _told(self, failures: dict[int, _Failure]) -> str:
         return "; ".join(f"{self._endpoints[member]}: {failure.reason}" for member, failure in failures.items())

@@ -78,6 +78,7 @@ def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, ser
     assert len({number for _, number in formed}) == len(formed)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_etcd_is_gone(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name) for name in "ab"}

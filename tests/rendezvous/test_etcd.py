@@ -23,6 +23,7 @@ SHORT = 1.5
 
 WATCHERS = "etcd_debugging_mvcc_watcher_total"
 PUTS = "etcd_mvcc_put_total"
+READS = "etcd_mvcc_range_total"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -304,13 +305,26 @@ def test_closing_ends_the_calls_of_other_threads(etcd: Member) -> None:
             store.load(TIMEOUT)
 
 
-def test_stores_that_open_and_close_at_once_do_not_hang(etcd: Member) -> None:
-    def use(number: int) -> bytes | None:
-        with opened(etcd) as store:
-            return store.load(TIMEOUT)
+def test_closing_in_the_middle_of_a_read_keeps_no_connection(etcd: Member, proxy: Proxy) -> None:
+    with opened(proxy.address) as store, ThreadPoolExecutor(1) as pool:
+        assert store.load(TIMEOUT) is None
+        proxy.mute = True
+        before = etcd.metric(READS)
+        reading = pool.submit(store.load, TIMEOUT)
+        wait_for("the read", lambda: etcd.metric(READS) > before)
+        store.close()
+        with pytest.raises(StoreError, match="is closed"):
+            reading.result(TIMEOUT)
+
+
+def test_stores_that_open_and_close_at_once_do_not_hang() -> None:
+    def use(_: int) -> None:
+        with opened("127.0.0.1:9") as store, pytest.raises(StoreError):
+            store.load(0.001)  # which often ends while the client is still opening
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(use, range(60), timeout=60)) == [None] * 60
+        for future in [pool.submit(use, number) for number in range(1000)]:
+            future.result(TIMEOUT)
 
 
 def test_endpoints_are_several_and_may_be_ipv6() -> None:

@@ -94,6 +94,7 @@ def test_a_path_below_a_file_is_refused_before_the_first_step(job: Job) -> None:
     assert "loss" not in agent.output
 
 
+@pytest.mark.slow
 def test_a_truncated_newest_checkpoint_is_skipped_for_the_one_before(
     job: Job, checkpoints: Path, trained: tuple[Path, str]
 ) -> None:

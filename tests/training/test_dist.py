@@ -126,7 +126,8 @@ INSIDE: dict[str, tuple[Any, Any]] = {
     "get_local_world_size": (2, 2),
     "get_node_rank": (0, 0),
     "is_available": (True, True),
-    "is_initialized": ([False, True, False],) * 2,
+    # A session leaves the group only if it has joined it: here initialize_dist had.
+    "is_initialized": ([False, True, True],) * 2,
     "initialize_dist": ([True, "gloo", 2],) * 2,
     "barrier": (True, True),
     "all_reduce": ([[[3, 10], None], [[2, 5], None], [[2, 25], None]],) * 2,

@@ -31,6 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job.close()
 
 
+@pytest.mark.slow
 def test_everything_that_is_told_is_the_same_at_three_ranks(job: Job, alone: dict[str, Any]) -> None:
     three = _train(job, 3)
     assert three["hash"] == alone["hash"]
@@ -39,7 +40,14 @@ def test_everything_that_is_told_is_the_same_at_three_ranks(job: Job, alone: dic
     assert [step for step, _ in three["evaluations"]] == [3, 6, 9]
 
 
-@pytest.mark.parametrize("options", [[], ["--default-mode"], ["--default-mode", "--micro", "auto"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(["--default-mode"], marks=pytest.mark.slow),
+        pytest.param(["--default-mode", "--micro", "auto"], marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_build_other_models_train_the_first_ones(job: Job, options: list[str]) -> None:
     """As DDP does: a script that seeds nothing must not train as many models as there are ranks."""
     _train(job, 2, "--unseeded", *options)
@@ -63,7 +71,7 @@ def test_half_precision_is_exact_too(job: Job) -> None:
     assert _train(job, 2, "--precision", "fp16")["hash"] == _train(job, 3, "--precision", "fp16", name="b")["hash"]
 
 
-@pytest.mark.parametrize("mode", [[], ["--default-mode"]])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--default-mode"], marks=pytest.mark.slow)])
 def test_one_rank_without_memory_makes_all_halve_their_micro_batches(job: Job, mode: list[str]) -> None:
     poor = _train(job, 2, "--micro", "auto", "--poor-rank", "1", *mode)
     assert poor["rounds"] == [[2, 12, 0, "first"]]
