@@ -32,10 +32,11 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.admission import refusal
+from elastic_launch.rendezvous.budget import Budget
 from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
-from elastic_launch.rendezvous.verdict import Kind, exit_code, is_early, judge, kind_of, root_cause
+from elastic_launch.rendezvous.verdict import Kind, kind_of
 
 __all__ = ["COLLECT", "TURN_CAP", "LeaderMachine"]
 
@@ -68,7 +69,7 @@ class LeaderMachine:
     ) -> None:
         self.record = record
         self.nodes: dict[str, Node] = {}
-        self.restarts = record.restarts
+        self._budget = Budget(record.restarts, limits.max_restarts)
         self._limits = limits
         self._timing = timing
         self._command = command
@@ -84,7 +85,6 @@ class LeaderMachine:
         self._last_arrival = now
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
-        self._last_early = ""
         self._departing = False
         self._incarnations: dict[str, list[str]] = {}
         self._out: list[Instruction] = []
@@ -93,6 +93,11 @@ class LeaderMachine:
     def ended(self) -> bool:
         """Whether the run's end is recorded."""
         return self.record.end is not None
+
+    @property
+    def restarts(self) -> int:
+        """Restarts charged so far."""
+        return self._budget.spent
 
     # What comes in.
 
@@ -194,7 +199,7 @@ class LeaderMachine:
 
     def _learn(self, hello: m.Hello) -> None:
         """Take over what a member of an earlier reign knows: the record may have died with its host."""
-        self.restarts = max(self.restarts, hello.seen_restarts)
+        self._budget.spent = max(self._budget.spent, hello.seen_restarts)
         self._floor = max(self._floor, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
@@ -366,30 +371,16 @@ class LeaderMachine:
 
     def _judge(self, broken: Broken, now: float) -> None:
         broken.judged = True
-        kind = judge(broken.kind, (failure for _, failure in broken.failures))
-        failure = root_cause(broken.failures)
-        if not kind.is_fault:
-            return
-        self._failure = failure
-        early = failure.signature if failure and is_early(failure) else ""
-        max_restarts = self._limits.max_restarts
-        if kind is Kind.FATAL:
-            self._end(ExitCode.DO_NOT_RETRY, broken.cause, now)
-        elif early and early == self._last_early:
-            self._end(
-                ExitCode.STARTUP_FAILURE,
-                f"the script fails at its start, twice the same way: {broken.cause}",
-                now,
+        spent = self._budget.spent
+        ruling = self._budget.rule(broken)
+        self._failure = ruling.failure
+        if ruling.end is not None:
+            self._end(*ruling.end, now)
+        elif self._budget.spent > spent:
+            charged = RestartCharged(
+                self.record.round.number, ruling.kind.text, self._budget.spent, self._limits.max_restarts
             )
-        elif self.restarts >= max_restarts:
-            spent = (
-                "no restart allowed (--max-restarts 0)" if not max_restarts else f"all {max_restarts} restarts spent"
-            )
-            self._end(exit_code(failure, max_restarts), f"{spent}: {broken.cause}", now)
-        else:
-            self.restarts += 1
-            self._emit(RestartCharged(self.record.round.number, kind.text, self.restarts, max_restarts))
-        self._last_early = early
+            self._emit(charged)
 
     def _gather(self, now: float) -> None:
         """Form the next round as soon as everybody it may expect is there."""
@@ -433,27 +424,27 @@ class LeaderMachine:
         formed = Round(max(self._floor, self.record.round.number) + 1, members)
         cause = self._broken.cause if self._broken else "first"
         since = self._broken.at if self._broken else self._began
-        self._commit(replace(self.record, round=formed, restarts=self.restarts))
+        self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
         for node in chosen:
             node.active, node.joined, node.done = True, False, False
             self._send(node.link, m.Form(self.record.term, formed, self.restarts, cause))
         names = tuple(member.node_id for member in members)
         term = self.record.term
-        self._emit(RoundFormed(formed.number, term, names, formed.world_size, self.restarts, cause, now - since))
+        self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
         self._failure = None
 
     def _end(self, code: int, cause: str, now: float) -> None:
         self._running = False
-        self._commit(replace(self.record, restarts=self.restarts, end=End(int(code), cause)))
+        self._commit(replace(self.record, restarts=self._budget.spent, end=End(int(code), cause)))
         for node in self.nodes.values():
             self._send(node.link, self._end_order())
-        self._emit(RunEnded(int(code), cause, self.restarts, self.record.round.number, now - self._began))
+        self._emit(RunEnded(int(code), cause, self._budget.spent, self.record.round.number, now - self._began))
 
     def _end_order(self) -> m.RunEnd:
         assert self.record.end is not None
         failure = self._failure if self.record.end.code else None
-        return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self.restarts, failure)
+        return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self._budget.spent, failure)
 
     def _outlook(self) -> str:
         """What is next, in words."""
