@@ -1,4 +1,4 @@
-"""What agent and worker both know: the environment of a worker.
+"""What agent and worker both know: the environment of a worker, and what the two say to each other.
 
 The names without prefix and those with ``TORCHELASTIC_`` are torchrun's, as documented at
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``NODE_RANK`` is Composer's.
@@ -6,15 +6,123 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
-__all__ = ["ENV_ROUND", "ENV_START_REASON", "Placement", "worker_environment"]
+__all__ = [
+    "ENV_ROUND",
+    "ENV_SOCKET",
+    "ENV_START_REASON",
+    "MAX_LINE",
+    "Drained",
+    "Message",
+    "Noted",
+    "Placement",
+    "Ready",
+    "StepDone",
+    "Stop",
+    "pack",
+    "unpack",
+    "worker_environment",
+]
 
 ENV_ROUND = "ELASTIC_LAUNCH_ROUND"
 """Number of the round under which the worker runs, from 1."""
 
 ENV_START_REASON = "ELASTIC_LAUNCH_START_REASON"
 """Why this worker was started: ``first`` or the cause for which the last round ended."""
+
+
+ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
+"""Where the agent listens for its workers: a Unix socket; a name with ``@`` first lies in the abstract namespace."""
+
+MAX_LINE = 64 * 1024
+"""Bytes of a message at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What agent and worker say: one JSON object a line, its ``type`` being the class' name."""
+
+    TYPES: ClassVar[dict[str, type[Message]]] = {}
+
+
+# Worker to agent.
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """First message: this worker of the round has begun to train, and can be drained from now on."""
+
+    round: int
+    rank: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone(Message):
+    """An optimizer step is done; step counts those done so far."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(Message):
+    """All ranks have stopped after the same step, and what this one had to save is saved; it ends now.
+
+    Attributes:
+        seconds: that saving took.
+    """
+
+    step: int
+    seconds: float
+
+
+# Agent to worker.
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Message):
+    """Stop after the same step as all other ranks, save and end."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(Message):
+    """The agent knows that the worker is drained."""
+
+
+Message.TYPES.update({kind.__name__.lower(): kind for kind in (Ready, StepDone, Drained, Stop, Noted)})
+
+
+def pack(message: Message) -> bytes:
+    """Encode a message as one line."""
+    return json.dumps({"type": type(message).__name__.lower(), **asdict(message)}).encode() + b"\n"
+
+
+def unpack(line: bytes) -> Message:
+    """Read one line.
+
+    Raises:
+        ValueError: if it is no message that is known here, or a field is missing or has another type.
+    """
+    value = json.loads(line)
+    kind = Message.TYPES.get(str(value.get("type"))) if isinstance(value, dict) else None
+    if kind is None:
+        raise ValueError(f"no message that is known: {line[:100]!r}")
+    return kind(**{item.name: _checked(kind, item.name, str(item.type), value) for item in fields(kind)})
+
+
+def _checked(kind: type[Message], name: str, hint: str, value: dict[str, Any]) -> Any:
+    found = value.get(name)
+    if hint == "float" and type(found) is int:
+        return float(found)
+    if type(found).__name__ != hint:
+        raise ValueError(f"{kind.__name__}.{name} is {str(found)[:100]!r}, not of type {hint}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +159,7 @@ def worker_environment(
     round_number: int,
     reason: str,
     error_file: str,
+    socket: str = "",
     nccl_async_error_handling: str = "1",
 ) -> dict[str, str]:
     """Return the variables that the agent adds to a worker's environment.
@@ -58,6 +167,7 @@ def worker_environment(
     Args:
         restarts: budgeted restarts so far; never falls within a run.
         error_file: where ``torch.distributed.elastic``'s ``@record`` writes an exception.
+        socket: where the agent listens for its workers.
     """
     return {
         "RANK": str(placement.rank),
@@ -80,4 +190,5 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": nccl_async_error_handling,
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
+        ENV_SOCKET: socket,
     }

@@ -32,6 +32,8 @@ __all__ = [
     "Parked",
     "RestartCharged",
     "RoundBroken",
+    "RoundDrained",
+    "RoundDraining",
     "RoundFormed",
     "RunEnded",
     "WorkerExited",
@@ -94,7 +96,7 @@ class NodeLeft(Event):
     """A node said that it leaves.
 
     Attributes:
-        broke: number of the round that was broken for it, 0 if none was.
+        broke: number of the round that was drained or broken for it, 0 if none was.
     """
 
     leader: ClassVar[bool] = True
@@ -161,6 +163,47 @@ class RoundBroken(Event):
 
     def line(self) -> str:
         return f"round {self.round} broken after {self.lasted_s:.1f} s: {self.cause}; {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDraining(Event):
+    """A round is to end after the same step on all ranks.
+
+    Attributes:
+        kind: as of a broken round.
+        seconds: after which it is broken instead; None for no such limit.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    cause: str
+    seconds: float | None
+
+    def line(self) -> str:
+        limit = "" if self.seconds is None else f", within {self.seconds:g} s"
+        return f"round {self.round} drains: {self.cause}; its workers stop after the same step and save{limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDrained(Event):
+    """A round has ended after the same step on all ranks.
+
+    Attributes:
+        step: optimizer steps done.
+        drain_s: seconds since it was ordered.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    step: int
+    kind: str
+    cause: str
+    drain_s: float
+    next: str
+
+    def line(self) -> str:
+        return f"round {self.round} drained in {self.drain_s:.2f} s after step {self.step}; {self.next}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 
+import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as TorchAgent
 
-from elastic_launch.contract import ENV_ROUND, ENV_START_REASON, Placement, worker_environment
+from elastic_launch import contract as c
+from elastic_launch.contract import Placement, worker_environment
 
 PLACEMENT = Placement(
     rank=5,
@@ -32,6 +35,7 @@ def environment() -> dict[str, str]:
         round_number=7,
         reason="node b lost: its connection closed",
         error_file="/logs/error.json",
+        socket="@elastic-launch-1",
     )
 
 
@@ -72,6 +76,7 @@ def test_all_values() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELASTIC_LAUNCH_ROUND": "7",
         "ELASTIC_LAUNCH_START_REASON": "node b lost: its connection closed",
+        "ELASTIC_LAUNCH_SOCKET": "@elastic-launch-1",
     }
 
 
@@ -91,4 +96,38 @@ def test_a_users_choice_of_error_handling_is_kept() -> None:
 
 
 def test_our_names_have_our_prefix() -> None:
-    assert {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")} == {ENV_ROUND, ENV_START_REASON}
+    names = {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")}
+    assert names == {c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
+
+
+MESSAGES = [c.Ready(7, 5, 1, 100), c.StepDone(101), c.Drained(102, 0.5), c.Stop("node b leaves"), c.Noted()]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_its_line(message: c.Message) -> None:
+    line = c.pack(message)
+    assert line.count(b"\n") == 1
+    assert c.unpack(line) == message
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(message) for message in MESSAGES} == set(c.Message.TYPES.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "no message that is known"),
+        (b"{}", "no message that is known"),
+        (b'{"type": "explode"}', "no message that is known"),
+        (b'{"type": ["stop"]}', "no message that is known"),
+        (b'{"type": "stepdone"}', "StepDone.step is 'None', not of type int"),
+        (b'{"type": "stepdone", "step": "9"}', "StepDone.step is '9', not of type int"),
+        (b'{"type": "stepdone", "step": true}', "StepDone.step is 'True', not of type int"),
+        (b'{"type": "drained", "step": 1, "seconds": "x"}', "Drained.seconds is 'x', not of type float"),
+    ],
+)
+def test_a_line_that_is_no_message_is_refused(line: bytes, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        c.unpack(line)

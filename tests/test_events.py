@@ -21,7 +21,14 @@ KINDS: list[type[ev.Event]] = [
 
 def example(kind: type[ev.Event]) -> ev.Event:
     """An event with some value in each field."""
-    samples: dict[str, Any] = {"str": "x", "int": 1, "float": 0.5, "bool": True, "tuple[str, ...]": ("a", "b")}
+    samples: dict[str, Any] = {
+        "str": "x",
+        "int": 1,
+        "float": 0.5,
+        "float | None": 0.5,
+        "bool": True,
+        "tuple[str, ...]": ("a", "b"),
+    }
     return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})
 
 
@@ -60,6 +67,8 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.Parked,
         ev.RestartCharged,
         ev.RoundBroken,
+        ev.RoundDrained,
+        ev.RoundDraining,
         ev.RoundFormed,
         ev.RunEnded,
     }
@@ -87,6 +96,18 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         (
             ev.RoundBroken(3, "crash", "rank 0 crashed", 61.23, "a new round forms"),
             "round 3 broken after 61.2 s: rank 0 crashed; a new round forms",
+        ),
+        (
+            ev.RoundDraining(3, "preemption", "node b leaves (SIGTERM)", 30.0),
+            "round 3 drains: node b leaves (SIGTERM); its workers stop after the same step and save, within 30 s",
+        ),
+        (
+            ev.RoundDraining(3, "membership", "resize", None),
+            "round 3 drains: resize; its workers stop after the same step and save",
+        ),
+        (
+            ev.RoundDrained(3, 120, "preemption", "node b leaves (SIGTERM)", 0.4, "a new round forms"),
+            "round 3 drained in 0.40 s after step 120; a new round forms",
         ),
         (ev.RestartCharged(3, "crash", 1, 3), "restart 1 of 3 (--max-restarts 3), charged for a crash"),
         (

@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agents import policy as p
+from elastic_agents.control import Control
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
@@ -130,6 +131,7 @@ class LocalElasticAgent(ElasticAgent):
         guard = Guard()
         pump = OutputPump()
         processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
+        self._control = Control(self._clock, self._inbox.put)
         self._workers = WorkerSet(self._config.node_id, self._config.run_directory, processes, pump, guard, self._clock)
         try:
             self._membership.start()
@@ -139,6 +141,7 @@ class LocalElasticAgent(ElasticAgent):
             self._workers.kill()
             self._workers.end_round()
             processes.close()
+            self._control.close()
             pump.close()
             self._membership.close()
             if self._store is not None:
@@ -179,15 +182,27 @@ class LocalElasticAgent(ElasticAgent):
                 if not self._hosting:
                     _log.info("%s", text)
                 return None
-            case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
+            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 self._ordered(item)
                 return item
             case SignalCaught(number=number):
-                _log.info("%s received", signal.Signals(number).name)
+                name = signal.Signals(number).name
+                _log.info("%s received", name)
+                return p.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
+            case p.WorkerReady() | p.WorkerDrained() | p.DrainOver() | p.TeardownOver():
                 return item
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _seconds_to_drain(self, left: float) -> float:
+        """Return the seconds left, or 0 if a drain is sure to take longer."""
+        needed = self._control.pace.drain_seconds()
+        if left >= needed:
+            return left
+        if self._view.phase is p.Phase.RUNNING:
+            _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
+        return 0.0
 
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config
@@ -203,7 +218,7 @@ class LocalElasticAgent(ElasticAgent):
             role = "hosts the run's store" if hosting else "joins"
             _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
 
-    def _ordered(self, order: m.Form | m.Break | m.Evicted | m.RunEnd) -> None:
+    def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
         kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
         number = order.round.number if isinstance(order, m.Form) else self._view.round
         cause = order.reason if isinstance(order, m.Evicted) else order.cause
@@ -223,6 +238,8 @@ class LocalElasticAgent(ElasticAgent):
                     formed.world_size,
                     nodes,
                 )
+            case m.Drain():
+                _log.info("round %d drains: %s; the workers stop after the same step and save", number, cause)
             case m.Break():
                 _log.info("round %d broken: %s; a new round forms", number, cause)
             case m.Evicted():
@@ -233,11 +250,12 @@ class LocalElasticAgent(ElasticAgent):
         if reaped is None:
             return None
         where = reaped.placement
-        stopped = self._view.phase is p.Phase.STOPPING
+        drained = where.local_rank in self._view.drained
+        stopped = self._view.phase in (p.Phase.STOPPING, p.Phase.DRAINING) or drained
         self._events.emit(
             WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
-        if exit_code != 0 and not stopped:
+        if exit_code != 0 and not drained and self._view.phase is not p.Phase.STOPPING:
             self._local_failures[where.rank] = reaped
             _log.warning(
                 "rank %d (pid %d) ended with %s in round %d",
@@ -254,36 +272,44 @@ class LocalElasticAgent(ElasticAgent):
         match action:
             case p.StartWorkers(form=form):
                 self._start(form)
-            case p.Terminate(round=number):
-                self._workers.terminate()
+            case p.AskStop(round=number, cause=cause, seconds=seconds):
+                self._control.ask_stop(number, cause)
+                if seconds is not None:
+                    self._inbox.put_later(seconds, p.DrainOver(number))
+            case p.AwaitEnd(round=number, local_rank=local_rank):
+                self._inbox.put_later(p.TEARDOWN, p.TeardownOver(number, local_rank))
+            case p.Terminate(round=number, local_ranks=local_ranks):
+                self._workers.terminate(local_ranks)
                 self._inbox.put_later(self._config.shutdown_timeout, p.GraceOver(number))
-            case p.Kill():
-                self._workers.kill()
+            case p.Kill(local_ranks=local_ranks):
+                self._workers.kill(local_ranks)
             case p.Hold(round=number, local_rank=local_rank):
                 self._inbox.put_later(p.HOLD, p.HoldOver(number, local_rank))
             case p.ReportFailed(local_rank=local_rank, preempted=preempted):
                 self._membership.failed(self._workers.failure(local_rank, preempted))
-            case p.ReportStopped(round=number):
-                self._end_round(number)
+            case p.ReportReady(round=number):
+                self._membership.ready(number)
+            case p.ReportStopped(round=number, drained=drained):
+                self._end_round(number, drained)
             case p.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._membership.done(number)
-            case p.ReportLeaving(reason=reason):
-                self._membership.leaving(reason)
+            case p.ReportLeaving(reason=reason, seconds=seconds):
+                self._membership.leaving(reason, seconds)
             case p.Warn(text=text):
                 _log.warning("%s", text)
             case p.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 self._outcome = Outcome(code, cause, self._restarts, failure)
 
-    def _end_round(self, number: int) -> None:
+    def _end_round(self, number: int, drained: int) -> None:
         stuck = self._workers.end_round()
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        self._membership.stopped(number, self._store.reserve())
+        self._membership.stopped(number, self._store.reserve(), drained)
 
     def _start(self, form: m.Form) -> None:
         self._local_failures.clear()
@@ -356,6 +382,7 @@ class LocalElasticAgent(ElasticAgent):
                 round_number=form.round.number,
                 reason=form.cause,
                 error_file=error_file,
+                socket=self._control.address,
                 nccl_async_error_handling=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             )
         )

@@ -5,6 +5,7 @@ sockets or time. A node is always in one phase:
 
 - WAITING: no workers; waits for the leader to form a round (or for the leader itself).
 - RUNNING: the round's workers run, or some have finished.
+- DRAINING: they have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
 - STOPPING: the workers that are left are being ended; then the node waits again, or exits if ``leaving`` is set.
 - OVER: nothing left to do.
@@ -13,205 +14,74 @@ sockets or time. A node is always in one phase:
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
-from elastic_agents.inbox import SignalCaught
+from elastic_agents.vocabulary import (
+    HOLD,
+    TEARDOWN,
+    Action,
+    AskStop,
+    AwaitEnd,
+    DrainOver,
+    Event,
+    Finish,
+    GraceOver,
+    Hold,
+    HoldOver,
+    Kill,
+    Leave,
+    Phase,
+    ReportDone,
+    ReportFailed,
+    ReportLeaving,
+    ReportReady,
+    ReportStopped,
+    StartFailed,
+    StartWorkers,
+    TeardownOver,
+    Terminate,
+    View,
+    Warn,
+    WorkerDrained,
+    WorkerGone,
+    WorkerReady,
+)
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
 
 __all__ = [
+    "HOLD",
+    "TEARDOWN",
     "Action",
+    "AskStop",
+    "AwaitEnd",
+    "DrainOver",
     "Event",
     "Finish",
     "GraceOver",
     "Hold",
     "HoldOver",
     "Kill",
+    "Leave",
     "Phase",
     "ReportDone",
     "ReportFailed",
     "ReportLeaving",
+    "ReportReady",
     "ReportStopped",
     "StartFailed",
     "StartWorkers",
+    "TeardownOver",
     "Terminate",
     "View",
     "Warn",
+    "WorkerDrained",
     "WorkerGone",
+    "WorkerReady",
     "decide",
 ]
 
-HOLD = 0.2
-"""Seconds for which a worker's exit by SIGTERM or SIGINT waits for the agent's own signal.
-
-Schedulers signal whole groups.
-"""
-
-
-class Phase(Enum):
-    """See the module."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """All that the policy knows.
-
-    Attributes:
-        round: number of the present or last round.
-        nodes: nodes in it.
-        alive: local ranks of the workers not yet reaped.
-        held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
-        leaving: exit code with which the node leaves once its workers are reaped, or None.
-        cause: why it leaves.
-    """
-
-    phase: Phase = Phase.WAITING
-    round: int = 0
-    nodes: int = 0
-    alive: frozenset[int] = frozenset()
-    held: frozenset[int] = frozenset()
-    leaving: int | None = None
-    cause: str = ""
-
-
-# Events beside the leader's orders (Form, Break, Evicted, RunEnd) and the membership's (LinkDown, RendezvousLost).
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGone:
-    """A worker was reaped; -N for signal N."""
-
-    round: int
-    local_rank: int
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class GraceOver:
-    """The workers' grace has passed."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """A worker could not be started.
-
-    Attributes:
-        started: local ranks of those that were started before it.
-    """
-
-    cause: str
-    started: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class HoldOver:
-    """The wait for the agent's own signal has passed."""
-
-    round: int
-    local_rank: int
-
-
-Event = (
-    m.Form
-    | m.Break
-    | m.Evicted
-    | m.RunEnd
-    | LinkDown
-    | RendezvousLost
-    | WorkerGone
-    | SignalCaught
-    | StartFailed
-    | GraceOver
-    | HoldOver
-)
-
-# Actions.
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
-    """Start the round's workers and report that they are."""
-
-    form: m.Form
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """Send SIGTERM to the workers that are left and raise GraceOver after the grace."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill the workers that are left, with their whole sessions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Raise HoldOver for the worker after HOLD seconds."""
-
-    round: int
-    local_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFailed:
-    """Report a worker's failure to the leader."""
-
-    local_rank: int
-    preempted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStopped:
-    """Report that the round's workers are reaped."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportDone:
-    """Report that the round's workers have all finished with 0."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportLeaving:
-    """Tell the leader that this node leaves."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warn:
-    """Tell the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Exit with the code."""
-
-    code: int
-    cause: str
-
-
-Action = (
-    StartWorkers | Terminate | Kill | Hold | ReportFailed | ReportStopped | ReportDone | ReportLeaving | Warn | Finish
-)
 
 Decision = tuple[View, list[Action]]
 
@@ -227,6 +97,8 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
     match event:
         case m.Form():
             return _form(view, event, nproc)
+        case m.Drain(round=number, cause=cause, seconds=seconds):
+            return _drain(view, cause, seconds) if number == view.round else (view, [])
         case m.Break(round=number):
             return _stop(view) if number == view.round else (view, [])
         case m.Evicted(reason=reason, final=final):
@@ -242,7 +114,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
                 return _over(view, ExitCode.DONE, "finished; the rendezvous was lost afterwards")
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
         case WorkerGone():
-            return _gone(view, event)
+            return _gone(view, event, nproc)
         case HoldOver(round=number, local_rank=local_rank):
             if number != view.round or local_rank not in view.held:
                 return view, []
@@ -250,8 +122,20 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case StartFailed(cause=cause, started=started):
             view, actions = _end(replace(view, alive=started), ExitCode.STARTUP_FAILURE, cause)
             return view, [ReportLeaving(cause), *actions]
-        case SignalCaught(number=number):
-            return _signal(view, number)
+        case WorkerReady(round=number, local_rank=local_rank):
+            return _ready(view, local_rank) if number == view.round else (view, [])
+        case WorkerDrained(round=number, local_rank=local_rank, step=step):
+            if number != view.round or local_rank not in view.alive:
+                return view, []
+            view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step))
+            return view, [AwaitEnd(number, local_rank)]
+        case Leave():
+            return _leave(view, event)
+        case DrainOver(round=number):
+            return _drain_over(view) if number == view.round else (view, [])
+        case TeardownOver(round=number, local_rank=local_rank):
+            hangs = number == view.round and local_rank in view.alive
+            return view, [Kill(frozenset({local_rank}))] if hangs else []
         case GraceOver(round=number):
             overdue = view.phase is Phase.STOPPING and number == view.round and view.alive
             return view, [Kill()] if overdue else []
@@ -264,15 +148,54 @@ def _form(view: View, form: m.Form, nproc: int) -> Decision:
     return view, [StartWorkers(form)]
 
 
+def _ready(view: View, local_rank: int) -> Decision:
+    if view.phase is not Phase.RUNNING or local_rank not in view.alive or local_rank in view.ready:
+        return view, []
+    view = replace(view, ready=view.ready | {local_rank})
+    return view, [ReportReady(view.round)] if view.alive <= view.ready else []
+
+
+def _can_drain(view: View) -> bool:
+    return bool(view.alive) and view.alive <= view.ready and not view.held
+
+
+def _drain(view: View, cause: str, seconds: float | None) -> Decision:
+    """Have the workers stop after the same step, or end the round here if some cannot."""
+    if view.phase is not Phase.RUNNING:
+        return view, []
+    if not _can_drain(view):
+        return _stop(view)
+    return replace(view, phase=Phase.DRAINING), [AskStop(view.round, cause, seconds)]
+
+
+def _drain_over(view: View) -> Decision:
+    if view.phase is Phase.FINISHED and view.leaving is not None:
+        return _over(view, view.leaving, view.cause)
+    if view.phase is not Phase.DRAINING:
+        return view, []
+    view, actions = _kill(view)
+    return view, [Warn("the workers have not stopped in time; they are killed"), *actions]
+
+
 def _stop(view: View) -> Decision:
-    """End the round on this node, with grace."""
+    """End the round on this node.
+
+    Workers that save as they go need no grace, and to wait for others that may be dead would only cost time.
+    """
     # Without these reports the leader would charge the crashes that they caused elsewhere.
     held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
     view = replace(view, held=frozenset())
     match view.phase:
-        case Phase.RUNNING if view.alive:
-            return replace(view, phase=Phase.STOPPING), [*held, Terminate(view.round)]
-        case Phase.RUNNING | Phase.FINISHED:
+        case Phase.RUNNING | Phase.DRAINING if view.alive:
+            stopping: list[Action]
+            if view.alive <= view.ready:
+                stopping = [Kill()]
+            elif view.alive & view.ready:
+                stopping = [Kill(view.alive & view.ready), Terminate(view.round, view.alive - view.ready)]
+            else:
+                stopping = [Terminate(view.round)]
+            return replace(view, phase=Phase.STOPPING), [*held, *stopping]
+        case Phase.RUNNING | Phase.DRAINING | Phase.FINISHED:
             view, actions = _settle(view)
             return view, [*held, *actions]
         case _:
@@ -286,11 +209,14 @@ def _kill(view: View) -> Decision:
     return _settle(view)
 
 
-def _settle(view: View) -> Decision:
+def _settle(view: View, drained: int = -1) -> Decision:
     """All workers are reaped."""
+    stopped = ReportStopped(view.round, drained)
     if view.leaving is not None:
-        return _over(view, view.leaving, view.cause)
-    return replace(view, phase=Phase.WAITING, held=frozenset()), [ReportStopped(view.round)]
+        # Said before this node hangs up, it is a step that others go on from, and no loss.
+        view, actions = _over(view, view.leaving, view.cause)
+        return view, [stopped, *actions] if drained >= 0 else actions
+    return replace(view, phase=Phase.WAITING, held=frozenset()), [stopped]
 
 
 def _over(view: View, code: int, cause: str) -> Decision:
@@ -298,7 +224,8 @@ def _over(view: View, code: int, cause: str) -> Decision:
 
 
 def _end(view: View, code: int, cause: str) -> Decision:
-    if view.leaving is not None:
+    finished = view.phase is Phase.FINISHED and code == ExitCode.DONE
+    if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
     view = replace(view, leaving=code, cause=cause)
     if view.alive:
@@ -311,6 +238,8 @@ def _link_down(view: View, event: LinkDown) -> Decision:
         if event.gone:
             return _over(view, ExitCode.DONE, f"finished; the run's leader was lost afterwards ({event.reason})")
         return view, [Warn(f"the leader cannot be reached ({event.reason}); this node has finished and waits")]
+    if view.phase is Phase.DRAINING:
+        return view, [Warn(f"{event.reason}; the workers stop after the same step all the same")]
     if view.phase is Phase.WAITING:
         if not event.gone:
             return view, [Warn(f"waiting for the endpoint: {event.reason}")]
@@ -322,18 +251,22 @@ def _link_down(view: View, event: LinkDown) -> Decision:
     return view, [Warn(f"{event.reason}; the workers train on")]
 
 
-def _gone(view: View, event: WorkerGone) -> Decision:
+def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
     if event.round != view.round or event.local_rank not in view.alive:
         return view, []
     view = replace(view, alive=view.alive - {event.local_rank})
     if view.phase is Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
-    if event.exit_code in _PREEMPTING:
-        return replace(view, held=view.held | {event.local_rank}), [Hold(event.round, event.local_rank)]
-    if event.exit_code != 0:
+    # What a drained worker dies of as it ends does not count: its state is saved.
+    if event.exit_code != 0 and event.local_rank not in view.drained:
+        if event.exit_code in _PREEMPTING:
+            return replace(view, held=view.held | {event.local_rank}), [Hold(event.round, event.local_rank)]
         return _fail(view, [ReportFailed(event.local_rank)])
     if view.alive or view.held:
         return view, []
+    if view.drained:
+        # Where some say that they have finished, the script has ended without heeding the stop.
+        return _settle(view, view.step if len(view.drained) == nproc else -1)
     return replace(view, phase=Phase.FINISHED), [ReportDone(view.round)]
 
 
@@ -344,10 +277,14 @@ def _fail(view: View, reports: list[Action]) -> Decision:
     return view, [*held, *reports, *actions[len(held) :]]
 
 
-def _signal(view: View, number: int) -> Decision:
-    name = signal.Signals(number).name
+def _leave(view: View, event: Leave) -> Decision:
+    """Leave the run, after a drain if there is time for one; told a second time, at once."""
     if view.leaving is not None:
-        return view, [Kill()] if view.alive else []
-    view = replace(view, leaving=128 + number, cause=f"stopped by {name}", held=frozenset())
-    view, actions = _stop(view) if view.alive else _over(view, 128 + number, view.cause)
-    return view, [ReportLeaving(name), *actions]
+        return _kill(view) if view.alive else (view, [])
+    view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())
+    if view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0:
+        # The ranks agree among themselves, so nobody has to wait for the leader's order.
+        actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
+        return replace(view, phase=Phase.DRAINING), [ReportLeaving(event.reason, event.seconds), *actions]
+    view, actions = _stop(view) if view.alive else _over(view, event.code, view.cause)
+    return view, [ReportLeaving(event.reason), *actions]

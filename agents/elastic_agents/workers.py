@@ -136,16 +136,16 @@ class WorkerSet:
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
         )
 
-    def terminate(self) -> None:
-        """Ask the workers that are left to end: SIGTERM to each main process."""
-        for pid in self._alive:
+    def terminate(self, local_ranks: frozenset[int] | None = None) -> None:
+        """Ask workers (None: all that are left) to end: SIGTERM to each main process."""
+        for pid in self._chosen(local_ranks):
             self._processes.signal(pid, signal.SIGTERM)
             # A stopped process would not see it before its grace is over.
             self._processes.signal(pid, signal.SIGCONT)
 
-    def kill(self) -> None:
-        """Kill the workers that are left with their whole sessions; their exits come as usual."""
-        for pid in self._alive:
+    def kill(self, local_ranks: frozenset[int] | None = None) -> None:
+        """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""
+        for pid in self._chosen(local_ranks):
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_round(self) -> list[int]:
@@ -153,6 +153,13 @@ class WorkerSet:
         stuck = self._end_sessions(set(self._sessions))
         self._reaped.clear()
         return stuck
+
+    def _chosen(self, local_ranks: frozenset[int] | None) -> list[int]:
+        return [
+            pid
+            for pid, worker in self._alive.items()
+            if local_ranks is None or worker.placement.local_rank in local_ranks
+        ]
 
     def _end_sessions(self, sids: set[int]) -> list[int]:
         stuck = kill_sessions(sids)

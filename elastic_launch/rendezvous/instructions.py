@@ -9,7 +9,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.verdict import Kind
 
-__all__ = ["Broken", "Close", "Commit", "Emit", "Instruction", "Node", "Send"]
+__all__ = ["Broken", "Close", "Commit", "Draining", "Emit", "Instruction", "Node", "Send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Node:
     Attributes:
         store_port: where its next worker store listens.
         active: it has, or may have, workers of the current round.
-        joined, done: these are started; all have finished with 0.
+        joined, ready, done: these are started; can all be drained; have all finished with 0.
         leaving: it said that it leaves.
         silence: seconds without a sign of life.
         heard: when the last one came, by the leader's clock.
@@ -64,6 +64,7 @@ class Node:
     store_port: int
     active: bool = False
     joined: bool = False
+    ready: bool = False
     done: bool = False
     leaving: bool = False
     silence: float = 0.0
@@ -84,3 +85,19 @@ class Broken:
     cause: str
     failures: list[tuple[float, m.Failure]] = field(default_factory=list)
     judged: bool = False
+
+
+@dataclass(slots=True)
+class Draining:
+    """A round whose workers are stopping after the same step.
+
+    Attributes:
+        deadline: when it is broken, if some have not stopped by then.
+        step: optimizer steps done, as far as reported.
+    """
+
+    at: float
+    kind: Kind
+    cause: str
+    deadline: float | None = None
+    step: int = 0

@@ -69,7 +69,9 @@ class RendezvousLost:
     error: RendezvousError
 
 
-MembershipEvent = Opened | LinkUp | LinkDown | RendezvousLost | m.Form | m.Break | m.Evicted | m.Notice | m.RunEnd
+MembershipEvent = (
+    Opened | LinkUp | LinkDown | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
+)
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
@@ -107,6 +109,10 @@ class Membership:
         """The round's workers are started."""
         self._say(m.Joined(number))
 
+    def ready(self, number: int) -> None:
+        """The round's workers can be drained from now on."""
+        self._say(m.Ready(number), ready=True)
+
     def done(self, number: int) -> None:
         """The round's workers have all finished with 0."""
         self._say(m.Done(number), done=True)
@@ -115,13 +121,22 @@ class Membership:
         """A worker failed; this node is stopping the others."""
         self._say(m.Failed(failure.round, failure))
 
-    def stopped(self, number: int, store_port: int) -> None:
-        """The round's workers are reaped; the node is ready for the next round."""
-        self._say(m.Stopped(number, store_port), store_port=store_port, holding=0, done=False)
+    def stopped(self, number: int, store_port: int, drained: int = -1) -> None:
+        """The round's workers are reaped; the node is ready for the next round.
 
-    def leaving(self, reason: str) -> None:
-        """This node leaves the run."""
-        self._say(m.Leaving(reason))
+        Args:
+            drained: optimizer steps done, if they have stopped by agreement, else -1.
+        """
+        report = m.Stopped(number, store_port, drained)
+        self._say(report, store_port=store_port, holding=0, ready=False, done=False)
+
+    def leaving(self, reason: str, seconds: float = 0.0) -> None:
+        """This node leaves the run.
+
+        Args:
+            seconds: in which its workers can be drained; 0 if they cannot.
+        """
+        self._say(m.Leaving(reason, seconds))
 
     def close(self, timeout: float = 15.0) -> None:
         """Hang up; as the leader of an ended run, wait first (bounded) until all nodes have heard of its end."""

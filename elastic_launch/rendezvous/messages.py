@@ -18,6 +18,7 @@ __all__ = [
     "Beat",
     "Break",
     "Done",
+    "Drain",
     "Evicted",
     "Failed",
     "Failure",
@@ -30,6 +31,7 @@ __all__ = [
     "Notice",
     "Order",
     "Pulse",
+    "Ready",
     "Refused",
     "Report",
     "RunEnd",
@@ -89,7 +91,7 @@ class Hello:
         command, limits: in words, so that a refusal can say what differs.
         wanted_rank: rank that the node asks for, or None.
         holding: number of the round whose workers it still has, 0 for none.
-        done: whether all of these have finished.
+        ready, done: whether all of these can be drained; have finished.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
     """
 
@@ -105,6 +107,7 @@ class Hello:
     store_port: int
     wanted_rank: int | None = None
     holding: int = 0
+    ready: bool = False
     done: bool = False
     seen_term: int = 0
     seen_round: int = 0
@@ -124,6 +127,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """The workers of the round train by this project's library: they can be drained."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A worker of the round failed; this node stops its others."""
 
@@ -137,10 +147,12 @@ class Stopped:
 
     Attributes:
         store_port: where its next worker store listens.
+        drained: optimizer steps done, if they have stopped together with all others after the same step, else -1.
     """
 
     round: int
     store_port: int
+    drained: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +164,17 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """This node leaves the run; nobody is to wait for it."""
+    """This node leaves the run; nobody is to wait for it.
+
+    Attributes:
+        seconds: that it has left, and in which its workers can be drained; 0 if they cannot.
+    """
 
     reason: str
+    seconds: float = 0.0
 
 
-Report = Hello | Beat | Joined | Failed | Stopped | Done | Leaving
+Report = Hello | Beat | Joined | Ready | Failed | Stopped | Done | Leaving
 
 # Orders: leader to node.
 
@@ -202,6 +219,22 @@ class Form:
     round: Round
     restarts: int
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have the round's workers stop after the same step, save and end; then report them as stopped.
+
+    Attributes:
+        kind: as of Break.
+        seconds: after which the round is broken; None for no such limit.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +283,13 @@ class RunEnd:
     failure: Failure | None = None
 
 
-Order = Welcome | Refused | Pulse | Form | Break | Evicted | Notice | RunEnd
+Order = Welcome | Refused | Pulse | Form | Drain | Break | Evicted | Notice | RunEnd
 
 _REPORTS: dict[str, type[Any]] = {
     "hello": Hello,
     "beat": Beat,
     "joined": Joined,
+    "ready": Ready,
     "failed": Failed,
     "stopped": Stopped,
     "done": Done,
@@ -266,6 +300,7 @@ _ORDERS: dict[str, type[Any]] = {
     "refused": Refused,
     "pulse": Pulse,
     "form": Form,
+    "drain": Drain,
     "break": Break,
     "evicted": Evicted,
     "notice": Notice,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from elastic_launch.training.stopping import Stop
+
 __all__ = ["Agreement", "Wishes"]
 
 
@@ -18,7 +20,7 @@ __all__ = ["Agreement", "Wishes"]
 class Wishes:
     """What one rank, or after an exchange any rank, wants."""
 
-    stop: bool = False
+    stop: Stop = Stop.NO
     save: bool = False
 
 
@@ -54,4 +56,4 @@ class Agreement:
         (numbers, work), self._posted = self._posted, None
         work.wait()
         stop, save = numbers.tolist()
-        return Wishes(bool(stop), bool(save))
+        return Wishes(Stop(stop), bool(save))

@@ -85,6 +85,7 @@ class Loop:
         _warn_of_idle_ranks(self._run, self._loader.batch)
         if self._options.prepare is not None:
             self._options.prepare(self._step)
+        self._run.begin(self._step)
         gradients = self._gradients()
         try:
             stopped = self._run.stopped
@@ -107,6 +108,7 @@ class Loop:
             gradients.close()
         if self._checkpoint is not None:
             self._run.finish_checkpoint()
+        self._run.leave_if_draining()
 
     def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
         """Yield the steps from the present one to the end of its epoch or of the training."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -15,10 +17,12 @@ from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
 from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
+from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.world import World, environment, join, leave
 
 __all__ = ["Run", "Stateful", "session"]
@@ -36,14 +40,21 @@ class Run:
         stopped: whether all ranks have agreed to stop before the training's end.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, link: AgentLink | None = None) -> None:
         self.world = world
         self.device = device
         self.resumed_step = 0
         self.worlds: list[int] = [world.world_size]
         self.state = TrainingState()
         self.stopped = False
-        self._stop_wanted = False
+        self._link = link
+        self._termination = Termination()
+        self._begun = False
+        self._stop_wanted = Stop.NO
+        self._stop_agreed = Stop.NO
+        self._step = 0
+        self._ended = False
+        self._save_seconds = 0.0
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
@@ -69,6 +80,11 @@ class Run:
     def start_reason(self) -> str:
         """Why this process was started: ``first``, or what ended the last round; ``restart`` under torchrun."""
         return os.environ.get(ENV_START_REASON, "restart" if self.restarts else "first")
+
+    @property
+    def draining(self) -> bool:
+        """Whether all have stopped so that other processes go on: this one has no results to come to."""
+        return self._stop_agreed.drains and not self._ended
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore a further object with every checkpoint.
@@ -105,7 +121,7 @@ class Run:
 
     def request_stop(self) -> None:
         """Have all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
-        self._stop_wanted = True
+        self._stop_wanted = max(self._stop_wanted, Stop.SCRIPT)
 
     def steps(
         self,
@@ -163,7 +179,9 @@ class Run:
             UsageError: if the checkpoint belongs to another training.
         """
         self._unchanging = dict(unchanging or {})
-        return self.restore(checkpoint, self._unchanging, self.state).step
+        resumed = self.restore(checkpoint, self._unchanging, self.state)
+        self.begin(resumed.step)
+        return resumed.step
 
     def boundary(self, step: int | None = None, *, end: bool = False) -> bool:
         """Come to a step boundary in a loop of the script's own: save if it is time, and learn whether to stop.
@@ -176,8 +194,11 @@ class Run:
             end: whether the training ends here: then its state is saved in any case.
 
         Returns:
-            Whether all ranks are to stop here: somebody called :meth:`request_stop`. The state is saved.
+            Whether all ranks are to stop here: somebody called :meth:`request_stop`, or a node comes or goes. The state
+            is saved. If :attr:`draining` is set then, leave the session: its end ends the process, and the training
+            goes on in another one.
         """
+        self.begin(step or 0)
         if step is None:
             self._exchange(save=False)
             return self.stopped
@@ -204,6 +225,9 @@ class Run:
         end: bool,
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops."""
+        self._step, self._ended = step, end
+        if self._link is not None:
+            self._link.step(step)
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for close(), also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
@@ -213,19 +237,43 @@ class Run:
         if checkpoint is not None:
             due = self._save_agreed if by_clock else checkpoint.due(step)
             if (due or self.stopped or end) and checkpoint.needs(step):
+                began = time.monotonic()
                 captured = state.capture(keep=checkpoint.writes)
                 checkpoint.save(captured, step, dict(identity), self.worlds)
+                self._save_seconds = time.monotonic() - began
             if self._save_agreed:
                 self._save_posted = self._save_agreed = False
         return self.stopped
+
+    def begin(self, step: int) -> None:
+        """The training has come to its first step, or to where it goes on: from now on it can be stopped."""
+        if self._begun:
+            return
+        self._begun, self._step = True, step
+        self._termination.watch()
+        if self._link is not None:
+            self._link.ready(step)
+
+    def leave_if_draining(self) -> None:
+        """End the process here, by way of the session's end, if the training is to go on in others.
+
+        Raises:
+            Drained: if so.
+        """
+        if self.draining:
+            self.stopped = True
+            # The agent counts on what it was told; whoever sent a signal to the process alone expects its code.
+            raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
     def finish_checkpoint(self) -> None:
         """Wait until what was saved is written; :meth:`close` raises if nothing at all could be."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is None:
             return
+        began = time.monotonic()
         for outcome in checkpoint.finish():
             self._tell(outcome)
+        self._save_seconds += time.monotonic() - began
         self._failure = self._failure or checkpoint.failure
 
     def close(self) -> None:
@@ -239,6 +287,8 @@ class Run:
             self._agreement.settle()
         if self._failure is not None:
             raise self._failure
+        if self.draining and self._link is not None:
+            self._link.drained(self._step, self._save_seconds)
 
     def _exchange(self, *, save: bool) -> None:
         """Post wishes, each save once, and learn what all are to do."""
@@ -246,9 +296,21 @@ class Run:
             self._agreement = Agreement(self.world_size)
         post = save and not self._save_posted
         self._save_posted |= post
-        agreed = self._agreement.exchange(Wishes(stop=self._stop_wanted, save=post))
-        self.stopped |= agreed.stop
+        agreed = self._agreement.exchange(Wishes(stop=self._wanted(), save=post))
+        self._stop_agreed = max(self._stop_agreed, agreed.stop)
+        self.stopped = self._stop_agreed is not Stop.NO
         self._save_agreed |= agreed.save
+
+    def _wanted(self) -> Stop:
+        asked = self._link is not None and bool(self._link.stop_asked())
+        signalled = Stop.SIGNAL if self._termination.asked else Stop.NO
+        return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)
+
+    def release(self) -> None:
+        """Give back the signal's handler and the agent's socket."""
+        self._termination.close()
+        if self._link is not None:
+            self._link.close()
 
     def abandon(self) -> None:
         """After an error: let a checkpoint that is being written be finished, without any other rank."""
@@ -278,9 +340,23 @@ def session(*, threads: int = 1, deterministic: bool = True) -> Iterator[Run]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = environment()
     found = dist.is_initialized()
-    run = Run(world, join(world))
+    run = Run(world, join(world), AgentLink.connect(world))
     try:
-        yield run
+        with _ended_in_order(run, found):
+            yield run
+            run.leave_if_draining()
+    finally:
+        run.release()
+
+
+@contextmanager
+def _ended_in_order(run: Run, found: bool) -> Iterator[None]:
+    """Close the run at its end or after a drain, and leave the world unless it was found joined."""
+    drained: Drained | None = None
+    try:
+        yield
+    except Drained as reason:
+        drained = reason
     except BaseException:
         # Nothing that others take part in: they may never come to it, and this process is to fail soon.
         run.abandon()
@@ -288,3 +364,5 @@ def session(*, threads: int = 1, deterministic: bool = True) -> Iterator[Run]:
     run.close()
     if not found:
         leave()
+    if drained is not None:
+        raise drained

@@ -85,6 +85,8 @@ def main() -> None:
                 run.request_stop()
             if run.boundary(step, end=step == end):
                 break
+        if run.draining:
+            return  # the training goes on in another process, which comes to the result
 
         with torch.no_grad():
             accuracy = float((network(images).argmax(dim=1) == labels).float().mean())

@@ -1,44 +1,16 @@
-"""The agent's decisions: each phase with each event, and what holds under any sequence of them.
-
-The examples are the same in every run; HYPOTHESIS_EXAMPLES=5000 looks at so many random ones instead.
-"""
+"""The agent's decisions: each phase with each event."""
 
 from __future__ import annotations
 
-import os
 from signal import SIGINT, SIGTERM
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_events import GONE, INT_CODE, LOST, SILENT, TERM_CODE, brk, form, gone, leave
 
 from elastic_agents import policy as p
-from elastic_agents.inbox import SignalCaught
 from elastic_agents.policy import Phase, View, decide
-from elastic_launch.errors import RefusedError
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
-from elastic_launch.rendezvous.record import Member, Round
-
-EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
-
-TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
-SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
-LOST = RendezvousLost(RefusedError("the run refuses this node"))
-
-
-def form(number: int, nodes: int = 2) -> m.Form:
-    members = tuple(Member(f"n{index}", f"i{index}", 2, "host", 7000) for index in range(nodes))
-    return m.Form(1, Round(number, members), 0, "first")
-
-
-def brk(number: int) -> m.Break:
-    return m.Break(1, number, "crash", "rank 0 crashed")
-
-
-def gone(local_rank: int, exit_code: int, number: int = 1) -> p.WorkerGone:
-    return p.WorkerGone(number, local_rank, exit_code)
+from elastic_launch.rendezvous.membership import LinkDown
 
 
 def view(*events: p.Event, nodes: int = 2) -> View:
@@ -59,7 +31,7 @@ WAITING = View()
 RUNNING = view()
 FINISHED = view(gone(0, 0), gone(1, 0))
 STOPPING = view(brk(1))
-OVER = view(SignalCaught(SIGTERM), gone(0, 0), gone(1, 0))
+OVER = view(leave(SIGTERM), gone(0, 0), gone(1, 0))
 
 
 def test_the_phases_that_the_tests_start_from() -> None:
@@ -203,7 +175,7 @@ def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
 
 
 def test_with_the_agents_own_signal_it_is_none() -> None:
-    signalled = view(gone(0, TERM_CODE), SignalCaught(SIGTERM))
+    signalled = view(gone(0, TERM_CODE), leave(SIGTERM))
     assert signalled.held == frozenset()
     assert decide(signalled, p.HoldOver(1, 0), 2) == (signalled, [])
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
@@ -256,38 +228,38 @@ def test_holds_of_others_are_ignored(event: p.HoldOver) -> None:
 
 
 def test_waiting_a_signal_ends_at_once() -> None:
-    assert after(WAITING, SignalCaught(SIGINT)) == (
+    assert after(WAITING, leave(SIGINT)) == (
         Phase.OVER,
         [p.ReportLeaving("SIGINT"), p.Finish(130, "stopped by SIGINT")],
     )
 
 
 def test_finished_a_signal_ends_at_once() -> None:
-    phase, actions = after(FINISHED, SignalCaught(SIGTERM))
+    phase, actions = after(FINISHED, leave(SIGTERM))
     assert (phase, actions[-1]) == (Phase.OVER, p.Finish(143, "stopped by SIGTERM"))
 
 
 def test_running_a_signal_stops_the_workers_first() -> None:
-    assert after(RUNNING, SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Terminate(1)])
-    signalled = view(SignalCaught(SIGTERM), gone(0, 0))
+    assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Terminate(1)])
+    signalled = view(leave(SIGTERM), gone(0, 0))
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
 
 
 def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
-    assert after(STOPPING, SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM")])
-    signalled = view(brk(1), SignalCaught(SIGTERM), gone(0, 0))
+    assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM")])
+    signalled = view(brk(1), leave(SIGTERM), gone(0, 0))
     assert after(signalled, gone(1, 0)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
 
 
 def test_the_second_signal_kills_and_the_code_is_the_firsts() -> None:
-    signalled = view(SignalCaught(SIGINT))
-    assert after(signalled, SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
-    killed = view(SignalCaught(SIGINT), SignalCaught(SIGTERM), gone(0, -9))
+    signalled = view(leave(SIGINT))
+    assert after(signalled, leave(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+    killed = view(leave(SIGINT), leave(SIGTERM), gone(0, -9))
     assert after(killed, gone(1, -9)) == (Phase.OVER, [p.Finish(130, "stopped by SIGINT")])
 
 
 def test_a_signal_while_the_run_ends_kills() -> None:
-    assert after(view(m.RunEnd(1, 91, "spent")), SignalCaught(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+    assert after(view(m.RunEnd(1, 91, "spent")), leave(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
 
 
 @pytest.mark.parametrize(
@@ -296,7 +268,7 @@ def test_a_signal_while_the_run_ends_kills() -> None:
     ids=lambda event: type(event).__name__,
 )
 def test_what_comes_after_a_signal_does_not_change_the_code(event: p.Event) -> None:
-    signalled = view(SignalCaught(SIGTERM), event, gone(0, -9))
+    signalled = view(leave(SIGTERM), event, gone(0, -9))
     assert after(signalled, gone(1, -9)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
 
 
@@ -331,7 +303,7 @@ EVENTS = [
     GONE,
     LOST,
     gone(0, 1),
-    SignalCaught(SIGTERM),
+    leave(SIGTERM),
     p.GraceOver(1),
     p.HoldOver(1, 0),
     p.StartFailed("x"),
@@ -419,194 +391,3 @@ def test_running_the_loss_of_the_rendezvous_stops_the_workers_first() -> None:
     assert after(RUNNING, LOST) == (Phase.STOPPING, [p.Terminate(1)])
     lost = view(LOST, gone(0, 0))
     assert after(lost, gone(1, 0)) == (Phase.OVER, [p.Finish(95, "the run refuses this node")])
-
-
-# Any sequence.
-
-
-class AgentLife(RuleBasedStateMachine):
-    """An agent with its workers, its leader and its user; the leader may say anything at any time."""
-
-    @initialize(nproc=st.integers(1, 3))
-    def begin(self, nproc: int) -> None:
-        self.nproc = nproc
-        self.view = View()
-        self.round = 0
-        self.workers: set[int] = set()  # that live
-        self.codes: dict[int, int] = {}  # exit codes in this round
-        self.reported: set[int] = set()
-        self.graces: list[int] = []
-        self.holds: list[tuple[int, int]] = []
-        self.finished: list[p.Finish] = []
-        self.promised: int | None = None  # the code that a signal has settled
-        self.fails_to_start: frozenset[int] | None = None
-
-    def decide(self, event: p.Event) -> list[p.Action]:
-        before = self.view
-        if isinstance(event, SignalCaught) and before.leaving is None and before.phase is not Phase.OVER:
-            self.promised = 128 + event.number
-        self.view, actions = decide(before, event, self.nproc)
-        if before.phase is Phase.OVER:
-            assert actions == []
-            assert self.view == before
-        for action in actions:
-            assert not self.finished, "an action after the end"
-            self._carry_out(action)
-        return actions
-
-    def _carry_out(self, action: p.Action) -> None:
-        match action:
-            case p.StartWorkers(form=order):
-                assert not self.workers, "workers beside others"
-                assert self.promised is None, "a start after a signal"
-                self.round = order.round.number
-                started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
-                self.workers, self.codes, self.reported = set(started), {}, set()
-            case p.Terminate(round=number):
-                assert number == self.round
-                assert self.view.phase is Phase.STOPPING
-                self.graces.append(number)
-            case p.Kill():
-                assert self.view.phase is Phase.STOPPING
-            case p.Hold(round=number, local_rank=local_rank):
-                assert number == self.round
-                assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
-                self.holds.append((number, local_rank))
-            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
-                assert self.codes[local_rank] != 0
-                assert local_rank not in self.reported, "a failure is reported twice"
-                assert preempted == (self.codes[local_rank] in (TERM_CODE, INT_CODE))
-                self.reported.add(local_rank)
-            case p.ReportStopped(round=number):
-                assert not self.workers, "stopped, but workers live"
-                assert number == self.round
-            case p.ReportDone(round=number):
-                assert number == self.round
-                assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
-            case p.Finish(code=code):
-                assert not self.workers, "the end, but workers live"
-                if self.promised is not None:
-                    assert code == self.promised, "a signal was to end it"
-                self.finished.append(action)
-
-    # What the leader and the membership say.
-
-    @rule(ahead=st.integers(1, 2), nodes=st.integers(1, 3))
-    def form(self, ahead: int, nodes: int) -> None:
-        self.decide(form(self.round + ahead, nodes))
-
-    @precondition(lambda self: self.view.phase is Phase.WAITING)
-    @rule(data=st.data())
-    def form_but_fail_to_start(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.nproc - 1))
-        self.fails_to_start = frozenset(range(count))
-        self.decide(form(self.round + 1))
-        if self.view.phase is Phase.RUNNING:
-            self.decide(p.StartFailed("no such file", started=self.fails_to_start))
-        self.fails_to_start = None
-
-    @rule(behind=st.sampled_from([0, 0, 1]))
-    def break_the_round(self, behind: int) -> None:
-        actions = self.decide(brk(self.round - behind))
-        assert not behind or actions == [], "a break of another round"
-
-    @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE]))
-    def lose_touch(self, event: p.Event) -> None:
-        self.decide(event)
-
-    @precondition(lambda self: self.round > 2)
-    @rule(event=st.sampled_from([m.RunEnd(1, 0, "done"), m.RunEnd(1, 91, "spent"), m.Evicted(1, "x", True), LOST]))
-    def end(self, event: p.Event) -> None:
-        self.decide(event)
-
-    # What workers, timers and users do.
-
-    @precondition(lambda self: self.workers)
-    @rule(index=st.integers(0, 2), code=st.sampled_from([0, 0, 0, 1, 3, -9, TERM_CODE, INT_CODE]))
-    def worker_exits(self, index: int, code: int) -> None:
-        local_rank = sorted(self.workers)[index % len(self.workers)]
-        before = self.view.phase
-        self.workers.remove(local_rank)
-        self.codes[local_rank] = code
-        self.decide(p.WorkerGone(self.round, local_rank, code))
-        if before is Phase.RUNNING and code in (1, 3, -9):
-            assert local_rank in self.reported, "a failure is swallowed"
-
-    @precondition(lambda self: self.graces)
-    @rule(index=st.integers(0, 2))
-    def grace_passes(self, index: int) -> None:
-        number = self.graces.pop(index % len(self.graces))
-        actions = self.decide(p.GraceOver(number))
-        overdue = number == self.round and self.workers and self.view.phase is Phase.STOPPING
-        assert actions == ([p.Kill()] if overdue else [])
-
-    @precondition(lambda self: self.holds)
-    @rule(index=st.integers(0, 2))
-    def hold_passes(self, index: int) -> None:
-        number, local_rank = self.holds.pop(index % len(self.holds))
-        self.decide(p.HoldOver(number, local_rank))
-
-    @precondition(lambda self: self.round > 2 or self.view.held)
-    @rule(number=st.sampled_from([SIGTERM, SIGINT]))
-    def signal(self, number: int) -> None:
-        again = self.view.leaving is not None and self.view.phase is not Phase.OVER
-        actions = self.decide(SignalCaught(number))
-        if again:
-            assert actions == [p.Kill()], "a further signal kills"
-
-    # What always holds.
-
-    @invariant()
-    def the_policy_knows_who_lives(self) -> None:
-        assert self.view.alive == self.workers
-
-    @invariant()
-    def the_phase_fits(self) -> None:
-        match self.view.phase:
-            case Phase.WAITING:
-                assert not self.workers
-                assert not self.view.held
-                assert self.view.leaving is None
-            case Phase.RUNNING:
-                assert self.workers or self.view.held
-                assert self.view.leaving is None
-            case Phase.FINISHED:
-                assert not self.workers
-                assert self.view.leaving is None
-            case Phase.STOPPING:
-                assert self.workers, "nothing would ever end it"
-            case Phase.OVER:
-                assert len(self.finished) == 1
-
-    @invariant()
-    def what_is_held_will_be_let_go(self) -> None:
-        held = {(self.round, local_rank) for local_rank in self.view.held}
-        assert held <= set(self.holds) or self.view.phase is Phase.OVER
-
-    def teardown(self) -> None:
-        """When the workers end and the holds pass, the node is at rest; a signal ends it."""
-        if not hasattr(self, "view"):
-            return
-        self._let_all_go()
-        assert self.view.phase in (Phase.WAITING, Phase.FINISHED, Phase.OVER)
-        if self.view.phase is not Phase.OVER:
-            self.decide(SignalCaught(SIGTERM))
-            self._let_all_go()
-        assert self.view.phase is Phase.OVER
-        assert len(self.finished) == 1
-
-    def _let_all_go(self) -> None:
-        while self.workers:
-            self.worker_exits(0, 0)
-        while self.holds:
-            self.hold_passes(0)
-
-
-TestAgentLife = AgentLife.TestCase
-TestAgentLife.settings = settings(
-    max_examples=int(EXAMPLES or 100),
-    stateful_step_count=30,
-    derandomize=EXAMPLES is None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)

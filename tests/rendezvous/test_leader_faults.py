@@ -13,7 +13,7 @@ from elastic_launch.events import (
     RunEnded,
 )
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.leader import COLLECT
+from elastic_launch.rendezvous.rounds import COLLECT
 
 # Faults of workers.
 

@@ -1,0 +1,161 @@
+"""The agent's end of the socket to its workers: what they say goes to the agent, what it asks goes to them.
+
+The socket has a random name in the abstract namespace, which no file system has to hold and no crash leaves behind;
+only processes of the same user are listened to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_agents.pace import Pace
+from elastic_agents.vocabulary import WorkerDrained, WorkerReady
+from elastic_launch import contract as c
+from elastic_launch.clock import Clock
+
+__all__ = ["Control"]
+
+_log = logging.getLogger(__name__)
+
+Say = Callable[[WorkerReady | WorkerDrained], None]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One worker's connection; ``ready`` is its first message."""
+
+    sock: socket.socket
+    pending: bytes = b""
+    ready: c.Ready | None = None
+
+
+class Control:
+    """Listens to the workers of one node, in a thread of its own.
+
+    Args:
+        say: called from that thread; must not block.
+
+    Attributes:
+        address: what workers find in their environment.
+        pace: how long their steps take.
+    """
+
+    def __init__(self, clock: Clock, say: Say) -> None:
+        self._clock = clock
+        self._say = say
+        self.address = f"@elastic-launch-{secrets.token_hex(8)}"
+        self.pace = Pace()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.address[1:])
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread.start()
+
+    def ask_stop(self, round_number: int, cause: str) -> None:
+        """Ask the round's workers to stop after the same step."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.ready is not None and peer.ready.round == round_number:
+                    self._send(peer, c.Stop(cause))
+
+    def close(self) -> None:
+        self._wake_out.close()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._wake_in:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._receive(self._peers[key.fileobj])
+        finally:
+            for sock in self._peers:
+                sock.close()
+            self._selector.close()
+            self._listener.close()
+            self._wake_in.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            _log.warning("a worker's connection could not be accepted: %s", error)
+            return
+        sock.setblocking(False)
+        if _user_of(sock) not in (os.getuid(), 0):
+            sock.close()
+            return
+        with self._lock:
+            self._peers[sock] = _Peer(sock)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, peer.pending = (peer.pending + data).split(b"\n")
+        try:
+            for line in lines:
+                self._hear(peer, c.unpack(line))
+            if len(peer.pending) > c.MAX_LINE:
+                raise ValueError(f"a line of more than {c.MAX_LINE} bytes")
+        except ValueError as error:
+            _log.warning("a worker's connection is closed: it sent %s", error)
+            data = b""
+        if not data:
+            with self._lock:
+                del self._peers[peer.sock]
+            self._selector.unregister(peer.sock)
+            peer.sock.close()
+
+    def _hear(self, peer: _Peer, message: c.Message) -> None:
+        if isinstance(message, c.Ready):
+            peer.ready = message
+            self.pace.begin(message.round, message.step, self._clock.now())
+            self._say(WorkerReady(message.round, message.local_rank))
+            return
+        if peer.ready is None:
+            raise ValueError(f"{type(message).__name__} before Ready")
+        match message:
+            case c.StepDone(step=step):
+                self.pace.step(peer.ready.round, step, self._clock.now())
+            case c.Drained(step=step, seconds=seconds):
+                self.pace.saved(seconds)
+                self._say(WorkerDrained(peer.ready.round, peer.ready.local_rank, step))
+                self._send(peer, c.Noted())
+
+    def _send(self, peer: _Peer, message: c.Message) -> None:
+        try:
+            peer.sock.send(c.pack(message))
+        except OSError as error:
+            # Its end is seen by whoever reaps it; a worker that reads nothing of the little that is sent, is stuck.
+            _log.warning("a worker does not hear: %s", error)
+
+
+def _user_of(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)

@@ -1,0 +1,330 @@
+"""How a leader's rounds are formed, drained, broken and ended: the part of its machine that decides on the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_launch.config import Limits, Timing
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import (
+    Event,
+    NodeLost,
+    Parked,
+    RestartCharged,
+    RoundBroken,
+    RoundDrained,
+    RoundDraining,
+    RoundFormed,
+    RunEnded,
+)
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.budget import Budget
+from elastic_launch.rendezvous.instructions import (
+    Broken,
+    Close,
+    Commit,
+    Draining,
+    Emit,
+    Instruction,
+    Node,
+    Send,
+)
+from elastic_launch.rendezvous.outlook import Outlook
+from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
+from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
+from elastic_launch.rendezvous.verdict import Kind
+
+__all__ = ["COLLECT", "Rounds"]
+
+COLLECT = 0.2
+"""Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
+
+MOST_SECONDS = 86400.0
+"""A drain's limit is taken as so much at most."""
+
+
+class Rounds:
+    """A leader's rounds; see :class:`elastic_launch.rendezvous.leader.LeaderMachine`.
+
+    What follows from a decision waits in ``_out`` until :meth:`_flush`.
+    """
+
+    def __init__(
+        self,
+        record: ControlRecord,
+        limits: Limits,
+        timing: Timing,
+        command: str,
+        now: float,
+        dead: frozenset[str] = frozenset(),
+    ) -> None:
+        self.record = record
+        self.nodes: dict[str, Node] = {}
+        self._budget = Budget(record.restarts, limits.max_restarts)
+        self._limits = limits
+        self._timing = timing
+        self._command = command
+        self._began = now
+        self._turned = now
+        self._running = bool(record.round.members)
+        # Members of a round that another leader formed: they may train until they come here, or are silent for long.
+        self._owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
+        self._formed_at = now
+        self._drain: Draining | None = None
+        self._broken: Broken | None = None
+        self._floor = record.round.number
+        self._arrivals = 0
+        self._last_arrival = now
+        self._parked_at: float | None = None
+        self._failure: m.Failure | None = None
+        self._departing = False
+        self._incarnations: dict[str, list[str]] = {}
+        self._out: list[Instruction] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's end is recorded."""
+        return self.record.end is not None
+
+    @property
+    def restarts(self) -> int:
+        """Restarts charged so far."""
+        return self._budget.spent
+
+    def _lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
+        del self.nodes[node.hello.node_id]
+        if node.leaving and not (self._running and node.active):
+            return  # it has said so, and nobody waits for it
+        text = f"node {node.hello.node_id} lost: {cause}"
+        broke = self.record.round.number if self._running and node.active else 0
+        if broke:
+            self._break(Kind.NODE_LOSS, text, now)
+        elif self._broken and not self._broken.judged and node.active:
+            self._broken.kind = min(self._broken.kind, Kind.NODE_LOSS)
+        self._emit(NodeLost(node.hello.node_id, cause, silence, broke, self._outlook()))
+
+    def _stop_round(self, kind: Kind, cause: str, seconds: float | None, now: float) -> None:
+        """Drain the round if all can within the seconds (None: however long it takes), else break it."""
+        in_time = seconds is None or seconds > 0  # and no NaN
+        deadline = None if seconds is None else now + min(seconds, MOST_SECONDS)
+        if self._drain is not None and in_time:
+            self._drain.deadline = min((x for x in (self._drain.deadline, deadline) if x is not None), default=None)
+        elif in_time and self._can_drain():
+            self._order_drain(kind, cause, deadline, now)
+        else:
+            self._break(kind, cause, now)
+
+    def _can_drain(self) -> bool:
+        members = [node for node in self.nodes.values() if node.active]
+        return len(members) == len(self.record.round.members) and all(node.ready and not node.done for node in members)
+
+    def _order_drain(self, kind: Kind, cause: str, deadline: float | None, now: float) -> None:
+        self._drain = Draining(now, kind, cause, deadline)
+        for node in self.nodes.values():
+            if node.active:
+                self._send_drain(node, self._drain, now)
+        seconds = None if deadline is None else round(deadline - now, 3)
+        self._emit(RoundDraining(self.record.round.number, kind.text, cause, seconds))
+
+    def _send_drain(self, node: Node, drain: Draining, now: float) -> None:
+        seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
+        number = self.record.round.number
+        self._send(node.link, m.Drain(self.record.term, number, drain.kind.text, drain.cause, seconds))
+
+    def _break(self, kind: Kind, cause: str, now: float) -> None:
+        self._running = False
+        self._drain = None
+        self._broken = Broken(now, kind, cause)
+        number = self.record.round.number
+        for node in self.nodes.values():
+            if node.active:
+                self._send_break(node, self._broken)
+        self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, self._outlook()))
+
+    def _send_break(self, node: Node, broken: Broken) -> None:
+        number = self.record.round.number
+        self._send(node.link, m.Break(self.record.term, number, broken.kind.text, broken.cause))
+
+    def _consider(self, now: float) -> None:
+        """Do what has become possible or due."""
+        if self.ended:
+            return
+        if self._running:
+            if self._drain is not None:
+                self._consider_draining(self._drain, now)
+            else:
+                self._consider_running(now)
+            return
+        broken = self._broken
+        active = [node for node in self.nodes.values() if node.active]
+        if now - self._began >= self._timing.dead_after:
+            self._owed.clear()
+        if broken and not broken.judged and (not active or now - broken.at >= COLLECT):
+            self._judge(broken, now)
+            if self.ended:
+                return
+        if active and broken and now - broken.at >= self._timing.return_after:
+            for node in active:
+                reason = f"its workers were not stopped within return_after ({self._timing.return_after:g} s)"
+                self._send(node.link, m.Evicted(self.record.term, reason))
+                self._out.append(Close(node.link))
+                self._lose(node, reason, now)
+            active = []
+        if not active and not self._owed and (broken is None or broken.judged):
+            self._gather(now)
+
+    def _consider_running(self, now: float) -> None:
+        members = [node for node in self.nodes.values() if node.active]
+        size = len(self.record.round.members)
+        absent = [
+            x for x in self.record.round.members if x.node_id not in self.nodes or not self.nodes[x.node_id].active
+        ]
+        lost = [x for x in absent if x.node_id not in self._owed or now - self._formed_at >= self._timing.dead_after]
+        if lost:
+            # Only a leader that took over a running round can miss members: these are dead, or never came to it.
+            self._break(Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
+            self._consider(now)
+        elif len(members) == size and all(node.done for node in members):
+            self._end(ExitCode.DONE, "all workers finished", now)
+        elif not all(node.joined for node in members):
+            if now - self._formed_at >= self._timing.join_timeout:
+                late = [node for node in members if not node.joined]
+                names = ", ".join(node.hello.node_id for node in late)
+                self._break(Kind.NODE_LOSS, f"node {names} did not start its workers within join_timeout", now)
+        elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
+            names = ", ".join(node.hello.node_id for node in self._waiting())
+            self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
+            self._consider(now)
+
+    def _consider_draining(self, drain: Draining, now: float) -> None:
+        left = [node for node in self.nodes.values() if node.active]
+        number, everybody = self.record.round.number, len(self.record.round.members)
+        if not left:
+            self._running, self._drain = False, None
+            self._broken = Broken(drain.at, drain.kind, drain.cause, judged=True)
+            took = round(now - drain.at, 6)
+            self._emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self._outlook()))
+            self._consider(now)
+        elif len(left) == everybody and all(node.done for node in left):
+            self._end(ExitCode.DONE, "all workers finished", now)
+        elif all(node.done for node in left):
+            self._break(drain.kind, f"{drain.cause}; some had finished, others had not", now)
+        elif drain.deadline is not None and now >= drain.deadline:
+            late = ", ".join(node.hello.node_id for node in left)
+            self._break(drain.kind, f"{drain.cause}; node {late} did not stop in time", now)
+
+    def _room(self) -> bool:
+        """Whether a running round should be resized for nodes that wait: not when some are done already."""
+        members = [node for node in self.nodes.values() if node.active]
+        finishing = any(node.done for node in members)
+        return bool(self._waiting()) and len(members) < self._limits.max_nodes and not finishing
+
+    def _waiting(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.active and not node.leaving]
+
+    def _judge(self, broken: Broken, now: float) -> None:
+        broken.judged = True
+        spent = self._budget.spent
+        ruling = self._budget.rule(broken)
+        self._failure = ruling.failure
+        if ruling.end is not None:
+            self._end(*ruling.end, now)
+        elif self._budget.spent > spent:
+            charged = RestartCharged(
+                self.record.round.number, ruling.kind.text, self._budget.spent, self._limits.max_restarts
+            )
+            self._emit(charged)
+
+    def _gather(self, now: float) -> None:
+        """Form the next round as soon as everybody it may expect is there."""
+        if self._departing:
+            return
+        waiting = self._waiting()
+        limits, first = self._limits, self._broken is None
+        full = len(waiting) >= limits.max_nodes
+        settled = now - self._last_arrival >= self._timing.join_settle
+        if full or (len(waiting) >= limits.min_nodes and (not first or settled)):
+            self._form(now)
+        elif len(waiting) < limits.min_nodes and not (first and self._parked_at is None and not waiting):
+            if self._parked_at is None:
+                self._parked_at = now
+                event = Parked(len(waiting), limits.min_nodes, self._timing.min_wait)
+                if self.nodes:
+                    self._emit(event)
+                for node in waiting:
+                    self._send(node.link, m.Notice(self.record.term, event.line()))
+            elif now - self._parked_at >= self._timing.min_wait:
+                cause = (
+                    f"{len(waiting)} of at least {limits.min_nodes} nodes after min_wait ({self._timing.min_wait:g} s)"
+                )
+                self._end(ExitCode.TOO_FEW_NODES, cause, now)
+
+    def _form(self, now: float) -> None:
+        last = {member.node_id: (rank, member.incarnation) for rank, member in enumerate(self.record.round.members)}
+
+        def last_rank(node: Node) -> int | None:
+            rank, incarnation = last.get(node.hello.node_id, (None, ""))
+            return rank if incarnation == node.hello.incarnation else None
+
+        candidates = [
+            Candidate(node.hello.node_id, last_rank(node), node.hello.wanted_rank, node.arrival)
+            for node in self._waiting()
+        ]
+        chosen = [self.nodes[node_id] for node_id in rank_nodes(candidates, self._limits.max_nodes)]
+        members = tuple(
+            Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port) for x in chosen
+        )
+        formed = Round(max(self._floor, self.record.round.number) + 1, members)
+        cause = self._broken.cause if self._broken else "first"
+        since = self._broken.at if self._broken else self._began
+        self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
+        for node in chosen:
+            node.active, node.joined, node.ready, node.done = True, False, False, False
+            self._send(node.link, m.Form(self.record.term, formed, self.restarts, cause))
+        names = tuple(member.node_id for member in members)
+        term = self.record.term
+        self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
+        self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
+        self._failure = None
+
+    def _end(self, code: int, cause: str, now: float) -> None:
+        self._running = False
+        self._commit(replace(self.record, restarts=self._budget.spent, end=End(int(code), cause)))
+        for node in self.nodes.values():
+            self._send(node.link, self._end_order())
+        self._emit(RunEnded(int(code), cause, self._budget.spent, self.record.round.number, now - self._began))
+
+    def _end_order(self) -> m.RunEnd:
+        assert self.record.end is not None
+        failure = self._failure if self.record.end.code else None
+        return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self._budget.spent, failure)
+
+    def _outlook(self) -> str:
+        nodes = self.nodes.values()
+        outlook = Outlook(
+            self._limits,
+            self._timing.join_settle,
+            waiting=sum(not node.leaving and not (self._running and node.active) for node in nodes),
+            members=sum(node.active for node in nodes),
+            ended=self.ended,
+            running=self._running,
+            broken=self._broken is not None,
+            draining=self._drain is not None,
+        )
+        return str(outlook)
+
+    # Output.
+
+    def _commit(self, record: ControlRecord) -> None:
+        self.record = record.renewed()
+        self._out.append(Commit(self.record))
+
+    def _send(self, link: int, order: m.Order) -> None:
+        self._out.append(Send(link, order))
+
+    def _emit(self, event: Event) -> None:
+        self._out.append(Emit(event))
+
+    def _flush(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,171 @@
+"""The agent's decisions about drains: workers that stop after the same step, save and end."""
+
+from __future__ import annotations
+
+from signal import SIGTERM
+
+import pytest
+from policy_events import GONE, SILENT, brk, form, gone, leave
+
+from elastic_agents import policy as p
+from elastic_agents.policy import Phase, View, decide
+from elastic_launch.rendezvous import messages as m
+
+DRAIN = m.Drain(1, 1, "membership", "resize", None)
+
+
+def ready(local_rank: int, number: int = 1) -> p.WorkerReady:
+    return p.WorkerReady(number, local_rank)
+
+
+def drained(local_rank: int, step: int = 7) -> p.WorkerDrained:
+    return p.WorkerDrained(1, local_rank, step)
+
+
+def view(*events: p.Event, nodes: int = 2) -> View:
+    """A node of two workers in round 1, both of which can be drained, after further events."""
+    found = View()
+    for event in (form(1, nodes), ready(0), ready(1), *events):
+        found, _ = decide(found, event, 2)
+    return found
+
+
+def after(before: View, event: p.Event) -> tuple[Phase, list[p.Action]]:
+    found, actions = decide(before, event, 2)
+    return found.phase, actions
+
+
+READY = view()
+DRAINING = view(DRAIN)
+
+
+def test_ready_is_reported_once_all_workers_are() -> None:
+    running, _ = decide(View(), form(1), 2)
+    running, actions = decide(running, ready(1), 2)
+    assert actions == []
+    running, actions = decide(running, ready(0), 2)
+    assert actions == [p.ReportReady(1)]
+    assert decide(running, ready(0), 2) == (running, [])
+
+
+def test_ready_of_an_earlier_round_is_ignored() -> None:
+    running, _ = decide(View(), form(2), 2)
+    assert decide(running, ready(0, number=1), 2) == (running, [])
+
+
+def test_a_drain_asks_the_workers_to_stop() -> None:
+    assert after(READY, DRAIN) == (Phase.DRAINING, [p.AskStop(1, "resize", None)])
+    assert decide(DRAINING, DRAIN, 2) == (DRAINING, []), "once is enough"
+
+
+def test_a_drain_of_another_round_is_ignored() -> None:
+    assert decide(READY, m.Drain(1, 2, "membership", "resize"), 2) == (READY, [])
+
+
+def test_workers_that_cannot_be_drained_are_stopped_the_old_way() -> None:
+    running, _ = decide(View(), form(1), 2)
+    assert after(running, DRAIN) == (Phase.STOPPING, [p.Terminate(1)])
+
+
+def test_a_drained_node_waits_for_the_next_round() -> None:
+    draining = view(DRAIN, drained(0), gone(0, 0), drained(1))
+    assert draining.phase is Phase.DRAINING
+    assert after(draining, gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+
+
+def test_how_a_drained_worker_ends_does_not_count() -> None:
+    """Tearing down torch aborts now and then."""
+    draining = view(DRAIN, drained(0), gone(0, -6), drained(1))
+    assert after(draining, gone(1, -9)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+
+
+def test_a_drained_worker_that_hangs_is_killed() -> None:
+    found, actions = decide(DRAINING, drained(1), 2)
+    assert actions == [p.AwaitEnd(1, 1)]
+    assert after(found, p.TeardownOver(1, 1)) == (Phase.DRAINING, [p.Kill(frozenset({1}))])
+    ended, _ = decide(found, gone(1, 0), 2)
+    assert decide(ended, p.TeardownOver(1, 1), 2) == (ended, [])
+
+
+def test_workers_that_drain_unasked_are_believed() -> None:
+    """Somebody sent them SIGTERM; the ranks agree among themselves."""
+    running = view(drained(0), drained(1), gone(0, 0))
+    assert after(running, gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+
+
+def test_workers_that_finish_while_asked_to_stop_are_done() -> None:
+    assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [p.ReportDone(1)])
+
+
+def test_where_some_drain_and_some_finish_nothing_is_taken_for_drained() -> None:
+    assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, -1)])
+
+
+def test_a_worker_that_fails_during_a_drain_is_reported() -> None:
+    assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [p.ReportFailed(0), p.Kill()])
+
+
+def test_a_break_ends_a_drain() -> None:
+    assert after(DRAINING, brk(1)) == (Phase.STOPPING, [p.Kill()])
+
+
+def test_a_break_gives_workers_that_save_no_grace_and_others_theirs() -> None:
+    assert after(READY, brk(1)) == (Phase.STOPPING, [p.Kill()])
+    running, _ = decide(View(), form(1), 2)
+    mixed, _ = decide(running, ready(1), 2)
+    assert after(mixed, brk(1)) == (Phase.STOPPING, [p.Kill(frozenset({1})), p.Terminate(1, frozenset({0}))])
+
+
+@pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
+def test_a_drain_goes_on_without_the_leader(event: p.Event) -> None:
+    found, actions = decide(DRAINING, event, 2)
+    assert found == DRAINING
+    assert [type(action) for action in actions] == [p.Warn]
+
+
+# Leaving.
+
+
+def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
+    assert after(READY, leave(SIGTERM, 30.0)) == (
+        Phase.DRAINING,
+        [p.ReportLeaving("SIGTERM", 30.0), p.AskStop(1, "SIGTERM", 30.0)],
+    )
+    leaving = view(leave(SIGTERM, 30.0), DRAIN, drained(0), gone(0, 0), drained(1))
+    assert after(leaving, gone(1, 0)) == (
+        Phase.OVER,
+        [p.ReportStopped(1, 7), p.Finish(143, "stopped by SIGTERM")],
+    )
+
+
+def test_who_leaves_during_a_drain_gives_it_a_limit() -> None:
+    phase, actions = after(DRAINING, leave(SIGTERM, 30.0))
+    assert phase is Phase.DRAINING
+    assert actions == [p.ReportLeaving("SIGTERM", 30.0), p.AskStop(1, "SIGTERM", 30.0)]
+
+
+def test_who_leaves_without_time_is_gone_at_once() -> None:
+    assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Kill()])
+
+
+def test_told_a_second_time_to_leave_it_kills() -> None:
+    assert after(view(leave(SIGTERM, 30.0)), leave(SIGTERM, 30.0)) == (Phase.STOPPING, [p.Kill()])
+
+
+def test_a_drain_that_takes_too_long_is_ended() -> None:
+    phase, actions = after(view(leave(SIGTERM, 30.0)), p.DrainOver(1))
+    assert phase is Phase.STOPPING
+    assert actions[1:] == [p.Kill()]
+    assert decide(READY, p.DrainOver(1), 2) == (READY, [])
+    assert decide(DRAINING, p.DrainOver(0), 2) == (DRAINING, [])
+
+
+def test_who_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None:
+    """To hang up before the others are done would break the round."""
+    finished = view(leave(SIGTERM, 30.0), gone(0, 0), gone(1, 0))
+    assert finished.phase is Phase.FINISHED
+    assert after(finished, m.RunEnd(1, 0, "all workers finished")) == (
+        Phase.OVER,
+        [p.Finish(0, "all workers finished")],
+    )
+    assert after(finished, p.DrainOver(1)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])

@@ -1,0 +1,269 @@
+"""What holds of the agent's decisions under any sequence of events.
+
+The examples are the same in every run; HYPOTHESIS_EXAMPLES=5000 looks at so many random ones instead.
+"""
+
+from __future__ import annotations
+
+import os
+from signal import SIGINT, SIGTERM
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_events import GONE, INT_CODE, LOST, SILENT, TERM_CODE, brk, form, leave
+
+from elastic_agents import policy as p
+from elastic_agents.policy import Phase, View, decide
+from elastic_launch.rendezvous import messages as m
+
+EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
+
+
+class AgentLife(RuleBasedStateMachine):
+    """An agent with its workers, its leader and its user; the leader may say anything at any time."""
+
+    @initialize(nproc=st.integers(1, 3))
+    def begin(self, nproc: int) -> None:
+        self.nproc = nproc
+        self.view = View()
+        self.round = 0
+        self.workers: set[int] = set()  # that live
+        self.codes: dict[int, int] = {}  # exit codes in this round
+        self.reported: set[int] = set()
+        self.graces: list[int] = []
+        self.holds: list[tuple[int, int]] = []
+        self.ready: set[int] = set()
+        self.drained: set[int] = set()
+        self.limits: list[int] = []
+        self.teardowns: list[tuple[int, int]] = []
+        self.finished: list[p.Finish] = []
+        self.promised: int | None = None  # the code that a signal has settled
+        self.fails_to_start: frozenset[int] | None = None
+
+    def decide(self, event: p.Event) -> list[p.Action]:
+        before = self.view
+        if isinstance(event, p.Leave) and before.leaving is None and before.phase is not Phase.OVER:
+            self.promised = event.code
+        self.view, actions = decide(before, event, self.nproc)
+        if before.phase is Phase.OVER:
+            assert actions == []
+            assert self.view == before
+        for action in actions:
+            assert not self.finished, "an action after the end"
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: p.Action) -> None:
+        match action:
+            case p.StartWorkers(form=order):
+                assert not self.workers, "workers beside others"
+                assert self.promised is None, "a start after a signal"
+                self.round = order.round.number
+                started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
+                self.workers, self.codes, self.reported = set(started), {}, set()
+                self.ready, self.drained = set(), set()
+            case p.AskStop(round=number, seconds=seconds):
+                assert number == self.round
+                assert self.view.phase is Phase.DRAINING
+                assert self.workers <= self.ready, "a worker is asked that does not listen"
+                if seconds is not None:
+                    self.limits.append(number)
+            case p.AwaitEnd(round=number, local_rank=local_rank):
+                self.teardowns.append((number, local_rank))
+            case p.ReportReady(round=number):
+                assert number == self.round
+                assert self.workers <= self.ready
+            case p.Terminate(round=number):
+                assert number == self.round
+                assert self.view.phase is Phase.STOPPING
+                self.graces.append(number)
+            case p.Kill(local_ranks=None):
+                assert self.view.phase is Phase.STOPPING
+            case p.Kill(local_ranks=local_ranks) if local_ranks is not None and local_ranks <= self.drained:
+                assert local_ranks <= self.workers
+            case p.Kill():
+                assert self.view.phase is Phase.STOPPING
+            case p.Hold(round=number, local_rank=local_rank):
+                assert number == self.round
+                assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
+                self.holds.append((number, local_rank))
+            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+                assert self.codes[local_rank] != 0
+                assert local_rank not in self.reported, "a failure is reported twice"
+                assert preempted == (self.codes[local_rank] in (TERM_CODE, INT_CODE))
+                self.reported.add(local_rank)
+            case p.ReportStopped(round=number, drained=step):
+                assert not self.workers, "stopped, but workers live"
+                assert number == self.round
+                if step >= 0:
+                    assert self.drained == set(range(self.nproc)), "drained, but a worker was not"
+            case p.ReportDone(round=number):
+                assert number == self.round
+                assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
+                assert not self.drained, "done, but a worker was drained"
+            case p.Finish(code=code):
+                assert not self.workers, "the end, but workers live"
+                if self.promised is not None:
+                    done = code == 0 and self.codes == dict.fromkeys(range(self.nproc), 0)
+                    assert code == self.promised or done, "a signal was to end it"
+                self.finished.append(action)
+
+    # What the leader and the membership say.
+
+    @rule(ahead=st.integers(1, 2), nodes=st.integers(1, 3))
+    def form(self, ahead: int, nodes: int) -> None:
+        self.decide(form(self.round + ahead, nodes))
+
+    @precondition(lambda self: self.view.phase is Phase.WAITING)
+    @rule(data=st.data())
+    def form_but_fail_to_start(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.nproc - 1))
+        self.fails_to_start = frozenset(range(count))
+        self.decide(form(self.round + 1))
+        if self.view.phase is Phase.RUNNING:
+            self.decide(p.StartFailed("no such file", started=self.fails_to_start))
+        self.fails_to_start = None
+
+    @rule(behind=st.sampled_from([0, 0, 1]))
+    def break_the_round(self, behind: int) -> None:
+        actions = self.decide(brk(self.round - behind))
+        assert not behind or actions == [], "a break of another round"
+
+    @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE]))
+    def lose_touch(self, event: p.Event) -> None:
+        self.decide(event)
+
+    @precondition(lambda self: self.round > 2)
+    @rule(event=st.sampled_from([m.RunEnd(1, 0, "done"), m.RunEnd(1, 91, "spent"), m.Evicted(1, "x", True), LOST]))
+    def end(self, event: p.Event) -> None:
+        self.decide(event)
+
+    # What workers, timers and users do.
+
+    @precondition(lambda self: self.workers)
+    @rule(index=st.integers(0, 2), code=st.sampled_from([0, 0, 0, 1, 3, -9, TERM_CODE, INT_CODE]))
+    def worker_exits(self, index: int, code: int) -> None:
+        local_rank = sorted(self.workers)[index % len(self.workers)]
+        before = self.view.phase
+        self.workers.remove(local_rank)
+        self.codes[local_rank] = code
+        self.decide(p.WorkerGone(self.round, local_rank, code))
+        if before in (Phase.RUNNING, Phase.DRAINING) and code in (1, 3, -9) and local_rank not in self.drained:
+            assert local_rank in self.reported, "a failure is swallowed"
+
+    @precondition(lambda self: self.workers)
+    @rule(index=st.integers(0, 2))
+    def worker_is_ready(self, index: int) -> None:
+        local_rank = sorted(self.workers)[index % len(self.workers)]
+        self.ready.add(local_rank)
+        self.decide(p.WorkerReady(self.round, local_rank))
+
+    @precondition(lambda self: self.workers & self.ready)
+    @rule(index=st.integers(0, 2), step=st.integers(0, 9))
+    def worker_is_drained(self, index: int, step: int) -> None:
+        choice = sorted(self.workers & self.ready)
+        local_rank = choice[index % len(choice)]
+        self.drained.add(local_rank)
+        self.decide(p.WorkerDrained(self.round, local_rank, step))
+
+    @rule(behind=st.sampled_from([0, 0, 1]), seconds=st.sampled_from([None, 5.0]))
+    def drain_the_round(self, behind: int, seconds: float | None) -> None:
+        actions = self.decide(m.Drain(1, self.round - behind, "membership", "resize", seconds))
+        assert not behind or actions == [], "a drain of another round"
+
+    @precondition(lambda self: self.limits)
+    @rule(index=st.integers(0, 2))
+    def time_for_the_drain_passes(self, index: int) -> None:
+        self.decide(p.DrainOver(self.limits.pop(index % len(self.limits))))
+
+    @precondition(lambda self: self.teardowns)
+    @rule(index=st.integers(0, 2))
+    def teardown_passes(self, index: int) -> None:
+        number, local_rank = self.teardowns.pop(index % len(self.teardowns))
+        actions = self.decide(p.TeardownOver(number, local_rank))
+        hangs = number == self.round and local_rank in self.workers and self.view.phase is not Phase.OVER
+        assert actions == ([p.Kill(frozenset({local_rank}))] if hangs else [])
+
+    @precondition(lambda self: self.graces)
+    @rule(index=st.integers(0, 2))
+    def grace_passes(self, index: int) -> None:
+        number = self.graces.pop(index % len(self.graces))
+        actions = self.decide(p.GraceOver(number))
+        overdue = number == self.round and self.workers and self.view.phase is Phase.STOPPING
+        assert actions == ([p.Kill()] if overdue else [])
+
+    @precondition(lambda self: self.holds)
+    @rule(index=st.integers(0, 2))
+    def hold_passes(self, index: int) -> None:
+        number, local_rank = self.holds.pop(index % len(self.holds))
+        self.decide(p.HoldOver(number, local_rank))
+
+    @precondition(lambda self: self.round > 2 or self.view.held)
+    @rule(number=st.sampled_from([SIGTERM, SIGINT]), seconds=st.sampled_from([0.0, 5.0]))
+    def signal(self, number: int, seconds: float) -> None:
+        again = self.view.leaving is not None and self.view.phase is not Phase.OVER
+        actions = self.decide(leave(number, seconds))
+        if again:
+            assert actions == ([p.Kill()] if self.workers else []), "a further signal kills"
+
+    # What always holds.
+
+    @invariant()
+    def the_policy_knows_who_lives(self) -> None:
+        assert self.view.alive == self.workers
+
+    @invariant()
+    def the_phase_fits(self) -> None:
+        match self.view.phase:
+            case Phase.WAITING:
+                assert not self.workers
+                assert not self.view.held
+                assert self.view.leaving is None
+            case Phase.RUNNING:
+                assert self.workers or self.view.held
+                assert self.view.leaving is None
+            case Phase.DRAINING:
+                assert self.workers or self.view.held
+            case Phase.FINISHED:
+                assert not self.workers
+                assert self.view.leaving is None or self.round in self.limits, "nothing would ever end it"
+            case Phase.STOPPING:
+                assert self.workers, "nothing would ever end it"
+            case Phase.OVER:
+                assert len(self.finished) == 1
+
+    @invariant()
+    def what_is_held_will_be_let_go(self) -> None:
+        held = {(self.round, local_rank) for local_rank in self.view.held}
+        assert held <= set(self.holds) or self.view.phase is Phase.OVER
+
+    def teardown(self) -> None:
+        """When the workers end and the holds pass, the node is at rest; a signal ends it."""
+        if not hasattr(self, "view"):
+            return
+        self._let_all_go()
+        assert self.view.phase in (Phase.WAITING, Phase.FINISHED, Phase.OVER)
+        if self.view.phase is not Phase.OVER:
+            self.decide(leave(SIGTERM))
+            self._let_all_go()
+        assert self.view.phase is Phase.OVER
+        assert len(self.finished) == 1
+
+    def _let_all_go(self) -> None:
+        while self.workers:
+            self.worker_exits(0, 0)
+        while self.holds:
+            self.hold_passes(0)
+        while self.limits:
+            self.time_for_the_drain_passes(0)
+
+
+TestAgentLife = AgentLife.TestCase
+TestAgentLife.settings = settings(
+    max_examples=int(EXAMPLES or 100),
+    stateful_step_count=30,
+    derandomize=EXAMPLES is None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,32 @@
+"""Events for the agent's policy."""
+
+from __future__ import annotations
+
+from signal import SIGINT, SIGTERM, Signals
+
+from elastic_agents import policy as p
+from elastic_launch.errors import RefusedError
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.record import Member, Round
+
+TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
+SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
+LOST = RendezvousLost(RefusedError("the run refuses this node"))
+
+
+def form(number: int, nodes: int = 2) -> m.Form:
+    members = tuple(Member(f"n{index}", f"i{index}", 2, "host", 7000) for index in range(nodes))
+    return m.Form(1, Round(number, members), 0, "first")
+
+
+def brk(number: int) -> m.Break:
+    return m.Break(1, number, "crash", "rank 0 crashed")
+
+
+def gone(local_rank: int, exit_code: int, number: int = 1) -> p.WorkerGone:
+    return p.WorkerGone(number, local_rank, exit_code)
+
+
+def leave(number: int, seconds: float = 0.0) -> p.Leave:
+    return p.Leave(Signals(number).name, 128 + number, seconds)

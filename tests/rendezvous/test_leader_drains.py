@@ -1,0 +1,212 @@
+"""Rounds that end after the same step on all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from leader_run import Run, running
+
+from elastic_launch.events import NodeLeft, RestartCharged, RoundBroken, RoundDrained, RoundDraining
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.verdict import Kind
+
+
+def ready(nodes: str, node_ids: str) -> Run:
+    run = running(nodes, node_ids)
+    for node_id in node_ids:
+        run.report(node_id, m.Ready(run.number))
+    return run
+
+
+def drained(run: Run, *node_ids: str, step: int = 7) -> None:
+    for node_id in node_ids:
+        run.report(node_id, m.Stopped(run.number, 7000, step))
+
+
+def test_a_resize_drains_a_round_whose_workers_can_be() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    for node_id in "ab":
+        (order,) = run.orders(node_id, m.Drain)
+        assert (order.round, order.kind, order.seconds) == (1, "membership", None)
+        assert order.cause == "resize: node c waits to join"
+    assert run.number == 1, "nobody has stopped yet"
+    drained(run, "a")
+    assert run.number == 1
+    drained(run, "b")
+    assert (run.number, run.members) == (2, "abc")
+    assert run.told(RoundBroken) == []
+    assert run.told(RestartCharged) == []
+    (event,) = run.told(RoundDrained)
+    assert (event.round, event.step, event.kind) == (1, 7, "membership")
+    assert run.orders("c", m.Form)[-1].cause == "resize: node c waits to join"
+
+
+def test_one_plain_worker_group_has_the_round_broken_instead() -> None:
+    run = running("1:4", "ab")
+    run.report("a", m.Ready(1))
+    run.hello("c")
+    run.advance(10)
+    assert run.orders("a", m.Drain) == []
+    assert len(run.orders("b", m.Break)) == 1
+
+
+def test_ready_of_another_round_counts_for_nothing() -> None:
+    run = running("1:4", "a")
+    run.report("a", m.Ready(2))
+    run.hello("c")
+    run.advance(10)
+    assert len(run.orders("a", m.Break)) == 1
+
+
+def test_a_leaving_node_has_the_round_drained_and_is_not_in_the_next() -> None:
+    run = ready("1:4", "abc")
+    run.report("b", m.Leaving("SIGTERM", 30.0))
+    for node_id in "abc":
+        (order,) = run.orders(node_id, m.Drain)
+        assert (order.kind, order.cause, order.seconds) == ("preemption", "node b leaves (SIGTERM)", 30.0)
+    drained(run, "b")
+    run.close("b")
+    drained(run, "a", "c")
+    assert (run.number, run.members) == (2, "ac")
+    assert run.told(RoundBroken) == []
+    assert run.machine.restarts == 0
+    (left,) = run.told(NodeLeft)
+    assert left.broke == 1, "the round's own line tells it"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_who_leaves_without_time_has_the_round_broken(seconds: float) -> None:
+    run = ready("1:4", "ab")
+    run.report("b", m.Leaving("SIGTERM", seconds))
+    assert run.orders("a", m.Drain) == []
+    assert len(run.orders("a", m.Break)) == 1
+
+
+def test_a_drain_that_is_late_ends_as_a_break() -> None:
+    run = ready("1:4", "abc")
+    run.report("b", m.Leaving("SIGTERM", 5.0))
+    drained(run, "a")
+    run.advance(4.9)
+    assert run.told(RoundBroken) == []
+    run.advance(0.2)
+    (broken,) = run.told(RoundBroken)
+    assert broken.cause == "node b leaves (SIGTERM); node b, c did not stop in time"
+    assert run.orders("a", m.Break) == [], "it has stopped already"
+    run.stop("b", "c")
+    assert (run.number, run.members) == (2, "ac")
+    assert run.machine.restarts == 0
+
+
+def test_the_turn_for_a_late_drain_is_due_at_its_limit() -> None:
+    run = ready("1:4", "ab")
+    run.report("b", m.Leaving("SIGTERM", 0.3))
+    assert run.machine.wait(run.clock.now()) == pytest.approx(0.3)
+
+
+def test_a_second_node_that_leaves_shortens_the_limit() -> None:
+    run = ready("1:4", "abc")
+    run.report("b", m.Leaving("SIGTERM", 50.0))
+    run.report("c", m.Leaving("SIGTERM", 5.0))
+    assert len(run.told(RoundDraining)) == 1
+    run.advance(5.1)
+    assert len(run.told(RoundBroken)) == 1
+
+
+def test_who_leaves_without_time_breaks_a_drain() -> None:
+    run = ready("1:4", "abc")
+    run.report("b", m.Leaving("SIGTERM", 50.0))
+    run.report("c", m.Leaving("SIGTERM"))
+    assert len(run.orders("a", m.Break)) == 1
+
+
+def test_a_crash_breaks_a_drain_and_is_charged() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    run.fail("a")
+    run.stop("a", "b")
+    assert (run.number, run.members) == (2, "abc")
+    assert run.machine.restarts == 1
+    assert run.told(RoundDrained) == []
+
+
+def test_the_loss_of_a_node_that_has_not_stopped_breaks_a_drain() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    drained(run, "a")
+    run.close("b")
+    assert [event.kind for event in run.told(RoundBroken)] == [Kind.NODE_LOSS.text]
+    assert (run.number, run.members) == (2, "ac")
+
+
+def test_the_loss_of_a_node_that_has_stopped_does_not() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    drained(run, "a")
+    run.close("a")
+    drained(run, "b")
+    assert run.told(RoundBroken) == []
+    assert (run.number, run.members) == (2, "bc")
+
+
+def test_workers_told_to_stop_by_somebody_else_drain_the_round() -> None:
+    run = ready("1:4", "ab")
+    drained(run, "a", step=9)
+    assert run.orders("a", m.Drain) == []
+    assert len(run.orders("b", m.Drain)) == 1
+    drained(run, "b", step=9)
+    (event,) = run.told(RoundDrained)
+    assert (event.step, event.cause) == (9, "a worker on node a was told to stop")
+    assert (run.number, run.members) == (2, "ab")
+
+
+def test_all_that_finish_during_a_drain_end_the_run() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    run.done("a", "b")
+    assert run.code == 0
+
+
+def test_some_that_finish_during_a_drain_come_back() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    run.done("a")
+    assert run.told(RoundBroken) == []
+    drained(run, "b")
+    assert len(run.orders("a", m.Break)) == 1
+    run.stop("a")
+    assert (run.number, run.members) == (2, "abc")
+
+
+def test_a_node_that_comes_back_over_a_new_link_is_told_again() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c")
+    run.advance(10)
+    run.hello("a", holding=1, ready=True)
+    assert len(run.orders("a", m.Drain)) == 2
+
+
+def test_a_new_leader_drains_a_round_that_it_took_over() -> None:
+    first = ready("1:4", "ab")
+    run = Run("1:4", record=first.record)
+    run.hello("a", "b", holding=1, ready=True, seen_round=1, seen_term=1)
+    run.hello("c")
+    run.advance(10)
+    assert len(run.orders("a", m.Drain)) == 1
+
+
+def test_a_drain_below_the_minimum_parks() -> None:
+    run = ready("2", "ab")
+    run.report("b", m.Leaving("SIGTERM", 30.0))
+    drained(run, "a", "b")
+    run.close("b")
+    assert run.number == 1
+    run.hello("c")
+    assert (run.number, run.members) == (2, "ac")
