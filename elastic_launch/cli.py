@@ -29,6 +29,7 @@ from elastic_launch.config import (
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 
 __all__ = ["console_main", "main", "parse"]
@@ -148,6 +149,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         log_dir=_log_dir(values),
+        token=read_token(values.text("--token-file"), values.environ),
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
     )

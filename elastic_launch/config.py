@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
+from elastic_launch.secret import Token
 
 __all__ = [
     "Command",
@@ -143,6 +144,7 @@ class LaunchConfig:
         is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        token: the run's secret, or None; part of no output and of no digest.
     """
 
     command: Command
@@ -161,6 +163,7 @@ class LaunchConfig:
     role: str = "default"
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
+    token: Token | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

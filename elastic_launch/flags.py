@@ -91,6 +91,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--node-rank",), "wanted rank of this node", "N", "any"),
             Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
             Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
+            Flag(("--token-file",), "file with the run's token", "PATH"),
         ),
     ),
     (
@@ -258,6 +259,11 @@ def _resolve(token: str) -> tuple[Flag, str | None]:
     name, value = spelled.replace("_", "-"), text if equals else None
     if flag := BY_NAME.get(name):
         return flag, value
+    if name == "--token":
+        raise UsageError(
+            "--token is no flag: everybody on a host can read the command lines of its processes.",
+            "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
+        )
     if not name.startswith("--"):
         # -n4, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
         if name.startswith("-n") and name[2:].isdecimal() and not equals:

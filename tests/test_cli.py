@@ -16,6 +16,7 @@ from elastic_launch import cli
 from elastic_launch.config import Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import FLAGS
+from elastic_launch.secret import Token
 
 Parse = Callable[..., LaunchConfig]
 
@@ -107,6 +108,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
     ("role", "trainer", "role", "trainer"),
     ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
+    ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
 
@@ -114,6 +116,7 @@ VALUES: list[tuple[str, str, str, object]] = [
 def test_every_spelling_of_a_flag_with_a_value(
     parse: Parse, name: str, text: str, attribute: str, expected: object
 ) -> None:
+    Path("secret").write_text("correct-horse-battery-staple\n")
     under = name.replace("-", "_")
     variable = f"PET_{under.upper()}"
     for line in (

@@ -35,14 +35,19 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
+from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.membership import LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.secret import ENV_TOKEN
 
 __all__ = ["LocalElasticAgent", "Outcome"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+_SECRETS = frozenset({ENV_TOKEN, ENV_USER, ENV_PASSWORD})
+"""What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,8 @@ class LocalElasticAgent(ElasticAgent):
                 options.append(f"--max-restarts {config.limits.max_restarts}")
             options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
             command = " ".join(["elastic-launch", *options, shlex.join(config.command.display)])
-            _log.info("this node hosts the run; the others join with:\n    %s", command)
+            secret = "" if config.token is None else " and the same token"
+            _log.info("this node hosts the run; the others join with%s:\n    %s", secret, command)
         elif config.limits.max_nodes > 1:
             role = "hosts the run's store" if hosting else "joins"
             _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
@@ -371,7 +377,7 @@ class LocalElasticAgent(ElasticAgent):
         )
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
-        env = dict(os.environ)
+        env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         env.update(
             worker_environment(
                 placement,

@@ -11,9 +11,11 @@ from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
 from elastic_launch.events import EventSink
+from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
 from elastic_launch.rendezvous.net import listen, routable_address, source_address, try_listen
 from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
 
@@ -112,7 +114,8 @@ class C10dBackend:
             undo.callback(listener.close)
             links = undo.enter_context(contextlib.closing(listen(address)))
             host = str(listener.getsockname()[0])
-            store = host_store(listener, host, config.run_id, config.timing.read_timeout)
+            hosted = host_store(listener, host, config.run_id, config.timing.read_timeout)
+            store = SealedStore(hosted, config.token, config.run_id)
             leader = Leader(config.node_id, incarnation, address, int(links.getsockname()[1]))
             record = ControlRecord(config.run_id, config.digest(), 1, leader).renewed()
             if not store.compare_and_set(None, record.encode(), config.timing.read_timeout):
@@ -121,7 +124,15 @@ class C10dBackend:
         self._store = store
         command = " ".join(config.command.display)
         self._service = LeaderService(
-            links, store, record, config.limits, config.timing, command, self._clock, self._events
+            links,
+            store,
+            record,
+            config.limits,
+            config.timing,
+            command,
+            self._clock,
+            self._events,
+            key=link_key(config.token, config.run_id),
         )
         self._service.start()
         return Place(address, incarnation, self._endpoint, hosting=True)
@@ -142,7 +153,8 @@ class C10dBackend:
         assert self._endpoint is not None
         timeout = min(timeout, self._config.timing.read_timeout)
         try:
-            store = connect_store(self._endpoint, self._config.run_id, timeout)
+            found = connect_store(self._endpoint, self._config.run_id, timeout)
+            store = SealedStore(found, self._config.token, self._config.run_id)
         except NotAStoreError as error:
             if self._taken:
                 raise RefusedError(error.message, error.hint) from error

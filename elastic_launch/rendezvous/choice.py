@@ -8,6 +8,8 @@ from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.events import EventSink
 from elastic_launch.rendezvous.backend import Backend, C10dBackend
+from elastic_launch.rendezvous.sealed_store import SealedStore
+from elastic_launch.rendezvous.store import ControlStore
 
 __all__ = ["ENV_PASSWORD", "ENV_USER", "backend_of"]
 
@@ -26,7 +28,8 @@ def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend
 
     where = ",".join(map(str, config.endpoints))
 
-    def open_store() -> EtcdStore:
-        return EtcdStore(where, config.run_id, user=os.environ.get(ENV_USER), password=os.environ.get(ENV_PASSWORD))
+    def open_store() -> ControlStore:
+        user, password = os.environ.get(ENV_USER), os.environ.get(ENV_PASSWORD)
+        return SealedStore(EtcdStore(where, config.run_id, user=user, password=password), config.token, config.run_id)
 
     return ElectedBackend(config, clock, events, open_store)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.errors import ProtocolError, StoreError
+from elastic_launch.errors import ProtocolError, RefusedError, StoreError
 from elastic_launch.events import EventSink, LeaderElected
+from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Place
 from elastic_launch.rendezvous.net import listen, source_address
 from elastic_launch.rendezvous.record import ControlRecord, Leader
@@ -161,7 +162,16 @@ class ElectedBackend:
         command = " ".join(self._config.command.display)
         limits, timing = self._config.limits, self._config.timing
         service = LeaderService(
-            links, written, record, limits, timing, command, self._clock, self._events, dead=frozenset({dead} - {""})
+            links,
+            written,
+            record,
+            limits,
+            timing,
+            command,
+            self._clock,
+            self._events,
+            dead=frozenset({dead} - {""}),
+            key=link_key(self._config.token, self._config.run_id),
         )
         self._doubt = None
         self._reign = _Reign(service, watched, written, record)
@@ -208,7 +218,7 @@ class _Reign:
                 if known is None or ControlRecord.parse(known).leader != self._record.leader:
                     self._service.depose("another node leads")
                     return
-            except (StoreError, ProtocolError) as error:
+            except (StoreError, ProtocolError, RefusedError) as error:  # refused: not written under the run's token
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
                 told = True

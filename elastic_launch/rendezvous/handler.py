@@ -6,6 +6,7 @@ polls ``num_nodes_waiting``, which is above 0 from the moment on at which the le
 
 from __future__ import annotations
 
+import os
 import queue
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.choice import backend_of
 from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.secret import read_token
 from elastic_launch.settings import Setting, check_keys, default_node_id, read_timing
 
 __all__ = ["C10dHandler", "MembershipHandler"]
@@ -92,6 +94,7 @@ class C10dHandler(RendezvousHandler):
             node_id=default_node_id(),
             local_addr=params.local_addr,
             is_host=is_host,
+            token=read_token(None, os.environ),
         )
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic_launch.clock import Clock
-from elastic_launch.config import LaunchConfig
+from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 
 __all__ = ["LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
@@ -33,6 +35,9 @@ FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
 
 GONE_AFTER = 1.0
 """Seconds after a closed link for which the leader is looked for before it counts as gone."""
+
+LONGEST_COMMAND = 4096
+"""Characters of the command that a hello shows; the digest is over all of it."""
 
 TURN_CAP = 2.0
 """A gap between two turns of this thread counts as so much silence of the leader at most."""
@@ -96,6 +101,9 @@ class Membership:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._closing = threading.Event()
+        self._key = link_key(config.token, config.run_id)
+        self._once = Once(_log)
+        self._answered = False
         self._hello: m.Hello | None = None
         self._evicted = False
         self._record: ControlRecord | None = None
@@ -182,7 +190,7 @@ class Membership:
             version=m.PROTOCOL_VERSION,
             run_id=config.run_id,
             digest=config.digest(),
-            command=" ".join(config.command.display),
+            command=" ".join(config.command.display)[:LONGEST_COMMAND],
             limits=str(config.limits),
             node_id=config.node_id,
             incarnation=place.incarnation,
@@ -211,17 +219,30 @@ class Membership:
                     raise
                 self._closing.wait(RETRY)
                 continue
-            told = False
+            told = self._answered = False
             with sock:
                 silent = self._converse(sock)
             self._wait_released()
-            lost_at = self._clock.now()
-            deadline = lost_at + timing.min_wait
+            if self._answered:
+                lost_at = self._clock.now()
+                deadline = lost_at + timing.min_wait
+            elif not silent:
+                # Something listens there that closes the link, or was found not to be the leader.
+                self._doubt(deadline)
             if silent and not self._closing.is_set():
                 assert self._record is not None
                 self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
                 told = True
                 self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
+
+    def _doubt(self, deadline: float) -> None:
+        """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
+        assert self._record is not None
+        self._backend.unreachable(self._record, refused=False)
+        if self._clock.now() >= deadline and not self._closing.is_set():
+            where = Endpoint(self._record.leader.address, self._record.leader.port)
+            raise EndpointError(f"What listens at {where} does not answer as the run's leader.", "See its log.")
+        self._closing.wait(RETRY)
 
     def _wait_released(self) -> None:
         """After an eviction: don't come back before the workers are killed."""
@@ -248,7 +269,7 @@ class Membership:
             with self._lock:
                 assert self._hello is not None
                 self._outbox.clear()  # the hello says all that matters by now
-                sock.sendall(m.pack(self._hello))
+                self._outbox.append(self._hello)
             sock.setblocking(False)
         except OSError:
             sock.close()
@@ -258,8 +279,8 @@ class Membership:
     def _converse(self, sock: socket.socket) -> bool:
         """Exchange messages until the link ends; say whether it ended by silence."""
         timing, clock = self._config.timing, self._clock
-        reader = m.LineReader()
-        unsent = bytearray()
+        channel = Channel.of_node(self._key)
+        unsent = channel.unsent
         silence, turned, next_beat = 0.0, clock.now(), clock.now() + timing.beat
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
@@ -272,8 +293,9 @@ class Membership:
                     return True
                 if now >= next_beat:
                     next_beat = now + timing.beat
-                    unsent += m.pack(m.Beat())
-                unsent += self._take()
+                    channel.send(m.pack(m.Beat()))
+                for report in self._take():
+                    channel.send(m.pack(report))
                 if self._closing.is_set():
                     self._last_words(sock, unsent)
                     return False
@@ -290,16 +312,16 @@ class Membership:
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
                     elif events & selectors.EVENT_READ:
-                        heard = self._hear(sock, reader)
+                        heard = self._hear(sock, channel)
                         if heard is None:
                             return False
                         if heard:
                             silence, turned = 0.0, clock.now()
 
-    def _take(self) -> bytes:
+    def _take(self) -> deque[m.Report]:
         with self._lock:
             reports, self._outbox = self._outbox, deque()
-        return b"".join(map(m.pack, reports))
+        return reports
 
     def _last_words(self, sock: socket.socket, unsent: bytearray) -> None:
         """Deliver what is still to be said, as far as that goes within a second."""
@@ -309,8 +331,8 @@ class Membership:
         except OSError:
             return
 
-    def _hear(self, sock: socket.socket, reader: m.LineReader) -> bool | None:
-        """Take in what has come; None if the link is over."""
+    def _hear(self, sock: socket.socket, channel: Channel) -> bool | None:
+        """Take in what has come; say whether it is a sign of life of the leader's, None if the link is over."""
         try:
             data = sock.recv(262144)
         except BlockingIOError:
@@ -320,14 +342,15 @@ class Membership:
         if not data:
             return None
         try:
-            for line in reader.feed(data):
+            for line in channel.feed(data):
                 order = m.unpack(line)
                 if not isinstance(order, m.Report):
+                    self._answered = True
                     self._obey(order)
         except ProtocolError as error:
-            _log.warning("the link to the leader was closed: %s", error)
+            self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
             return None
-        return True
+        return channel.ready
 
     def _obey(self, order: m.Order) -> None:
         """Pass an order on, unless it comes from a lower term than was seen."""

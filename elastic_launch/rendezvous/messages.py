@@ -333,7 +333,7 @@ class LineReader:
     """Cuts a byte stream into lines, holding at most ``limit`` bytes of an unfinished one."""
 
     def __init__(self, limit: int = codec.MAX_BYTES) -> None:
-        self._limit = limit
+        self.limit = limit
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -343,8 +343,11 @@ class LineReader:
             ProtocolError: if a line exceeds the limit.
         """
         self._pending += data
-        *lines, rest = self._pending.split(b"\n")
-        if len(rest) > self._limit:
-            raise ProtocolError(f"A line of more than {self._limit} bytes came over a link.")
-        self._pending = bytearray(rest)
-        return [bytes(line) for line in lines if line]
+        lines: list[bytes] = []
+        # Only what is new can end a line: to look at all of it again would let single bytes cost a whole line each.
+        if b"\n" in data:
+            *whole, self._pending = self._pending.split(b"\n")
+            lines = [bytes(line) for line in whole if line]
+        if len(self._pending) > self.limit:
+            raise ProtocolError(f"A line of more than {self.limit} bytes came over a link.")
+        return lines

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import selectors
 import socket
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Limits, Timing
@@ -16,9 +17,12 @@ from elastic_launch.errors import ProtocolError, StoreError
 from elastic_launch.events import EventSink
 from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.auth import Channel, MissingTokenError
 from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.secret import HINT_TOKEN
 
 __all__ = ["LeaderService"]
 
@@ -27,6 +31,13 @@ _log = logging.getLogger(__name__)
 HELLO_TIMEOUT = 10.0
 """Seconds within which a new connection must say hello."""
 
+MAX_STRANGERS = 512
+"""Links that have not said hello yet. One more closes the oldest of them, so that a flood keeps out no node that speaks
+at once."""
+
+STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
+"""Bytes that are held of an unfinished line, before a hello and after it."""
+
 MAX_UNSENT = 64 * 1024 * 1024
 """Bytes that may wait for a node that does not read, before its link is closed."""
 
@@ -34,9 +45,9 @@ MAX_UNSENT = 64 * 1024 * 1024
 @dataclass
 class _Link:
     sock: socket.socket
+    peer: str
     opened: float
-    reader: m.LineReader = field(default_factory=lambda: m.LineReader(1024 * 1024))
-    unsent: bytearray = field(default_factory=bytearray)
+    channel: Channel
     greeted: bool = False
     closing: bool = False
 
@@ -48,6 +59,7 @@ class LeaderService:
         listener: where the links come in; taken over.
         record: the record as committed for this leader's term; ``store`` holds it.
         dead: incarnations of nodes whose process is known to be gone.
+        key: of the links, derived from the run's token; None without one.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class LeaderService:
         clock: Clock,
         events: EventSink,
         dead: frozenset[str] = frozenset(),
+        key: bytes | None = None,
     ) -> None:
         self._listener = listener
         self._store = store
@@ -69,7 +82,11 @@ class LeaderService:
         self._timing = timing
         self._events = events
         self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
+        self._key = key
+        self._once = Once(_log)
         self._links: dict[int, _Link] = {}
+        self._strangers: dict[int, None] = {}  # links without a hello, the oldest first
+        self._deaf = False
         self._next_link = 1
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -151,15 +168,35 @@ class LeaderService:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError as error:
-            _log.warning("a link could not be accepted: %s", error)
+            self._once.warn("accept", "a link could not be accepted: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number, self._next_link = self._next_link, self._next_link + 1
-        self._links[number] = _Link(sock, self._clock.now())
+        channel = Channel.of_leader(self._key, STRANGERS_LINE)
+        self._links[number] = _Link(sock, str(address[0]), self._clock.now(), channel)
+        self._strangers[number] = None
         self._selector.register(sock, selectors.EVENT_READ, number)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._drop_stranger()
+
+    def _drop_stranger(self) -> None:
+        oldest = next(iter(self._strangers))
+        text = "more than %d links, one of them from %s, said no hello; each further one closes the oldest"
+        self._once.warn("strangers", text, MAX_STRANGERS, self._links[oldest].peer)
+        self._drop(oldest, tell=False)
+
+    def _make_room(self) -> None:
+        """No descriptor is left: close the oldest stranger; if there is none, don't listen until the next pulse."""
+        if self._strangers:
+            self._drop(next(iter(self._strangers)), tell=False)
+        else:
+            self._deaf = True
+            self._selector.unregister(self._listener)
 
     def _receive(self, number: int) -> None:
         link = self._links[number]
@@ -175,22 +212,38 @@ class LeaderService:
         if link.closing:
             return
         try:
-            reports = [m.unpack(line) for line in link.reader.feed(data)]
+            reports = [m.unpack(line) for line in link.channel.feed(data)]
+        except MissingTokenError as error:
+            self._reject(number, link, error)
+            return
         except ProtocolError as error:
-            _log.warning("a link was closed: %s", error)
+            self._once.warn(type(error).__name__, "a link from %s was closed: %s", link.peer, error)
             self._drop(number, tell=True)
             return
+        if not link.greeted:
+            self._flush(number)  # the handshake's answer
         for report in reports:
             if number in self._links and not link.closing:
                 self._handle(number, link, report)
+
+    def _reject(self, number: int, link: _Link, error: MissingTokenError) -> None:
+        """Tell a node without a token what it lacks. It has proven nothing, so nothing else follows."""
+        self._once.warn("no token", "a link from %s was refused: %s", link.peer, error)
+        reason = "the token is missing: the run has one, this node has none."
+        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, HINT_TOKEN)))
+        link.closing = True
+        self._flush(number)
 
     def _handle(self, number: int, link: _Link, report: m.Report | m.Order) -> None:
         now = self._clock.now()
         if isinstance(report, m.Hello):
             link.greeted = True
+            self._strangers.pop(number, None)
+            link.channel.allow(LONGEST_LINE)
             self._carry_out(self._machine.hello(number, report, now))
         elif not link.greeted or not isinstance(report, m.Report):
-            _log.warning("a link was closed: it sent %s before its hello", type(report).__name__)
+            text = "a link from %s was closed: it sent %s before its hello"
+            self._once.warn("no hello", text, link.peer, type(report).__name__)
             self._drop(number, tell=False)
         else:
             self._carry_out(self._machine.report(number, report, now))
@@ -214,7 +267,7 @@ class LeaderService:
                     self._stop.set()
             case to_do.Send(link=number, order=order):
                 if number in self._links:
-                    self._links[number].unsent += m.pack(order)
+                    self._links[number].channel.send(m.pack(order))
                     self._flush(number)
             case to_do.Close(link=number):
                 if number in self._links:
@@ -237,30 +290,34 @@ class LeaderService:
         return written
 
     def _pulse(self, now: float) -> None:
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         pulse = m.pack(m.Pulse(self._machine.record.term))
         for number, link in list(self._links.items()):
             if link.greeted and not link.closing:
-                link.unsent += pulse
+                link.channel.send(pulse)
                 self._flush(number)
-            elif (link.closing and not link.unsent) or now - link.opened > HELLO_TIMEOUT:
+            elif (link.closing and not link.channel.unsent) or now - link.opened > HELLO_TIMEOUT:
                 self._drop(number, tell=False)
 
     def _flush(self, number: int) -> None:
         link = self._links[number]
+        unsent = link.channel.unsent
         try:
-            while link.unsent:
-                del link.unsent[: link.sock.send(link.unsent)]
+            while unsent:
+                del unsent[: link.sock.send(unsent)]
         except BlockingIOError:
             pass
         except OSError:
             self._drop(number, tell=True)
             return
-        if link.closing and not link.unsent:
+        if link.closing and not unsent:
             self._half_close(link)
-        if len(link.unsent) > MAX_UNSENT:
+        if len(unsent) > MAX_UNSENT:
             self._drop(number, tell=True)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
         if self._selector.get_key(link.sock).events != wanted:
             self._selector.modify(link.sock, wanted, number)
 
@@ -279,6 +336,7 @@ class LeaderService:
         link = self._links.pop(number, None)
         if link is None:
             return
+        self._strangers.pop(number, None)
         self._selector.unregister(link.sock)
         link.sock.close()
         if tell and link.greeted:

@@ -1,0 +1,149 @@
+"""Runs with a token: real agents, on c10d and on a real etcd; who does not know it is sent away and harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_servers import cluster, endpoints
+from harness import Agent, Job, free_port
+
+from elastic_launch.config import Endpoint
+from elastic_launch.rendezvous.c10d import connect_store
+from elastic_launch.secret import ENV_TOKEN
+
+TOKEN = "correct-horse-battery-staple"
+OTHER = "another-token-of-some-length"
+
+Node = Callable[..., Agent]
+
+
+@pytest.fixture(params=["c10d", "etcd"])
+def node(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[Node]:
+    """Starts a node of the run; ``token`` goes into its environment."""
+
+    def start(where: list[str], name: str, *flags: str, token: str | None = TOKEN, **options: Any) -> Agent:
+        env = {} if token is None else {ENV_TOKEN: token}
+        several = ["--nnodes", "1:4", "--rdzv-id", "run", "--node-id", name, *where, *flags]
+        return job.launch(*several, name=name, env=env, **options)
+
+    if request.param == "c10d":
+        endpoint = f"127.0.0.1:{free_port()}"
+        yield lambda *arguments, **options: start(["--rdzv-endpoint", endpoint], *arguments, **options)
+        return
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as members:
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(members)]
+        yield lambda *arguments, **options: start(where, *arguments, **options)
+
+
+def test_two_nodes_with_the_token_train_on_while_others_are_sent_away(job: Job, node: Node, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
+    first = node("a")
+    job.world(1)
+    second = node("b", "--token-file", str(file), token=None)
+    workers = job.world(2)
+    strangers = [(node("c", token=OTHER), "The token differs"), (node("d", token=None), "The token is missing")]
+    for stranger, message in strangers:
+        assert stranger.wait(60) == 95
+        assert message in stranger.output
+        assert "ELASTIC_LAUNCH_TOKEN or --token-file" in stranger.output
+        assert "Traceback" not in stranger.output
+    last = int(workers[0]["env"]["ELASTIC_LAUNCH_ROUND"])
+    job.finish()
+    assert [first.wait(60), second.wait(60)] == [0, 0]
+    assert max(event["round"] for event in job.events("round_formed")) == last
+    assert {event["node"] for event in job.events("node_joined")} == {"a", "b"}
+    assert not any(ENV_TOKEN in worker["env"] for worker in workers)
+    left = [path for path in job.logs.rglob("*") if path.is_file()]
+    assert not [path for path in left if TOKEN in path.read_text(errors="replace")]
+    assert TOKEN not in first.output + second.output
+
+
+@pytest.mark.slow
+def test_a_node_with_a_token_is_sent_away_from_a_run_without(job: Job, node: Node) -> None:
+    first = node("a", token=None)
+    job.world(1)
+    second = node("b")
+    assert second.wait(60) == 95
+    assert "This node has a token, run 'run' has none" in second.output
+    job.finish()
+    assert first.wait(60) == 0
+    assert len(job.events("round_formed")) == 1
+
+
+@pytest.mark.slow
+def test_a_run_with_a_token_outlives_the_loss_of_a_worker_and_of_a_node(job: Job, node: Node) -> None:
+    agents = [node(name) for name in "ab"]
+    workers = job.world(2)
+    os.kill(workers[1]["pid"], signal.SIGKILL)
+    after = int(workers[0]["env"]["ELASTIC_LAUNCH_ROUND"])
+    again = job.world(2, after=after)
+    third = node("c")
+    job.world(3, after=int(again[0]["env"]["ELASTIC_LAUNCH_ROUND"]))
+    os.kill(third.process.pid, signal.SIGKILL)
+    third.process.wait()
+    job.world(2, after=int(again[0]["env"]["ELASTIC_LAUNCH_ROUND"]) + 1)
+    job.finish()
+    assert [agent.wait(60) for agent in agents] == [0, 0]
+
+
+@pytest.mark.parametrize("node", ["etcd"], indirect=True)
+def test_a_lost_leader_is_succeeded_under_the_token(job: Job, node: Node) -> None:
+    agents = {name: node(name) for name in "ab"}
+    before = int(job.world(2)[0]["env"]["ELASTIC_LAUNCH_ROUND"])
+    leader = str(job.events("leader_elected")[-1]["node"])
+    agents[leader].kill()
+    job.world(1, after=before)
+    assert [event["term"] for event in job.events("leader_elected")] == [1, 2]
+    (survivor,) = (agent for name, agent in agents.items() if name != leader)
+    job.finish()
+    assert survivor.wait(60) == 0
+
+
+def test_a_record_forged_in_the_open_store_of_c10d_is_not_obeyed(job: Job) -> None:
+    """The store can be written by whoever reaches its port: no order comes of it."""
+    flags = ["--rdzv-id", "run"]
+    unused = {"ELASTIC_LAUNCH_ETCD_USER": "user", "ELASTIC_LAUNCH_ETCD_PASSWORD": "password"}
+    first = job.node("a", *flags, env={ENV_TOKEN: TOKEN, **unused})
+    (worker,) = job.world(1)
+    assert not {ENV_TOKEN, *unused} & worker["env"].keys()
+    store = connect_store(Endpoint("127.0.0.1", job.port), "run", 10)
+    try:
+        value = store.load(10)
+        assert value is not None
+        forged = json.loads(value)
+        forged["end"] = {"code": 0, "cause": "forged"}
+        assert store.compare_and_set(value, json.dumps(forged, separators=(",", ":")).encode(), 10)
+    finally:
+        store.close()
+    second = job.node("b", *flags, env={ENV_TOKEN: TOKEN})
+    assert second.wait(60) == 95
+    assert "The token differs" in second.output
+    assert "somebody without it has written to the store" in second.output
+    assert len(job.started()) == 1
+    first.signal(signal.SIGTERM)
+    assert first.wait(60) == 143
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "found"),
+    [
+        ([], {ENV_TOKEN: "short"}, "ELASTIC_LAUNCH_TOKEN holds a token of 5 characters"),
+        (["--token-file", "/no/such/file"], {}, "--token-file /no/such/file cannot be read: No such file"),
+        (["--token", TOKEN], {}, "--token is no flag"),
+    ],
+)
+def test_what_is_no_token_is_a_usage_error(job: Job, flags: list[str], env: dict[str, str], found: str) -> None:
+    agent = job.launch(*flags, env=env)
+    assert agent.wait() == 2
+    assert found in agent.output
+    assert not job.logs.exists()

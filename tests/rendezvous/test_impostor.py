@@ -1,0 +1,144 @@
+"""A run with a token, and something else at its leader's address: real links and threads, a store in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.errors import EndpointError
+from elastic_launch.events import Event, LeaderElected
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backend import Place
+from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.sealed_store import SealedStore
+from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.secret import Token
+from elastic_launch.testing import MemoryStore
+
+TOKEN = Token("correct-horse-battery-staple", "test")
+ORDER = m.pack(m.RunEnd(99, 0, "forged"))
+FALSE_ANSWER = b'{"type":"answer","nonce":"%s","mac":"%s"}\n' % (b"00" * 32, b"00" * 32)
+
+
+class Impostor:
+    """Listens, answers every connection with the same bytes and closes it."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.heard = b""
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = self._listener.accept()
+                with link, contextlib.suppress(OSError):
+                    link.settimeout(5)
+                    self.heard += link.recv(65536)
+                    link.sendall(self._answer)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+
+
+class Shared(SealedStore):
+    """One node's view of a store that all share: closing it closes nothing."""
+
+    def close(self) -> None:
+        return
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.seen.append(event)
+
+
+class Pointing:
+    """A backend that only ever knows one leader."""
+
+    def __init__(self, record: ControlRecord) -> None:
+        self._record = record
+
+    def open(self) -> Place:
+        return Place("127.0.0.1", "me1", None, hosting=False)
+
+    def find_leader(self, timeout: float) -> ControlRecord:
+        return self._record
+
+    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+        return
+
+    def reached(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture(params=[ORDER, FALSE_ANSWER, b"SSH-2.0-OpenSSH_9.2\r\n", b""], ids=["order", "answer", "ssh", "none"])
+def impostor(request: pytest.FixtureRequest) -> Iterator[Impostor]:
+    with contextlib.closing(Impostor(request.param)) as one:
+        yield one
+
+
+def _config(**timing: float) -> LaunchConfig:
+    command = Command(("python", "train.py"), ("train.py",))
+    where = {"backend": "etcd", "endpoint": Endpoint("127.0.0.1", 2379), "run_id": "run", "node_id": "me"}
+    return LaunchConfig(command, limits=Limits(1, 1), timing=Timing(**timing), token=TOKEN, **where)  # type: ignore[arg-type]
+
+
+def _record(config: LaunchConfig, port: int) -> ControlRecord:
+    return ControlRecord("run", config.digest(), 1, Leader("other", "other1", "127.0.0.1", port)).renewed()
+
+
+def test_it_is_told_nothing_not_obeyed_and_succeeded(impostor: Impostor, caplog: pytest.LogCaptureFixture) -> None:
+    config = _config(beat=0.1, dead_after=1.0)
+    store, events = MemoryStore(), Sink()
+
+    def view() -> ControlStore:
+        return Shared(store, TOKEN, "run")
+
+    assert view().compare_and_set(None, _record(config, impostor.port).encode(), 1)
+    backend = ElectedBackend(config, MonotonicClock(), events, view)
+    heard: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
+    membership = Membership(config, backend, MonotonicClock(), heard.put, lambda address: 29500)
+    membership.start()
+    with contextlib.closing(membership):
+        event = heard.get(timeout=20)
+        while not isinstance(event, m.Form):
+            assert not isinstance(event, m.RunEnd | RendezvousLost)
+            event = heard.get(timeout=20)
+    assert [event.term for event in events.seen if isinstance(event, LeaderElected)] == [2]
+    assert b"train.py" not in impostor.heard
+    assert len([record for record in caplog.records if "link to the leader was closed" in record.getMessage()]) <= 1
+
+
+def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
+    config = _config(beat=0.1, dead_after=1.0, join_timeout=0.5)
+    heard: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
+    backend = Pointing(_record(config, impostor.port))
+    membership = Membership(config, backend, MonotonicClock(), heard.put, lambda address: 29500)
+    membership.start()
+    with contextlib.closing(membership):
+        event = heard.get(timeout=20)
+        while not isinstance(event, RendezvousLost):
+            event = heard.get(timeout=20)
+    assert isinstance(event.error, EndpointError)
+    assert f"127.0.0.1:{impostor.port} does not answer as the run's leader" in event.error.message

@@ -1,0 +1,83 @@
+"""Whatever listens, listens at the advertised address only."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.events import Event
+from elastic_launch.rendezvous.backend import C10dBackend
+from elastic_launch.rendezvous.c10d import host_store
+from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.net import listen, try_listen
+from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.testing import MemoryStore
+
+ADVERTISED, ELSEWHERE = "127.0.0.1", "127.0.0.2"
+
+
+class Sink:
+    def emit(self, event: Event) -> None:
+        return
+
+
+@pytest.fixture(autouse=True, scope="module")
+def libuv_pipe() -> None:
+    """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
+    host_store(listen(ADVERTISED), ADVERTISED, "run", 10).close()
+
+
+def _listens_only_here(port: int) -> None:
+    with socket.create_connection((ADVERTISED, port), timeout=10):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((ELSEWHERE, port), timeout=10)
+
+
+def _config(**options: object) -> LaunchConfig:
+    command = Command(("python", "train.py"), ("train.py",))
+    return LaunchConfig(command, limits=Limits(1, 4), **options)  # type: ignore[arg-type]
+
+
+def test_a_listener() -> None:
+    with listen(ADVERTISED) as listener:
+        _listens_only_here(listener.getsockname()[1])
+    listener, _ = try_listen(Endpoint(ADVERTISED, 0))
+    assert listener is not None
+    with listener:
+        _listens_only_here(listener.getsockname()[1])
+
+
+def test_the_worker_store_reserved_and_served() -> None:
+    store = WorkerStore(ADVERTISED)
+    with contextlib.closing(store):
+        _listens_only_here(store.reserve())
+        port = store.reserve()
+        server = store.serve(10)
+        assert server.port == port
+        _listens_only_here(port)
+        del server
+
+
+def test_the_c10d_store_and_the_leaders_links(tmp_path: Path) -> None:
+    config = _config(endpoint=Endpoint(ADVERTISED, 0), log_dir=tmp_path)
+    with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
+        place = backend.open()
+        assert place.hosting
+        assert place.endpoint is not None
+        _listens_only_here(place.endpoint.port)
+        _listens_only_here(backend.find_leader(10).leader.port)
+
+
+def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:
+    config = _config(backend="etcd", endpoint=Endpoint(ADVERTISED, 2379), log_dir=tmp_path)
+    with contextlib.closing(ElectedBackend(config, MonotonicClock(), Sink(), MemoryStore)) as backend:
+        backend.open()
+        leader = backend.find_leader(10).leader
+        assert leader.address == ADVERTISED
+        _listens_only_here(leader.port)

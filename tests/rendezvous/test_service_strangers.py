@@ -1,0 +1,279 @@
+"""A real leader and whatever may come to its port: it keeps its memory, its log and its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from harness import wait_for
+
+from elastic_launch.config import Limits, Timing
+from elastic_launch.events import Event, NodeLost
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous import service
+from elastic_launch.rendezvous.auth import AuthenticationError, Channel, link_key
+from elastic_launch.rendezvous.net import listen
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.service import HELLO_TIMEOUT, STRANGERS_LINE, LeaderService
+from elastic_launch.secret import Token
+from elastic_launch.testing import FakeClock, MemoryStore
+
+KEY = link_key(Token("correct-horse-battery-staple", "test"), "run")
+OTHER = link_key(Token("another-token-of-some-length", "test"), "run")
+HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 4)), "a", "a1", 1, "127.0.0.1", 7000)
+
+pytestmark = pytest.mark.parametrize("key", [KEY, None], ids=["token", "no token"])
+
+
+class Link:
+    """A node's side of a link, in the test's thread."""
+
+    def __init__(self, sock: socket.socket, key: bytes | None) -> None:
+        self.sock = sock
+        self.channel = Channel.of_node(key)
+        self.orders: list[m.Order] = []
+
+    def say(self, report: m.Report) -> None:
+        self.channel.send(m.pack(report))
+        self.flush()
+
+    def flush(self) -> None:
+        self.sock.sendall(self.channel.unsent)
+        self.channel.unsent.clear()
+
+    def hear(self, kind: type[m.Order]) -> m.Order:
+        """Wait for an order of a kind."""
+        while True:
+            for order in self.orders:
+                if isinstance(order, kind):
+                    self.orders.remove(order)
+                    return order
+            data = self.sock.recv(65536)
+            assert data, f"closed before a {kind.__name__}"
+            for line in self.channel.feed(data):
+                order = m.unpack(line)
+                assert not isinstance(order, m.Report)
+                self.orders.append(order)
+            self.flush()
+
+
+class Run:
+    def __init__(self, key: bytes | None, stack: contextlib.ExitStack) -> None:
+        listener = listen("127.0.0.1")
+        self.port = int(listener.getsockname()[1])
+        self.clock = FakeClock()
+        self.events: list[Event] = []
+        self.key = key
+        self._stack = stack
+        record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", self.port)).renewed()
+        store = MemoryStore()
+        assert store.compare_and_set(None, record.encode(), 1)
+        # The clock stands still: only the test makes nodes silent. The short beat makes the leader look at it often.
+        timing = Timing(beat=0.05, dead_after=1000.0)
+        self.service = LeaderService(
+            listener, store, record, Limits(1, 4), timing, "train.py", self.clock, self, key=key
+        )
+        self.service.start()
+        stack.callback(self.service.close, 0.0)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def link(self, key: bytes | None) -> Link:
+        return Link(self.stranger(), key)
+
+    def node(self) -> Link:
+        """A node that is welcome."""
+        link = self.link(self.key)
+        link.say(HELLO)
+        link.hear(m.Welcome)
+        return link
+
+    def stranger(self) -> socket.socket:
+        return self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=20))
+
+    def is_well(self, node: Link) -> None:
+        """The node still has its link, and the leader still answers a newcomer."""
+        newcomer = self.link(self.key)
+        newcomer.say(replace(HELLO, node_id="z", incarnation="z1"))
+        newcomer.hear(m.Welcome)
+        newcomer.say(m.Leaving("over"))
+        node.orders.clear()
+        self.clock.advance(0.1)
+        node.hear(m.Pulse)
+        assert not [event for event in self.events if isinstance(event, NodeLost) and event.node == "a"]
+
+
+@pytest.fixture
+def run(key: bytes | None) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+        yield Run(key, stack)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    """Wait for the end of a connection, reading whatever still comes."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(65536):
+            pass
+    return True
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00" * 20 + b"\n",
+    b"\x80\x04\x95" * 100 + b"\n",
+    b'{"type":"beat"}\n',
+    b'{"type":"pulse","term":9}\n',
+    b"[" * 10000 + b"\n",
+    b'{"type":"challenge","nonce":"%s"}\n{"type":"proof","mac":"%s"}\n' % (b"00" * 32, b"00" * 32),
+]
+
+
+def test_garbage_closes_its_own_link_and_is_logged_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    node = run.node()
+    for _ in range(5):
+        for garbage in GARBAGE:
+            stranger = run.stranger()
+            stranger.sendall(garbage)
+            assert _is_closed(stranger)
+    run.is_well(node)
+    told = _warnings(caplog)
+    assert 1 <= len(told) <= 2, told
+    assert all("127.0.0.1" in text and "(said once)" in text for text in told)
+
+
+def test_an_endless_line_is_cut_off(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    node = run.node()
+    for _ in range(3):
+        stranger = run.stranger()
+        sent = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while sent < 64 * 1024 * 1024:
+                sent += stranger.send(b"x" * 65536)
+        assert sent < 64 * 1024 * 1024
+        assert _is_closed(stranger)
+    run.is_well(node)
+    assert len(_warnings(caplog)) == 1
+    assert f"more than {STRANGERS_LINE} bytes" in _warnings(caplog)[0]
+
+
+def test_who_says_nothing_is_closed_after_a_while_and_who_speaks_is_not(run: Run) -> None:
+    node, silent, slow = run.node(), run.stranger(), run.stranger()
+    slow.sendall(b'{"type":')
+    wait_for("both to be accepted", lambda: len(run.service._strangers) == 2)
+    run.clock.advance(HELLO_TIMEOUT + 1)
+    assert _is_closed(silent)
+    assert _is_closed(slow)
+    run.is_well(node)
+
+
+def test_a_flood_of_silent_links_keeps_no_node_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "MAX_STRANGERS", 8)
+    node = run.node()
+    flood = [run.stranger() for _ in range(60)]
+    for stranger in flood[:-8]:
+        assert _is_closed(stranger)
+    run.is_well(node)
+    assert len(_warnings(caplog)) == 1
+    assert "more than 8 links" in _warnings(caplog)[0]
+
+
+@contextlib.contextmanager
+def _no_descriptors_left() -> Iterator[list[int]]:
+    """Let this process have no further descriptor; those in the list may be closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield taken
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_without_descriptors_strangers_go_first_and_nodes_are_let_in_later(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, stranger = run.node(), run.stranger()
+    wait_for("the stranger to be accepted", lambda: run.service._strangers)
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(socket.socket()) for _ in range(2))
+        taken = stack.enter_context(_no_descriptors_left())
+        for number, sock in enumerate((first, second)):
+            sock.settimeout(20)
+            sock.connect(("127.0.0.1", run.port))
+            if number == 0:
+                assert _is_closed(stranger)
+            else:
+                wait_for("the listener to rest", lambda: run.service._deaf)
+                os.close(taken.pop())
+                run.clock.advance(1)
+            link = Link(sock, run.key)
+            link.say(replace(HELLO, node_id=f"b{number}", incarnation=f"b{number}"))
+            link.hear(m.Welcome)
+    run.is_well(node)
+    assert len(_warnings(caplog)) == 1
+    assert "Too many open files" in _warnings(caplog)[0]
+
+
+def test_another_version_of_the_protocol_is_refused_in_words(run: Run) -> None:
+    node, other = run.node(), run.link(run.key)
+    other.say(replace(HELLO, version=99, node_id="b", incarnation="b1"))
+    refused = other.hear(m.Refused)
+    assert isinstance(refused, m.Refused)
+    assert "version 99" in refused.reason
+    run.is_well(node)
+
+
+def test_a_link_that_breaks_off_in_the_middle_is_forgotten(run: Run) -> None:
+    node = run.node()
+    for _ in range(5):
+        stranger = run.stranger()
+        stranger.sendall(b'{"type"')
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    run.is_well(node)
+    wait_for("the strangers to be forgotten", lambda: len(run.service._links) <= 2)
+
+
+def test_who_has_another_token_or_none_is_not_heard(
+    run: Run, key: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = run.node()
+    wrong = [OTHER, None] if key else [KEY]
+    for other in wrong * 3:
+        stranger = run.link(other)
+        stranger.say(replace(HELLO, incarnation="a2"))  # heard, it would take the node's place
+        data = b""
+        # A node with another token finds that out by the leader's answer, and hangs up.
+        with contextlib.suppress(ConnectionResetError, AuthenticationError):
+            while chunk := stranger.sock.recv(65536):
+                data += chunk
+                stranger.channel.feed(chunk)
+                stranger.flush()
+        stranger.sock.close()
+        if key and other is None:
+            refusal = json.loads(data)
+            assert refusal["type"] == "refused"
+            assert "the token is missing" in refusal["reason"]
+            assert refusal["code"] == 95
+    run.is_well(node)
+    assert len(_warnings(caplog)) == 1
