@@ -15,13 +15,18 @@ __all__ = [
     "ENV_SOCKET",
     "ENV_START_REASON",
     "MAX_LINE",
+    "Copied",
     "Drained",
+    "Hello",
     "Message",
     "Noted",
     "Placement",
     "Ready",
+    "Slots",
     "StepDone",
     "Stop",
+    "Stored",
+    "Use",
     "pack",
     "unpack",
     "worker_environment",
@@ -52,13 +57,39 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Message):
-    """First message: this worker of the round has begun to train, and can be drained from now on."""
+class Hello(Message):
+    """First message; the agent answers with ``Slots``."""
 
     round: int
     rank: int
     local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """This worker has begun to train, with so many steps done, and can be drained from now on."""
+
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Message):
+    """A snapshot is in a slot.
+
+    Attributes:
+        sequence: its number.
+        durable: whether it is to be copied for good.
+        directory: where to; empty if this worker's node writes no durable checkpoints.
+        keep: so many of the newest stay there.
+    """
+
+    slot: int
+    sequence: int
+    step: int
+    round: int
+    durable: bool
+    directory: str
+    keep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +115,47 @@ class Drained(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Slots(Message):
+    """Comes with the descriptors of the node's slots, tensors and head of each in turn.
+
+    Attributes:
+        slots: how many there are.
+        use: the one to write next.
+        sequence: highest number of a snapshot so far.
+    """
+
+    slots: int
+    use: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use(Message):
+    """The slot to write next: the others hold the newest snapshot, or one that is being copied."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(Message):
+    """A snapshot was copied for good, or could not be.
+
+    Attributes:
+        path, digest, bytes: of the checkpoint.
+        error, hint: why there is none, or, with a path, why old ones could not be removed; empty without an error.
+    """
+
+    step: int
+    round: int
+    seconds: float
+    path: str
+    digest: str
+    bytes: int
+    error: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop(Message):
     """Stop after the same step as all other ranks, save and end."""
 
@@ -95,7 +167,8 @@ class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-Message.TYPES.update({kind.__name__.lower(): kind for kind in (Ready, StepDone, Drained, Stop, Noted)})
+_KINDS: tuple[type[Message], ...] = (Hello, Ready, StepDone, Stored, Drained, Slots, Use, Copied, Stop, Noted)
+Message.TYPES.update({kind.__name__.lower(): kind for kind in _KINDS})
 
 
 def pack(message: Message) -> bytes:

@@ -100,7 +100,18 @@ def test_our_names_have_our_prefix() -> None:
     assert names == {c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
 
 
-MESSAGES = [c.Ready(7, 5, 1, 100), c.StepDone(101), c.Drained(102, 0.5), c.Stop("node b leaves"), c.Noted()]
+MESSAGES = [
+    c.Hello(7, 5, 1),
+    c.Ready(100),
+    c.StepDone(101),
+    c.Stored(2, 9, 101, 7, True, "/checkpoints", 3),
+    c.Drained(102, 0.5),
+    c.Slots(3, 0, 9),
+    c.Use(1),
+    c.Copied(101, 7, 1.5, "/checkpoints/step-101", "abc", 1000, "", ""),
+    c.Stop("node b leaves"),
+    c.Noted(),
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

@@ -25,12 +25,13 @@ from elastic_agents.control import Control
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
+from elastic_agents.keeper import Keeper
 from elastic_agents.output import OutputPump
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.contract import Copied, Placement, worker_environment
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
 from elastic_launch.rendezvous import messages as m
@@ -116,6 +117,7 @@ class LocalElasticAgent(ElasticAgent):
         self._failure: m.Failure | None = None
         self._local_failures: dict[int, Reaped] = {}
         self._hosting = False
+        self._member = False
         self._where = (0, 0, "", 0)  # group rank, nodes, master address and port of the present round
 
     @property
@@ -136,7 +138,9 @@ class LocalElasticAgent(ElasticAgent):
         guard = Guard()
         pump = OutputPump()
         processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
-        self._control = Control(self._clock, self._inbox.put)
+        keeper = self._keeper = Keeper(lambda: self._member, self._copied)
+        keeper.start()
+        self._control = Control(self._clock, keeper, self._inbox.put)
         self._workers = WorkerSet(self._config.node_id, self._config.run_directory, processes, pump, guard, self._clock)
         try:
             self._membership.start()
@@ -146,13 +150,32 @@ class LocalElasticAgent(ElasticAgent):
             self._workers.kill()
             self._workers.end_round()
             processes.close()
+            self._secure()
             self._control.close()
+            keeper.close()
             pump.close()
             self._membership.close()
             if self._store is not None:
                 self._store.close()
             guard.close()
         return self._result(self._outcome)
+
+    def _secure(self) -> None:
+        """What a run that failed has in memory only is what it can go on from."""
+        outcome = self._outcome
+        if outcome is None or not self._member or outcome.code in (ExitCode.DONE, ExitCode.RENDEZVOUS):
+            return
+        if outcome.code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            self._keeper.secure()
+            if not self._keeper.wait(self._config.shutdown_timeout):
+                _log.warning("the last snapshot could not be copied to durable storage in time")
+
+    def _copied(self, copied: Copied | None) -> None:
+        """Called from the keeper's thread."""
+        if copied is not None:
+            self._control.tell_copied(copied)
+        if self._keeper.idle:
+            self._inbox.put(p.CopiesDone())
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
@@ -178,9 +201,11 @@ class LocalElasticAgent(ElasticAgent):
                 self._opened(place.hosting, str(place.endpoint), place.address)
                 return None
             case LinkUp():
+                self._member = True
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason):
+                self._member = False
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
             case m.Notice(text=text):
@@ -188,13 +213,14 @@ class LocalElasticAgent(ElasticAgent):
                     _log.info("%s", text)
                 return None
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
+                self._member = self._member and not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
                 return p.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
-            case p.WorkerReady() | p.WorkerDrained() | p.DrainOver() | p.TeardownOver():
+            case p.WorkerReady() | p.WorkerDrained() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
                 return item
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
                 return item
@@ -282,6 +308,9 @@ class LocalElasticAgent(ElasticAgent):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
                     self._inbox.put_later(seconds, p.DrainOver(number))
+            case p.AwaitCopies():
+                if self._keeper.idle:
+                    self._inbox.put(p.CopiesDone())
             case p.AwaitEnd(round=number, local_rank=local_rank):
                 self._inbox.put_later(p.TEARDOWN, p.TeardownOver(number, local_rank))
             case p.Terminate(round=number, local_ranks=local_ranks):

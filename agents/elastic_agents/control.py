@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic_agents.keeper import Keeper
 from elastic_agents.pace import Pace
 from elastic_agents.vocabulary import WorkerDrained, WorkerReady
 from elastic_launch import contract as c
@@ -30,17 +31,18 @@ Say = Callable[[WorkerReady | WorkerDrained], None]
 
 @dataclass(slots=True)
 class _Peer:
-    """One worker's connection; ``ready`` is its first message."""
+    """One worker's connection; ``hello`` is its first message."""
 
     sock: socket.socket
     pending: bytes = b""
-    ready: c.Ready | None = None
+    hello: c.Hello | None = None
 
 
 class Control:
     """Listens to the workers of one node, in a thread of its own.
 
     Args:
+        keeper: of the node's snapshots.
         say: called from that thread; must not block.
 
     Attributes:
@@ -48,8 +50,9 @@ class Control:
         pace: how long their steps take.
     """
 
-    def __init__(self, clock: Clock, say: Say) -> None:
+    def __init__(self, clock: Clock, keeper: Keeper, say: Say) -> None:
         self._clock = clock
+        self._keeper = keeper
         self._say = say
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self.pace = Pace()
@@ -70,8 +73,15 @@ class Control:
         """Ask the round's workers to stop after the same step."""
         with self._lock:
             for peer in self._peers.values():
-                if peer.ready is not None and peer.ready.round == round_number:
+                if peer.hello is not None and peer.hello.round == round_number:
                     self._send(peer, c.Stop(cause))
+
+    def tell_copied(self, copied: c.Copied) -> None:
+        """Tell the workers that write snapshots how a copy ended."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None and peer.hello.local_rank == 0:
+                    self._send(peer, copied)
 
     def close(self) -> None:
         self._wake_out.close()
@@ -132,20 +142,32 @@ class Control:
             peer.sock.close()
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
-        if isinstance(message, c.Ready):
-            peer.ready = message
-            self.pace.begin(message.round, message.step, self._clock.now())
-            self._say(WorkerReady(message.round, message.local_rank))
+        if isinstance(message, c.Hello):
+            peer.hello = message
+            self._offer(peer)
             return
-        if peer.ready is None:
-            raise ValueError(f"{type(message).__name__} before Ready")
+        if peer.hello is None:
+            raise ValueError(f"{type(message).__name__} before Hello")
+        number, local_rank = peer.hello.round, peer.hello.local_rank
         match message:
+            case c.Ready(step=step):
+                self.pace.begin(number, step, self._clock.now())
+                self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
-                self.pace.step(peer.ready.round, step, self._clock.now())
+                self.pace.step(number, step, self._clock.now())
+            case c.Stored():
+                self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Drained(step=step, seconds=seconds):
                 self.pace.saved(seconds)
-                self._say(WorkerDrained(peer.ready.round, peer.ready.local_rank, step))
+                self._say(WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
+
+    def _offer(self, peer: _Peer) -> None:
+        slots, descriptors = self._keeper.offer()
+        try:
+            socket.send_fds(peer.sock, [c.pack(slots)], descriptors)
+        except OSError as error:
+            _log.warning("a worker does not hear: %s", error)
 
     def _send(self, peer: _Peer, message: c.Message) -> None:
         try:

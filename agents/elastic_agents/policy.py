@@ -8,6 +8,7 @@ sockets or time. A node is always in one phase:
 - DRAINING: they have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
 - STOPPING: the workers that are left are being ended; then the node waits again, or exits if ``leaving`` is set.
+- SAVING: this node leaves, drained; what it has in memory only is being copied to durable storage.
 - OVER: nothing left to do.
 """
 
@@ -21,7 +22,9 @@ from elastic_agents.vocabulary import (
     TEARDOWN,
     Action,
     AskStop,
+    AwaitCopies,
     AwaitEnd,
+    CopiesDone,
     DrainOver,
     Event,
     Finish,
@@ -55,7 +58,9 @@ __all__ = [
     "TEARDOWN",
     "Action",
     "AskStop",
+    "AwaitCopies",
     "AwaitEnd",
+    "CopiesDone",
     "DrainOver",
     "Event",
     "Finish",
@@ -131,6 +136,8 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return view, [AwaitEnd(number, local_rank)]
         case Leave():
             return _leave(view, event)
+        case CopiesDone():
+            return _saved(view) if view.phase is Phase.SAVING else (view, [])
         case DrainOver(round=number):
             return _drain_over(view) if number == view.round else (view, [])
         case TeardownOver(round=number, local_rank=local_rank):
@@ -171,6 +178,9 @@ def _drain(view: View, cause: str, seconds: float | None) -> Decision:
 def _drain_over(view: View) -> Decision:
     if view.phase is Phase.FINISHED and view.leaving is not None:
         return _over(view, view.leaving, view.cause)
+    if view.phase is Phase.SAVING:
+        view, actions = _saved(view)
+        return view, [Warn("the last checkpoint is not in durable storage: there was no time left"), *actions]
     if view.phase is not Phase.DRAINING:
         return view, []
     view, actions = _kill(view)
@@ -211,12 +221,21 @@ def _kill(view: View) -> Decision:
 
 def _settle(view: View, drained: int = -1) -> Decision:
     """All workers are reaped."""
-    stopped = ReportStopped(view.round, drained)
-    if view.leaving is not None:
-        # Said before this node hangs up, it is a step that others go on from, and no loss.
-        view, actions = _over(view, view.leaving, view.cause)
-        return view, [stopped, *actions] if drained >= 0 else actions
-    return replace(view, phase=Phase.WAITING, held=frozenset()), [stopped]
+    if view.leaving is None:
+        return replace(view, phase=Phase.WAITING, held=frozenset()), [ReportStopped(view.round, drained)]
+    if drained < 0:
+        return _over(view, view.leaving, view.cause)
+    view = replace(view, phase=Phase.SAVING)
+    # Others go on from their own memory at once; where there are none, whoever comes needs what is on the disk.
+    stopped: list[Action] = [ReportStopped(view.round, drained)] if view.nodes > 1 else []
+    return view, [*stopped, AwaitCopies()]
+
+
+def _saved(view: View) -> Decision:
+    assert view.leaving is not None
+    stopped: list[Action] = [] if view.nodes > 1 else [ReportStopped(view.round, view.step)]
+    view, actions = _over(view, view.leaving, view.cause)
+    return view, [*stopped, *actions]
 
 
 def _over(view: View, code: int, cause: str) -> Decision:
@@ -224,6 +243,8 @@ def _over(view: View, code: int, cause: str) -> Decision:
 
 
 def _end(view: View, code: int, cause: str) -> Decision:
+    if view.phase is Phase.SAVING:
+        return view, []
     finished = view.phase is Phase.FINISHED and code == ExitCode.DONE
     if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
@@ -238,6 +259,8 @@ def _link_down(view: View, event: LinkDown) -> Decision:
         if event.gone:
             return _over(view, ExitCode.DONE, f"finished; the run's leader was lost afterwards ({event.reason})")
         return view, [Warn(f"the leader cannot be reached ({event.reason}); this node has finished and waits")]
+    if view.phase is Phase.SAVING:
+        return view, []
     if view.phase is Phase.DRAINING:
         return view, [Warn(f"{event.reason}; the workers stop after the same step all the same")]
     if view.phase is Phase.WAITING:
@@ -279,6 +302,8 @@ def _fail(view: View, reports: list[Action]) -> Decision:
 
 def _leave(view: View, event: Leave) -> Decision:
     """Leave the run, after a drain if there is time for one; told a second time, at once."""
+    if view.phase is Phase.SAVING:
+        return _saved(view)
     if view.leaving is not None:
         return _kill(view) if view.alive else (view, [])
     view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())

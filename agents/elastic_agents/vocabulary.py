@@ -13,7 +13,9 @@ __all__ = [
     "TEARDOWN",
     "Action",
     "AskStop",
+    "AwaitCopies",
     "AwaitEnd",
+    "CopiesDone",
     "DrainOver",
     "Event",
     "Finish",
@@ -57,6 +59,7 @@ class Phase(Enum):
     DRAINING = "draining"
     FINISHED = "finished"
     STOPPING = "stopping"
+    SAVING = "saving"
     OVER = "over"
 
 
@@ -132,6 +135,11 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesDone:
+    """What was to be copied to durable storage is copied, or there is no time left for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrainOver:
     """The time for the drain has passed."""
 
@@ -185,6 +193,7 @@ Event = (
     | WorkerReady
     | WorkerDrained
     | Leave
+    | CopiesDone
     | DrainOver
     | TeardownOver
     | StartFailed
@@ -224,6 +233,11 @@ class AskStop:
     round: int
     cause: str
     seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitCopies:
+    """Raise CopiesDone once what was to be copied to durable storage is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +316,7 @@ class Finish:
 Action = (
     StartWorkers
     | AskStop
+    | AwaitCopies
     | AwaitEnd
     | Terminate
     | Kill

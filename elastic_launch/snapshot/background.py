@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from elastic_launch.snapshot.errors import CheckpointError, CheckpointWriteError
+from elastic_launch.snapshot.listing import CheckpointInfo
 from elastic_launch.snapshot.manifest import check_numbers
-from elastic_launch.snapshot.reading import CheckpointInfo
 from elastic_launch.snapshot.saving import check_keep, prune, write
 
 __all__ = ["BackgroundWriter", "Outcome"]

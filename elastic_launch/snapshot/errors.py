@@ -4,6 +4,7 @@
 
     CheckpointError                    1
     ├── UnsupportedStateError              the state holds what the format cannot
+    ├── NotCommittedError                  written by who is no member of the run any more
     ├── CheckpointWriteError               the directory is read-only, full or no directory
     └── CheckpointReadError                it is there and cannot be read
         ├── DamagedCheckpointError             half-written, truncated, altered
@@ -29,6 +30,7 @@ __all__ = [
     "DamagedCheckpointError",
     "ForeignCheckpointError",
     "MalformedError",
+    "NotCommittedError",
     "UnknownFormatError",
     "UnsupportedStateError",
     "reading",
@@ -50,6 +52,10 @@ class UnknownFormatError(MalformedError):
 
 class CheckpointError(ElasticLaunchError):
     """A checkpoint could not be written or read."""
+
+
+class NotCommittedError(CheckpointError):
+    """A checkpoint was written and then not committed: whoever wrote it is no member of the run any more."""
 
 
 class UnsupportedStateError(CheckpointError):

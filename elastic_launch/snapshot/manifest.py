@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import tree
 from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError, UnsupportedStateError
 from elastic_launch.snapshot.files import FileSum
+from elastic_launch.snapshot.plain import Decoder, Encoder
 
 __all__ = [
     "MANIFEST",
@@ -34,8 +34,10 @@ __all__ = [
     "TENSORS",
     "WRITING",
     "Manifest",
+    "assemble",
     "check_numbers",
     "directory_name",
+    "encode_meta",
     "new_nonce",
     "parse_json",
     "parse_name",
@@ -93,27 +95,7 @@ class Manifest:
         Raises:
             UnsupportedStateError: if ``meta`` is no dict of plain values, or too large.
         """
-        tensors, meta = tree.encode(self.meta)
-        if tensors or type(self.meta) is not dict:
-            raise UnsupportedStateError("A checkpoint's meta is a dict without tensors.", "Put tensors into the state.")
-        body = {
-            "format": FORMAT,
-            "schema": SCHEMA,
-            "step": self.step,
-            "round": self.round,
-            "files": {
-                TENSORS: {"bytes": self.tensors.bytes, "sha256": self.tensors.sha256},
-                STATE: {"bytes": self.state.bytes, "sha256": self.state.sha256},
-            },
-            "meta": meta,
-        }
-        digest = _digest(body)
-        data = json.dumps({**body, "sha256": digest}, indent=1, allow_nan=False).encode() + b"\n"
-        if len(data) > MAX_MANIFEST_BYTES:
-            raise UnsupportedStateError(
-                f"A checkpoint's meta of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}.", "Put it into the state."
-            )
-        return data, digest
+        return assemble(self.step, self.round, self.tensors, self.state, encode_meta(self.meta))
 
     @staticmethod
     def parse(data: bytes) -> tuple[Manifest, str]:
@@ -140,13 +122,56 @@ class Manifest:
             raise MalformedError("the manifest does not have its checksum")
         files = _files(value.get("files"))
         try:
-            meta = tree.decode(value.get("meta"), {})
+            meta = Decoder().decode(value.get("meta"))
         except MalformedError as error:
             raise MalformedError(f"in the manifest's meta, {error}") from error
         if type(meta) is not dict:
             raise MalformedError("the manifest's meta is no dict")
         step, round = _number(value.get("step"), "step"), _number(value.get("round"), "round")
         return Manifest(step, round, files[TENSORS], files[STATE], meta), digest
+
+
+def encode_meta(meta: dict[str, Any]) -> Any:
+    """Return a manifest's meta as JSON.
+
+    Raises:
+        UnsupportedStateError: if it is no dict of plain values.
+    """
+    if type(meta) is not dict:
+        raise UnsupportedStateError("A checkpoint's meta is a dict.")
+    try:
+        return Encoder().encode(meta)
+    except UnsupportedStateError as error:
+        raise UnsupportedStateError(f"In its meta: {error.message}", "Put tensors into the state.") from error
+
+
+def assemble(step: int, round: int, tensors: FileSum, state: FileSum, meta: Any) -> tuple[bytes, str]:
+    """Return a manifest as JSON, and its digest.
+
+    Args:
+        meta: as ``encode_meta`` returns it.
+
+    Raises:
+        UnsupportedStateError: if ``meta`` is too large.
+    """
+    body = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "step": step,
+        "round": round,
+        "files": {
+            TENSORS: {"bytes": tensors.bytes, "sha256": tensors.sha256},
+            STATE: {"bytes": state.bytes, "sha256": state.sha256},
+        },
+        "meta": meta,
+    }
+    digest = _digest(body)
+    data = json.dumps({**body, "sha256": digest}, indent=1, allow_nan=False).encode() + b"\n"
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UnsupportedStateError(
+            f"A checkpoint's meta of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}.", "Put it into the state."
+        )
+    return data, digest
 
 
 def check_numbers(step: int, round: int) -> None:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import tensorfile, tree
 from elastic_launch.snapshot.draft import bury, draft, remove_abandoned
-from elastic_launch.snapshot.errors import UnsupportedStateError, writing
+from elastic_launch.snapshot.errors import NotCommittedError, UnsupportedStateError, writing
 from elastic_launch.snapshot.files import FileSum, create, sync_directory, write_all
+from elastic_launch.snapshot.listing import CheckpointInfo, find
 from elastic_launch.snapshot.manifest import (
     MANIFEST,
     MAX_STATE_BYTES,
     STATE,
-    Manifest,
+    assemble,
     check_numbers,
     directory_name,
+    encode_meta,
 )
-from elastic_launch.snapshot.reading import CheckpointInfo, find
+from elastic_launch.snapshot.plain import Decoder
 
-__all__ = ["check_keep", "prune", "write"]
+__all__ = ["check_keep", "prune", "state_json", "write", "write_parts"]
 
 
 def write(
@@ -50,24 +52,52 @@ def write(
         CheckpointWriteError: if the directory is read-only, full, or none.
         UsageError: if step or round is no such number.
     """
-    check_numbers(step, round)
+    from elastic_launch.snapshot import tensorfile, tree  # these need torch, what follows does not
+
     tensors, rest = tree.encode(state)
-    text = _state_json(rest)
+    meta_json = encode_meta({} if meta is None else meta)
+    return write_parts(directory, tensorfile.parts(tensors), state_json(rest), meta_json, step=step, round=round)
+
+
+def write_parts(
+    directory: str | os.PathLike[str],
+    tensors: Iterable[bytes | memoryview],
+    state: bytes,
+    meta: Any,
+    *,
+    step: int,
+    round: int,
+    may_commit: Callable[[], bool] = lambda: True,
+) -> CheckpointInfo:
+    """Write a checkpoint as ``write`` does, from the content of its files.
+
+    Args:
+        tensors: content of the tensor file, in parts.
+        state: content of the state's file.
+        meta: as ``encode_meta`` returns it.
+        may_commit: asked once all is on the disk; the checkpoint appears only if so.
+
+    Raises:
+        NotCommittedError: if it was not to be committed; nothing is left behind.
+    """
+    check_numbers(step, round)
     directory = Path(directory)
     with writing(directory, "write a checkpoint in"):
         _make_directory(directory)
         with draft(directory) as new:
-            tensor_sum = write_all(new.tensors, tensorfile.parts(tensors))
-            state_sum = _write_file(new.path / STATE, text)
-            manifest = Manifest(step, round, tensor_sum, state_sum, {} if meta is None else meta)
-            data, digest = manifest.dumps()
+            tensor_sum = write_all(new.tensors, tensors)
+            state_sum = _write_file(new.path / STATE, state)
+            data, digest = assemble(step, round, tensor_sum, state_sum, meta)
             _write_file(new.path / MANIFEST, data)
             # The rename must not reach the disk before the names that it makes visible.
             sync_directory(new.path)
+            if not may_commit():
+                raise NotCommittedError(f"The checkpoint of step {step} was not committed.")
             path = directory / directory_name(step, round, new.nonce)
             os.rename(new.path, path)
             sync_directory(directory)
-    return CheckpointInfo(path, step, round, digest, tensor_sum.bytes + state_sum.bytes, manifest.meta)
+    size = tensor_sum.bytes + state_sum.bytes
+    return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
 
 
 def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
@@ -107,7 +137,12 @@ def check_keep(keep: int) -> None:
         raise UsageError(f"keep={keep}: at least 1 checkpoint is kept.")
 
 
-def _state_json(rest: Any) -> bytes:
+def state_json(rest: Any) -> bytes:
+    """Return the content of a state's file.
+
+    Raises:
+        UnsupportedStateError: if it is too large.
+    """
     text = json.dumps(rest, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > MAX_STATE_BYTES:
         raise UnsupportedStateError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 
-__all__ = ["parts", "read"]
+__all__ = ["Layout", "layout", "parts", "read"]
 
 _MAX_HEADER = 100_000_000  # Bytes; what the library reads at most.
 _ALIGNMENT = 8
@@ -24,15 +25,44 @@ _ALIGNMENT = 8
 _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie in a file.
+
+    Attributes:
+        header: the file's beginning.
+        places: name, offset and size in bytes of each tensor, in the order of the file.
+        size: of the file, in bytes.
+    """
+
+    header: bytes
+    places: list[tuple[str, int, int]]
+    size: int
+
+
 def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the content of a file with these tensors, in order; at most one tensor at a time is copied.
+
+    Raises:
+        UnsupportedStateError: as ``layout``.
+    """
+    found = layout(tensors)
+    yield found.header
+    for name, _, _ in found.places:
+        tensor = dense(tensors[name])
+        yield bytes_of(tensor)
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Return the layout of a file with these tensors.
 
     Raises:
         UnsupportedStateError: if there are more tensors than a file holds, about half a million.
     """
     # Widest elements first, so that each tensor is aligned to its elements without holes, which the format forbids.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, offset = {}, 0
+    header: dict[str, Any] = {}
+    offset = 0
     for name in names:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
@@ -46,10 +76,10 @@ def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _MAX_HEADER:
         raise UnsupportedStateError(f"A checkpoint cannot hold {len(names)} tensors: their names take too much room.")
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        tensor = dense(tensors[name])
-        yield bytes_of(tensor)
+    beginning = len(text).to_bytes(8, "little") + text
+    ends = {name: header[name]["data_offsets"] for name in names}
+    places = [(name, len(beginning) + ends[name][0], ends[name][1] - ends[name][0]) for name in names]
+    return Layout(beginning, places, len(beginning) + offset)
 
 
 def read(descriptor: int) -> dict[str, torch.Tensor]:

@@ -18,10 +18,16 @@ __all__ = ["Agreement", "Wishes"]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one rank, or after an exchange any rank, wants."""
+    """What one rank, or after an exchange any rank, wants.
+
+    Attributes:
+        save: a durable checkpoint.
+        keep: a snapshot in memory.
+    """
 
     stop: Stop = Stop.NO
     save: bool = False
+    keep: bool = False
 
 
 class Agreement:
@@ -43,7 +49,7 @@ class Agreement:
         if self._group is None:
             return wishes
         agreed = self.settle()
-        numbers = torch.tensor([wishes.stop, wishes.save], dtype=torch.int32)
+        numbers = torch.tensor([wishes.stop, wishes.save, wishes.keep], dtype=torch.int32)
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._posted = numbers, work
@@ -55,5 +61,5 @@ class Agreement:
             return Wishes()
         (numbers, work), self._posted = self._posted, None
         work.wait()
-        stop, save = numbers.tolist()
-        return Wishes(Stop(stop), bool(save))
+        stop, save, keep = numbers.tolist()
+        return Wishes(Stop(stop), bool(save), bool(keep))

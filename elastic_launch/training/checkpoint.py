@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
+from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
 from elastic_launch.training.directories import is_writer
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.world import World
 
-__all__ = ["Checkpoint", "Resumed", "weights_sha256"]
+__all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "weights_sha256"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +71,11 @@ class Checkpoint:
         self._interval = Interval.parse(every)
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
-        self._keep = keep
-        self._world = World()
-        self._round = 0
+        self.keep = keep
+        self.round = 0
+        """Number under which it saves, higher than those of all that it was resumed from."""
+        self._link: AgentLink | None = None
+        self._awaited = 0
         self._last_step = 0
         self._last_time = 0.0
         self._writer: snapshot.BackgroundWriter | None = None
@@ -90,7 +94,6 @@ class Checkpoint:
             UsageError: if the checkpoint belongs to another training; it names what differs.
             CheckpointError: if the directory cannot be read.
         """
-        self._world = world
         self.writes = is_writer(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
         loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
@@ -99,7 +102,7 @@ class Checkpoint:
             # To begin anew would overwrite, by and by, what may still be mended.
             raise damaged[0]
         # Every start writes under a higher round than all before, also where no agent of this project counts them.
-        self._round = max(world.round, newest[0] + 1)
+        self.round = max(world.round, newest[0] + 1)
         self._last_time = time.monotonic()
         if holder is None:
             return Resumed()
@@ -108,9 +111,15 @@ class Checkpoint:
             state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
         assert state is not None
         meta = state["meta"]
-        _check(identity, meta, newest[1])
+        check_identity(identity, meta, newest[1])
         self._last_step, self._something_saved = newest[1], True
         return Resumed(newest[1], state["parts"], dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+
+    def go_on(self, world: World, step: int, round_number: int) -> None:
+        """Save from now on, in a training that was resumed from memory."""
+        self.writes = is_writer(self.directory, world)
+        self.round = round_number
+        self._last_step, self._last_time, self._something_saved = step, time.monotonic(), True
 
     def due(self, step: int) -> bool:
         """Whether it is time to save after a step: by steps the same on all ranks, by the clock this rank's view."""
@@ -125,23 +134,29 @@ class Checkpoint:
         """Whether the state after a step is not saved yet."""
         return step != self._last_step
 
-    def save(self, state: dict[str, Any], step: int, identity: dict[str, int], worlds: list[int]) -> None:
+    def requested(self, step: int, link: AgentLink | None) -> None:
+        """The agent was asked to copy the state after a step, which is in memory."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self._link, self._awaited = link, step
+
+    def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
         """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
 
         Args:
-            state: only that of ranks that write counts.
+            state, meta: only those of ranks that write count.
         """
         self._last_step, self._last_time = step, time.monotonic()
         if not self.writes:
             return
         if self._writer is None:
-            self._writer = snapshot.BackgroundWriter(self.directory, keep=self._keep)
-        meta = {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
-        self._writer.submit(_copied(state), step=step, round=self._round, meta=meta)
+            self._writer = snapshot.BackgroundWriter(self.directory, keep=self.keep)
+        self._writer.submit(_copied(state), step=step, round=self.round, meta=meta)
 
     def outcomes(self) -> list[snapshot.Outcome]:
         """Return the writes that have ended since the last call, having told of their errors; does not wait."""
         ended = self._writer.poll() if self._writer is not None else []
+        if self._link is not None:
+            ended += [self._outcome(copied) for copied in self._link.copies()]
         for outcome in ended:
             self._something_saved |= outcome.info is not None
             if outcome.error is not None:
@@ -149,14 +164,22 @@ class Checkpoint:
                 _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
         return ended
 
-    def finish(self) -> list[snapshot.Outcome]:
-        """Wait until what was saved is written, and return the outcomes not yet seen."""
-        if self._writer is None:
-            return []
-        self._writer.flush(FINAL_TIMEOUT)
+    def finish(self, *, wait: bool = True) -> list[snapshot.Outcome]:
+        """Wait until what was saved is written, and return the outcomes not yet seen.
+
+        Args:
+            wait: also for what the agent copies.
+        """
+        if self._writer is not None:
+            self._writer.flush(FINAL_TIMEOUT)
         ended = self.outcomes()
+        deadline = time.monotonic() + FINAL_TIMEOUT
+        while wait and self._awaited and self._link is not None and self._link.alive and time.monotonic() < deadline:
+            self._link.wait_copied(deadline - time.monotonic())
+            ended += self.outcomes()
         writer, self._writer = self._writer, None
-        writer.close()
+        if writer is not None:
+            writer.close()
         if self._error is not None and self._something_saved:
             _log.error("not all checkpoints could be saved; the last error: %s", self._error)
         return ended
@@ -170,6 +193,17 @@ class Checkpoint:
     def failure(self) -> snapshot.CheckpointError | None:
         """Why nothing at all could be saved, if so."""
         return None if self._something_saved else self._error
+
+    def _outcome(self, copied: Copied) -> snapshot.Outcome:
+        if copied.step >= self._awaited:
+            self._awaited = 0
+        info = error = None
+        if copied.path:
+            path = Path(copied.path)
+            info = snapshot.CheckpointInfo(path, copied.step, copied.round, copied.digest, copied.bytes, {})
+        if copied.error:
+            error = snapshot.CheckpointWriteError(copied.error, copied.hint)
+        return snapshot.Outcome(copied.step, copied.round, copied.seconds, info, error)
 
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
@@ -191,7 +225,17 @@ def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tupl
     return best[:2], found.index(best), all(entry == best for entry in found)
 
 
-def _check(identity: dict[str, int], meta: dict[str, Any], step: int) -> None:
+def meta_of(identity: dict[str, int], worlds: list[int]) -> dict[str, Any]:
+    """Return what is to be known of a state before it is read."""
+    return {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
+
+
+def check_identity(identity: dict[str, int], meta: dict[str, Any], step: int) -> None:
+    """Refuse a state that another training saved.
+
+    Raises:
+        UsageError: naming what differs.
+    """
     saved = meta.get("identity", {})
     for name, value in identity.items():
         if saved.get(name) != value:

@@ -8,33 +8,45 @@ import socket
 import time
 
 from elastic_launch import contract as c
+from elastic_launch.snapshot.slot import Slot
 from elastic_launch.training.world import World
 
 __all__ = ["AgentLink"]
 
 _log = logging.getLogger(__name__)
 
-NOTED_TIMEOUT = 2.0
-"""Seconds for which a drained worker waits until its agent knows that it is."""
+ANSWER_TIMEOUT = 2.0
+"""Seconds for which the agent's answer is waited for."""
 
 BUSY_TIMEOUT = 2.0
 """Seconds for which a message waits for an agent that does not read."""
+
+_DESCRIPTORS = 16
 
 
 class AgentLink:
     """Tells the agent how training goes, and learns what it asks; nothing here can fail the training.
 
-    What the agent says is read at step boundaries, by :meth:`stop_asked`: no thread of the worker's waits for it.
+    What the agent says is read when something is asked of this object, at step boundaries mostly: no thread waits
+    for it.
 
     Args:
         sock: connected to the agent; taken over.
+
+    Attributes:
+        slots: of the node's snapshots; empty if the agent did not answer.
+        sequence: highest number of a snapshot in them at the start.
     """
 
-    def __init__(self, sock: socket.socket, world: World) -> None:
+    def __init__(self, sock: socket.socket) -> None:
+        self.slots: list[Slot] = []
+        self.sequence = 0
         self._sock: socket.socket | None = sock
-        self._world = world
         self._pending = b""
         self._stop_asked = ""
+        self._use: int | None = None
+        self._noted = False
+        self._copies: list[c.Copied] = []
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
@@ -50,11 +62,14 @@ class AgentLink:
             sock.close()
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return None
-        return AgentLink(sock, world)
+        link = AgentLink(sock)
+        link._say(c.Hello(world.round, world.rank, world.local_rank))
+        link._take_slots()
+        return link
 
     def ready(self, step: int) -> None:
         """Training begins with so many steps done."""
-        self._say(c.Ready(self._world.round, self._world.rank, self._world.local_rank, step))
+        self._say(c.Ready(step))
 
     def step(self, step: int) -> None:
         """A step is done."""
@@ -65,19 +80,71 @@ class AgentLink:
         self._hear(0.0)
         return self._stop_asked
 
+    def slot_to_use(self) -> int | None:
+        """The slot to write next, to be asked once for each snapshot; None if the agent does not say."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while self._use is None and self._sock is not None and time.monotonic() < deadline:
+            self._hear(deadline - time.monotonic())
+        use, self._use = self._use, None
+        return use
+
+    def stored(self, stored: c.Stored) -> None:
+        """A snapshot is in a slot."""
+        self._say(stored)
+
+    def copies(self) -> list[c.Copied]:
+        """How copies ended since the last call. Does not wait."""
+        self._hear(0.0)
+        copies, self._copies = self._copies, []
+        return copies
+
+    def wait_copied(self, timeout: float) -> None:
+        """Wait until a copy has ended, or the agent is gone."""
+        deadline = time.monotonic() + timeout
+        while not self._copies and self._sock is not None and time.monotonic() < deadline:
+            self._hear(deadline - time.monotonic())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the agent is there."""
+        return self._sock is not None
+
     def drained(self, step: int, seconds: float) -> None:
         """All ranks have stopped after this step, and saving took so long; returns once the agent knows."""
         self._say(c.Drained(step, seconds))
-        deadline = time.monotonic() + NOTED_TIMEOUT
-        while self._sock is not None and not self._hear(deadline - time.monotonic()):
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while not self._noted and self._sock is not None:
+            self._hear(deadline - time.monotonic())
             if time.monotonic() >= deadline:
                 _log.warning("the agent did not hear that this worker is drained")
                 return
 
     def close(self) -> None:
+        """Hang up; the slots' descriptors are closed too."""
+        self._hang_up()
+        for slot in self.slots:
+            slot.close()
+        self.slots = []
+
+    def _hang_up(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+    def _take_slots(self) -> None:
+        if self._sock is None:
+            return
+        self._sock.settimeout(ANSWER_TIMEOUT)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 4096, _DESCRIPTORS)
+        except OSError as error:
+            _log.warning("the agent did not answer (%s): a fault will cost the steps since the last checkpoint", error)
+            self._hang_up()
+            return
+        for number in descriptors:
+            os.set_inheritable(number, False)
+        self.slots = [Slot(*pair) for pair in zip(descriptors[::2], descriptors[1::2], strict=True)]
+        self._understand(data)
 
     def _say(self, message: c.Message) -> None:
         if self._sock is None:
@@ -86,25 +153,35 @@ class AgentLink:
             self._sock.settimeout(BUSY_TIMEOUT)
             self._sock.sendall(c.pack(message))
         except OSError:
-            self.close()  # it is gone, and whoever guards its workers ends this one
+            self._hang_up()  # it is gone, and whoever guards its workers ends this one
 
-    def _hear(self, timeout: float) -> bool:
-        """Take in what comes within the seconds; whether the agent has noted what was said to it last."""
+    def _hear(self, timeout: float) -> None:
+        """Take in what comes within the seconds."""
         if self._sock is None:
-            return False
+            return
         try:
             self._sock.settimeout(max(0.0, timeout))
-            data = self._sock.recv(4096)
+            data = self._sock.recv(65536)
         except (BlockingIOError, TimeoutError):
-            return False
+            return
         except OSError:
             data = b""
-        if not data:
-            self.close()
-            return False
+        if data:
+            self._understand(data)
+        else:
+            self._hang_up()
+
+    def _understand(self, data: bytes) -> None:
         *lines, self._pending = (self._pending + data).split(b"\n")
-        messages = [c.unpack(line) for line in lines]
-        for message in messages:
-            if isinstance(message, c.Stop):
-                self._stop_asked = message.cause
-        return any(isinstance(message, c.Noted) for message in messages)
+        for line in lines:
+            match c.unpack(line):
+                case c.Slots(use=use, sequence=sequence):
+                    self._use, self.sequence = use, sequence
+                case c.Use(slot=use):
+                    self._use = use
+                case c.Copied() as copied:
+                    self._copies.append(copied)
+                case c.Stop(cause=cause):
+                    self._stop_asked = cause
+                case c.Noted():
+                    self._noted = True

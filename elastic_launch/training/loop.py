@@ -16,6 +16,7 @@ from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.memory import settled
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
@@ -106,8 +107,7 @@ class Loop:
                             break
         finally:
             gradients.close()
-        if self._checkpoint is not None:
-            self._run.finish_checkpoint()
+        self._run.finish_training()
         self._run.leave_if_draining()
 
     def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
@@ -127,6 +127,7 @@ class Loop:
                 samples=loader.samples_in(number),
                 scaler=self._options.scaler,
                 metrics=self._options.metrics,
+                settle=self._run.settle,
             )
 
     def _gradients(self) -> Gradients:
@@ -144,8 +145,6 @@ class Loop:
     def _resume(self) -> Resumed:
         if self._step:
             return Resumed(self._step)
-        if self._checkpoint is None:
-            return Resumed()
         resumed = self._run.restore(self._checkpoint, _identity(self._loader), self._state)
         if self._loader.batch.micro == "auto" and "micro-batch" in resumed.identity:
             self._loader.batch = GlobalBatch(self._loader.batch.size, resumed.identity["micro-batch"])
@@ -154,7 +153,9 @@ class Loop:
     def _boundary(self) -> bool:
         """Save what is due; return whether all are to stop here."""
         end = self._step == self._end
-        return self._run.step_boundary(self._step, self._checkpoint, _identity(self._loader), self._state, end=end)
+        stays = settled(self._optimizer, self._model.parameters())
+        identity = _identity(self._loader)
+        return self._run.step_boundary(self._step, self._checkpoint, identity, self._state, end=end, stays=stays)
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch

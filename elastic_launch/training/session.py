@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
@@ -20,6 +21,7 @@ from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.saving import Saver
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
@@ -54,14 +56,10 @@ class Run:
         self._stop_agreed = Stop.NO
         self._step = 0
         self._ended = False
-        self._save_seconds = 0.0
+        self._saver = Saver(world, link)
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
-        self._save_posted = False
-        self._save_agreed = False
-        self._failure: snapshot.CheckpointError | None = None
-        self._listeners: list[Callable[[snapshot.Outcome], None]] = []
 
     @property
     def rank(self) -> int:
@@ -104,16 +102,11 @@ class Run:
 
     def on_checkpoint(self, function: Callable[[snapshot.Outcome], None]) -> None:
         """Call function, on the ranks that write, at the first boundary after a checkpoint was written or failed."""
-        self._listeners.append(function)
+        self._saver.listen(function)
 
-    @contextmanager
-    def telling(self, function: Callable[[snapshot.Outcome], None]) -> Iterator[None]:
+    def telling(self, function: Callable[[snapshot.Outcome], None]) -> AbstractContextManager[None]:
         """Do as :meth:`on_checkpoint` for the time of a context."""
-        self._listeners.append(function)
-        try:
-            yield
-        finally:
-            self._listeners.remove(function)
+        return self._saver.telling(function)
 
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return how many micro-batches of a full global batch are this rank's."""
@@ -200,19 +193,16 @@ class Run:
         """
         self.begin(step or 0)
         if step is None:
-            self._exchange(save=False)
+            self._exchange(Wishes())
             return self.stopped
         return self.step_boundary(step, self._checkpoint, self._unchanging, self.state, end=end)
 
-    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, int], state: TrainingState) -> Resumed:
-        """Open a checkpoint, and restore a state from it."""
-        self.finish_checkpoint()
+    def restore(self, checkpoint: Checkpoint | None, identity: Mapping[str, int], state: TrainingState) -> Resumed:
+        """Restore a state from the node's memory, else from a checkpoint; called by all ranks."""
         self._checkpoint = checkpoint
-        resumed = checkpoint.open(self.world, dict(identity))
+        resumed = self._saver.restore(checkpoint, dict(identity), state)
         self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world_size]
-        if resumed.state is not None:
-            state.restore(resumed.state, resumed.step)
         return resumed
 
     def step_boundary(
@@ -223,26 +213,20 @@ class Run:
         state: TrainingState,
         *,
         end: bool,
+        stays: Callable[[Tensor], bool] | None = None,
     ) -> bool:
-        """Save a state if it is due or the training stops; return whether it stops."""
+        """Save a state if it is due or the training stops; return whether it stops.
+
+        Args:
+            stays: whether a tensor keeps its values until :meth:`settle` is called; None: nobody calls it.
+        """
         self._step, self._ended = step, end
         if self._link is not None:
             self._link.step(step)
-        if checkpoint is not None:
-            self._checkpoint = checkpoint  # for close(), also where a second training goes on without restoring
-            for outcome in checkpoint.outcomes():
-                self._tell(outcome)
-        by_clock = checkpoint is not None and checkpoint.by_clock
-        self._exchange(save=by_clock and self.rank == 0 and checkpoint is not None and checkpoint.due(step))
-        if checkpoint is not None:
-            due = self._save_agreed if by_clock else checkpoint.due(step)
-            if (due or self.stopped or end) and checkpoint.needs(step):
-                began = time.monotonic()
-                captured = state.capture(keep=checkpoint.writes)
-                checkpoint.save(captured, step, dict(identity), self.worlds)
-                self._save_seconds = time.monotonic() - began
-            if self._save_agreed:
-                self._save_posted = self._save_agreed = False
+        self._saver.poll(step, checkpoint)
+        self._exchange(self._saver.wishes(step, checkpoint))
+        last, draining = self.stopped or end, self.draining
+        self._saver.save(step, checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
         return self.stopped
 
     def begin(self, step: int) -> None:
@@ -265,16 +249,13 @@ class Run:
             # The agent counts on what it was told; whoever sent a signal to the process alone expects its code.
             raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
-    def finish_checkpoint(self) -> None:
-        """Wait until what was saved is written; :meth:`close` raises if nothing at all could be."""
-        checkpoint, self._checkpoint = self._checkpoint, None
-        if checkpoint is None:
-            return
-        began = time.monotonic()
-        for outcome in checkpoint.finish():
-            self._tell(outcome)
-        self._save_seconds += time.monotonic() - began
-        self._failure = self._failure or checkpoint.failure
+    def finish_training(self) -> None:
+        """Wait until what was saved is written, unless the training goes on in other processes at once."""
+        self._saver.finish(wait=not self.draining)
+
+    def settle(self) -> None:
+        """To be called before parameters or the optimizer's state change: they may be just being copied."""
+        self._saver.settle()
 
     def close(self) -> None:
         """End what the run has begun: wait for the last checkpoint and for what was posted to other ranks.
@@ -282,24 +263,22 @@ class Run:
         Raises:
             CheckpointError: if nothing at all could be saved: only now, so that the script has come to its results.
         """
-        self.finish_checkpoint()
+        self.finish_training()
         if self._agreement is not None:
             self._agreement.settle()
-        if self._failure is not None:
-            raise self._failure
+        if self._saver.failure is not None:
+            raise self._saver.failure
         if self.draining and self._link is not None:
-            self._link.drained(self._step, self._save_seconds)
+            self._link.drained(self._step, self._saver.seconds)
 
-    def _exchange(self, *, save: bool) -> None:
-        """Post wishes, each save once, and learn what all are to do."""
+    def _exchange(self, wishes: Wishes) -> None:
+        """Post wishes, and learn what all are to do."""
         if self._agreement is None:
             self._agreement = Agreement(self.world_size)
-        post = save and not self._save_posted
-        self._save_posted |= post
-        agreed = self._agreement.exchange(Wishes(stop=self._wanted(), save=post))
+        agreed = self._agreement.exchange(replace(wishes, stop=self._wanted()))
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
         self.stopped = self._stop_agreed is not Stop.NO
-        self._save_agreed |= agreed.save
+        self._saver.agree(agreed)
 
     def _wanted(self) -> Stop:
         asked = self._link is not None and bool(self._link.stop_asked())
@@ -307,19 +286,15 @@ class Run:
         return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)
 
     def release(self) -> None:
-        """Give back the signal's handler and the agent's socket."""
+        """Give back the signal's handler, the memory and the agent's socket."""
         self._termination.close()
+        self._saver.close()
         if self._link is not None:
             self._link.close()
 
     def abandon(self) -> None:
         """After an error: let a checkpoint that is being written be finished, without any other rank."""
-        if self._checkpoint is not None:
-            self._checkpoint.rescue()
-
-    def _tell(self, outcome: snapshot.Outcome) -> None:
-        for listener in self._listeners:
-            listener(outcome)
+        self._saver.abandon()
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class Step:
         samples: in the step's global batch.
         scaler: of losses in half precision.
         metrics: names of what is averaged beside the loss.
+        settle: called before parameters and the optimizer's state change.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Step:
         samples: int,
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.position = position
         self.plan = plan
@@ -78,6 +80,7 @@ class Step:
         self._losses: list[tuple[Tensor, float | None]] = []
         self._metric_names = tuple(metrics)
         self._metric_values: list[list[float | Tensor]] = []
+        self._settle = settle
         self._out_of_memory = False
 
     @property
@@ -189,6 +192,7 @@ class Step:
         self.updated = True
 
     def _step_optimizer(self) -> None:
+        self._settle()
         if self._scaler is None:
             self._optimizer.step()
             return

@@ -131,11 +131,40 @@ def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
         Phase.DRAINING,
         [p.ReportLeaving("SIGTERM", 30.0), p.AskStop(1, "SIGTERM", 30.0)],
     )
-    leaving = view(leave(SIGTERM, 30.0), DRAIN, drained(0), gone(0, 0), drained(1))
-    assert after(leaving, gone(1, 0)) == (
+
+
+LEFT = [leave(SIGTERM, 30.0), drained(0), gone(0, 0), drained(1), gone(1, 0)]
+
+
+def test_who_leaves_others_tells_them_before_it_copies_what_it_has() -> None:
+    assert after(view(*LEFT[:-1]), LEFT[-1]) == (Phase.SAVING, [p.ReportStopped(1, 7), p.AwaitCopies()])
+    assert after(view(*LEFT), p.CopiesDone()) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+
+
+def test_who_leaves_nobody_copies_what_it_has_before_a_successor_starts() -> None:
+    """The successor has only what is in durable storage."""
+    assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [p.AwaitCopies()])
+    assert after(view(*LEFT, nodes=1), p.CopiesDone()) == (
         Phase.OVER,
         [p.ReportStopped(1, 7), p.Finish(143, "stopped by SIGTERM")],
     )
+
+
+@pytest.mark.parametrize("event", [p.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
+def test_copying_ends_when_there_is_no_time_left(event: p.Event) -> None:
+    phase, actions = after(view(*LEFT), event)
+    assert phase is Phase.OVER
+    assert actions[-1] == p.Finish(143, "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("event", [brk(1), SILENT, GONE, m.RunEnd(1, 0, "done")], ids=lambda e: type(e).__name__)
+def test_copying_goes_on_whatever_becomes_of_the_run(event: p.Event) -> None:
+    saving = view(*LEFT)
+    assert decide(saving, event, 2) == (saving, [])
+
+
+def test_an_evicted_node_copies_nothing() -> None:
+    assert after(view(*LEFT), m.Evicted(1, "silent"))[0] is Phase.OVER
 
 
 def test_who_leaves_during_a_drain_gives_it_a_limit() -> None:

@@ -37,6 +37,7 @@ class AgentLife(RuleBasedStateMachine):
         self.drained: set[int] = set()
         self.limits: list[int] = []
         self.teardowns: list[tuple[int, int]] = []
+        self.copying = False
         self.finished: list[p.Finish] = []
         self.promised: int | None = None  # the code that a signal has settled
         self.fails_to_start: frozenset[int] | None = None
@@ -69,6 +70,10 @@ class AgentLife(RuleBasedStateMachine):
                 assert self.workers <= self.ready, "a worker is asked that does not listen"
                 if seconds is not None:
                     self.limits.append(number)
+            case p.AwaitCopies():
+                assert not self.workers, "workers that still change what is copied"
+                assert self.promised is not None
+                self.copying = True
             case p.AwaitEnd(round=number, local_rank=local_rank):
                 self.teardowns.append((number, local_rank))
             case p.ReportReady(round=number):
@@ -172,6 +177,12 @@ class AgentLife(RuleBasedStateMachine):
         actions = self.decide(m.Drain(1, self.round - behind, "membership", "resize", seconds))
         assert not behind or actions == [], "a drain of another round"
 
+    @precondition(lambda self: self.copying)
+    @rule()
+    def copies_are_done(self) -> None:
+        self.copying = False
+        self.decide(p.CopiesDone())
+
     @precondition(lambda self: self.limits)
     @rule(index=st.integers(0, 2))
     def time_for_the_drain_passes(self, index: int) -> None:
@@ -204,8 +215,8 @@ class AgentLife(RuleBasedStateMachine):
     def signal(self, number: int, seconds: float) -> None:
         again = self.view.leaving is not None and self.view.phase is not Phase.OVER
         actions = self.decide(leave(number, seconds))
-        if again:
-            assert actions == ([p.Kill()] if self.workers else []), "a further signal kills"
+        if again and self.workers:
+            assert actions == [p.Kill()], "a further signal kills"
 
     # What always holds.
 
@@ -228,6 +239,8 @@ class AgentLife(RuleBasedStateMachine):
             case Phase.FINISHED:
                 assert not self.workers
                 assert self.view.leaving is None or self.round in self.limits, "nothing would ever end it"
+            case Phase.SAVING:
+                assert self.copying or self.round in self.limits, "nothing would ever end it"
             case Phase.STOPPING:
                 assert self.workers, "nothing would ever end it"
             case Phase.OVER:

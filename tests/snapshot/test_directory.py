@@ -17,10 +17,10 @@ from elastic_launch.snapshot import (
     CheckpointInfo,
     find,
     inspect,
+    listing,
     load,
     newest,
     prune,
-    reading,
     write,
 )
 from elastic_launch.snapshot import draft as drafts
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
 
 def test_what_changes_while_it_is_listed_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_some(tmp_path, (1, 1))
-    original, calls = reading.inspect, []
+    original, calls = listing.inspect, []
 
     def replaced_meanwhile(path: Path) -> CheckpointInfo:
         calls.append(path)
@@ -243,13 +243,13 @@ def test_what_changes_while_it_is_listed_is_listed_again(tmp_path: Path, monkeyp
             prune(tmp_path, 1, 1)
         return original(path)
 
-    monkeypatch.setattr(reading, "inspect", replaced_meanwhile)
+    monkeypatch.setattr(listing, "inspect", replaced_meanwhile)
     assert numbers(find(tmp_path, refuse)) == [(1, 2)]
     monkeypatch.undo()
 
     listings = [[]]  # As a listing can be in which one was not yet and the other no longer.
     listdir = os.listdir
-    monkeypatch.setattr(reading.os, "listdir", lambda path: listings.pop() if listings else listdir(path))
+    monkeypatch.setattr(listing.os, "listdir", lambda path: listings.pop() if listings else listdir(path))
     assert numbers(find(tmp_path, refuse)) == [(1, 2)]
 
 
@@ -262,7 +262,7 @@ def test_a_directory_that_never_rests(tmp_path: Path, monkeypatch: pytest.Monkey
         looks.append(path)
         raise CheckpointGoneError(path)
 
-    monkeypatch.setattr(reading, "inspect", gone)
+    monkeypatch.setattr(listing, "inspect", gone)
     for read in (find, newest):
         with pytest.raises(CheckpointGoneError, match="was removed"):
             read(tmp_path)

@@ -1,0 +1,220 @@
+"""Keeps the snapshots of a node: in slots, which outlive its workers, and, by copies, in durable storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_agents.slots import SLOTS, Book, Held
+from elastic_launch.contract import Copied, Slots, Stored
+from elastic_launch.snapshot.slot import Slot
+
+__all__ = ["Keeper"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+ATTEMPTS = 4
+"""Times that a copy is tried before its error is told."""
+
+PAUSE = 0.5
+"""Seconds before the second attempt; doubled before each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    directory: str
+    keep: int
+
+
+class Keeper:
+    """The snapshots of one node, through all rounds; its thread copies one at a time, the newest there is.
+
+    Args:
+        may_commit: whether this node is still a member of the run; asked, from the thread, before a copy appears.
+        tell: called from the thread with how a copy ended; None if there was nothing to copy.
+    """
+
+    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | None], None]) -> None:
+        self._may_commit = may_commit
+        self._tell = tell
+        self._book = Book()
+        self._slots: list[Slot] = []
+        self._changed = threading.Condition()
+        self._target: _Order | None = None
+        self._order: _Order | None = None
+        self._copied = 0
+        self._busy = False
+        self._closing = False
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
+        self.failed = ""
+        """Why the last copy failed; empty if it did not."""
+
+    def start(self) -> None:
+        """Make the slots; empty, they take no memory.
+
+        Raises:
+            OSError: if there are no descriptors left.
+        """
+        for number in range(SLOTS):
+            self._slots.append(Slot.make(f"elastic-launch-slot-{number}"))
+        self._thread.start()
+
+    def offer(self) -> tuple[Slots, list[int]]:
+        """Return what a worker is told of the slots, and their descriptors."""
+        with self._changed:
+            descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
+            return Slots(len(self._slots), self._book.use, self._book.sequence), descriptors
+
+    def stored(self, stored: Stored) -> int:
+        """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
+        with self._changed:
+            self._book.stored(Held(stored.slot, stored.sequence, stored.step, stored.round))
+            self._target = _Order(stored.directory, stored.keep) if stored.directory else None
+            if stored.durable and self._target is not None:
+                self._order = self._target
+                self._changed.notify_all()
+            return self._book.use
+
+    def secure(self) -> None:
+        """Have the newest snapshot copied if it was not: the run ends, and its memory with it."""
+        with self._changed:
+            newest = self._book.newest
+            if self._target is not None and newest is not None and newest.sequence > self._copied:
+                self._order = self._target
+                self._changed.notify_all()
+
+    @property
+    def newest(self) -> Held | None:
+        """The newest snapshot."""
+        with self._changed:
+            return self._book.newest
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be copied."""
+        with self._changed:
+            return self._order is None and not self._busy
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until nothing is to be copied; whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._order is None and not self._busy, timeout)
+
+    def close(self) -> None:
+        """Give up what is not copied yet, and free the memory."""
+        with self._changed:
+            self._closing = True
+            if self._process is not None:
+                self._process.kill()
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(10)
+        for slot in self._slots:
+            slot.close()
+
+    def _run(self) -> None:
+        while (order := self._next()) is not None:
+            copied = self._copy(order)
+            with self._changed:
+                self._book.unpin()
+                self._busy = False
+                self.failed = copied.error if copied is not None else ""
+                closing = self._closing
+                self._changed.notify_all()
+            if not closing:
+                self._tell(copied)
+
+    def _next(self) -> _Order | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._closing)
+            order, self._order = self._order, None
+            self._busy = order is not None and not self._closing
+            return order if self._busy else None
+
+    def _copy(self, order: _Order) -> Copied | None:
+        """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
+        pause = PAUSE
+        for attempt in range(1, ATTEMPTS + 1):
+            with self._changed:
+                self._book.unpin()
+                held = self._book.pin()
+            if held is None:
+                return None
+            copied = self._copy_once(order, held)
+            if copied.path:
+                self._copied = held.sequence
+            if copied.path or attempt == ATTEMPTS or self._closing:
+                return copied
+            _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause)
+            pause *= 2
+        return None
+
+    def _copy_once(self, order: _Order, held: Held) -> Copied:
+        slot = self._slots[held.slot]
+        asked = {
+            "tensors": slot.tensors,
+            "head": slot.head,
+            "sequence": held.sequence,
+            "directory": order.directory,
+            "keep": order.keep,
+        }
+        answer = self._answer(json.dumps(asked), (slot.tensors, slot.head))
+        return Copied(
+            step=held.step,
+            round=held.round,
+            seconds=float(answer.get("seconds", 0.0)),
+            path=str(answer.get("path", "")),
+            digest=str(answer.get("digest", "")),
+            bytes=int(answer.get("bytes", 0)),
+            error=str(answer.get("error", "")),
+            hint=str(answer.get("hint", "")),
+        )
+
+    def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
+        roots = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+        code = f"import sys; sys.path[:0] = {roots!r}; from elastic_agents.copying import main; main()"
+        with self._changed:
+            if self._closing:
+                return {"error": "the agent ends"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, asked],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+            self._process = process
+        with process:
+            answer = self._converse(process)
+        with self._changed:
+            self._process = None
+        return answer
+
+    def _converse(self, process: subprocess.Popen[str]) -> dict[str, str | int | float]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line == "ready\n":
+            try:
+                process.stdin.write("yes\n" if self._may_commit() else "no\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                _log.debug("the copier is gone")
+            line = process.stdout.readline()
+        try:
+            answer: dict[str, str | int | float] = json.loads(line)
+        except ValueError:
+            return {"error": f"The process that copies it ended with {process.wait()}."}
+        return answer

@@ -1,0 +1,56 @@
+"""Which slot holds what: the agent's book on the snapshots of its node. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SLOTS", "Book", "Held"]
+
+SLOTS = 3
+"""One complete, one being written, one being copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A snapshot in a slot.
+
+    Attributes:
+        sequence: rises with every snapshot of the node.
+    """
+
+    slot: int
+    sequence: int
+    step: int
+    round: int
+
+
+class Book:
+    """Invariant: the newest snapshot and the one that is being copied are never where the next one is written."""
+
+    def __init__(self) -> None:
+        self.newest: Held | None = None
+        self.pinned: Held | None = None
+
+    @property
+    def sequence(self) -> int:
+        """Highest number of a snapshot so far."""
+        return self.newest.sequence if self.newest else 0
+
+    @property
+    def use(self) -> int:
+        """The slot to write next."""
+        taken = {held.slot for held in (self.newest, self.pinned) if held is not None}
+        return min(set(range(SLOTS)) - taken)
+
+    def stored(self, held: Held) -> None:
+        """Take note of a new snapshot."""
+        if held.sequence > self.sequence:
+            self.newest = held
+
+    def pin(self) -> Held | None:
+        """Keep the newest snapshot until :meth:`unpin`, and return it."""
+        self.pinned = self.newest
+        return self.pinned
+
+    def unpin(self) -> None:
+        self.pinned = None

@@ -1,0 +1,103 @@
+"""Writing a state into a slot, and reading it back."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_launch.snapshot import tensorfile, tree
+from elastic_launch.snapshot.manifest import encode_meta, parse_json
+from elastic_launch.snapshot.plain import Decoder
+from elastic_launch.snapshot.saving import state_json
+from elastic_launch.snapshot.slot import Header, Slot
+
+__all__ = ["Draft", "SlotWriter", "read_meta", "read_state"]
+
+
+class Draft:
+    """A state taken apart for a slot: what may change before it is copied is cloned.
+
+    Args:
+        state: nested dicts, lists, tuples, tensors and plain values.
+        stays: whether a tensor keeps its values until the draft is written.
+
+    Raises:
+        UnsupportedStateError: with type and place of what a checkpoint does not hold.
+    """
+
+    def __init__(self, state: Any, meta: dict[str, Any], stays: Callable[[Tensor], bool]) -> None:
+        tensors, rest = tree.encode(state)
+        self.tensors = {
+            name: tensor.detach() if stays(tensor) else tensor.detach().clone() for name, tensor in tensors.items()
+        }
+        self.layout = tensorfile.layout(self.tensors)
+        self.state = state_json(rest)
+        self.meta = json.dumps(encode_meta(meta), allow_nan=False).encode()
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a slot."""
+        return self.layout.size + len(self.state) + len(self.meta)
+
+
+class SlotWriter:
+    """Writes drafts into one slot, whose memory stays mapped in between."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self._mapped: mmap.mmap | None = None
+
+    def write(self, draft: Draft, *, sequence: int, round: int, step: int, training: int) -> None:
+        """Write a draft; the snapshot is there when this returns, and not before.
+
+        Most of it is copying, without the interpreter's lock: another thread may compute meanwhile.
+
+        Raises:
+            OSError: if there is no memory for it.
+        """
+        self.slot.begin()
+        target = self._target(draft.layout.size)
+        header = draft.layout.header
+        target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for name, offset, size in draft.layout.places:
+            if size:
+                target[offset : offset + size].copy_(_as_bytes(draft.tensors[name]), non_blocking=False)
+        del target
+        sizes = (draft.layout.size, len(draft.state), len(draft.meta))
+        self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
+
+    def close(self) -> None:
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+    def _target(self, size: int) -> Tensor:
+        if self._mapped is None or len(self._mapped) != size:
+            self.close()
+            os.ftruncate(self.slot.tensors, size)
+            # Taken now, with an error if there is no room: a page that is missing later would end the process.
+            os.posix_fallocate(self.slot.tensors, 0, size)
+            self._mapped = mmap.mmap(self.slot.tensors, size)
+        return torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+
+def read_state(slot: Slot, header: Header) -> Any:
+    """Return the state in a slot, each tensor in memory of its own."""
+    return tree.decode(parse_json(slot.state(header)), tensorfile.read(slot.tensors))
+
+
+def read_meta(slot: Slot, header: Header) -> dict[str, Any]:
+    """Return what the snapshot's writer wanted known of it."""
+    meta: Mapping[str, Any] = Decoder().decode(parse_json(slot.meta(header)))
+    return dict(meta)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8)

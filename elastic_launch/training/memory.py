@@ -1,0 +1,238 @@
+"""Snapshots in the node's memory: taken every few steps, at a cost of about a hundredth of the training's time.
+
+One worker of each node writes them into slots that its agent made, so they outlive workers. After a fault the ranks
+agree on the newest one that any node holds, and who has it gives it to those who have not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch.contract import Stored
+from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
+from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.slot import Header, Slot
+from elastic_launch.training.exchange import broadcast_state
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.world import World
+
+__all__ = ["MemorySnapshots", "Rhythm", "Target", "settled"]
+
+_log = logging.getLogger(__name__)
+
+SHARE = 0.01
+"""Share of the training's time that snapshots may cost."""
+
+RESERVE = 0.1
+"""Share of the free memory that snapshots leave alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a snapshot is to be copied for good."""
+
+    directory: str = ""
+    keep: int = 1
+    now: bool = False
+
+
+class Rhythm:
+    """When the next snapshot is due: so that what they cost stays a share of the time in between. Pure.
+
+    With a cost of c seconds a snapshot and steps of t seconds, that is every ceil(c / (SHARE * t)) steps.
+    """
+
+    def __init__(self) -> None:
+        self._cost = 0.0
+        self._step = 0.0
+        self._last = 0
+        self._at: float | None = None
+        self._at_step = 0
+
+    def step_done(self, step: int, now: float) -> None:
+        """A step is done; learns how long steps take, the last ones counting most."""
+        if self._at is not None and step > self._at_step:
+            took = (now - self._at) / (step - self._at_step)
+            self._step = took if not self._step else 0.8 * self._step + 0.2 * took
+        self._at, self._at_step = now, step
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot is due after a step."""
+        return step - self._last >= self.interval
+
+    @property
+    def interval(self) -> int:
+        """Steps between snapshots."""
+        return max(1, math.ceil(self._cost / (SHARE * self._step))) if self._step else 1
+
+    def taken(self, step: int) -> None:
+        """A snapshot was taken after a step."""
+        self._last = step
+
+    def cost(self, seconds: float) -> None:
+        """A snapshot has kept the training waiting for so long."""
+        self._cost = seconds if not self._cost else 0.5 * self._cost + 0.5 * seconds
+
+
+class MemorySnapshots:
+    """This node's snapshots, as one of its workers sees them.
+
+    Args:
+        link: to the agent, which has the slots.
+    """
+
+    def __init__(self, link: AgentLink, world: World) -> None:
+        self.rhythm = Rhythm()
+        self._link = link
+        self._world = world
+        self._slots = link.slots
+        self._writers: dict[int, SlotWriter] = {}
+        self._sequence = link.sequence
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._finish: Callable[[], None] | None = None
+        self._stall = 0.0
+        self._bytes = 0
+        self.writes = world.local_rank == 0 and bool(self._slots)
+        """Whether this worker is its node's writer; not any more once there is no room."""
+
+    def newest(self, training: int) -> tuple[Slot, Header] | None:
+        """Return the newest snapshot of a training that this node holds."""
+        found = [(header, slot) for slot in self._slots if (header := slot.header()) is not None]
+        mine = [(header, slot) for header, slot in found if header.training == training]
+        header, slot = max(mine, key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence), default=(None, None))
+        return None if header is None or slot is None else (slot, header)
+
+    def store(
+        self,
+        state: dict[str, Any],
+        meta: dict[str, Any],
+        *,
+        step: int,
+        round: int,
+        training: int,
+        stays: Callable[[Tensor], bool],
+        target: Target,
+        wait: bool,
+    ) -> bool:
+        """Begin to take a snapshot, in a thread; :meth:`settle` ends it.
+
+        Args:
+            stays: whether a tensor keeps its values until then.
+            wait: end it here.
+
+        Returns:
+            False if there is no room for it, or no agent: then nothing was taken.
+        """
+        began = time.monotonic()
+        self.settle()
+        draft = Draft(state, meta, stays)
+        number = self._link.slot_to_use() if self._has_room(draft.bytes) else None
+        if number is None:
+            self.writes = False
+            return False
+        writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
+        self._sequence += 1
+        stored = Stored(number, self._sequence, step, round, target.now, target.directory, target.keep)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._writing = self._pool.submit(
+            writer.write, draft, sequence=self._sequence, round=round, step=step, training=training
+        )
+        self._finish = lambda: self._link.stored(stored)
+        self._stall = time.monotonic() - began
+        if wait:
+            self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Wait until the snapshot that is being taken is: only then what it holds may change.
+
+        Raises:
+            OSError: if there is no memory for it after all.
+        """
+        if self._writing is None:
+            return
+        began = time.monotonic()
+        writing, self._writing = self._writing, None
+        writing.result()
+        assert self._finish is not None
+        self._finish()
+        self.rhythm.cost(self._stall + time.monotonic() - began)
+
+    def close(self) -> None:
+        """Give up what is being taken, and unmap."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the memory that all slots take with snapshots of a size is there, or taken already."""
+        grows = max(0, size - self._bytes) * len(self._slots)
+        free = free_memory() if grows else 0
+        if grows > (1 - RESERVE) * free:
+            _log.warning(
+                "no snapshots in memory: %d of %.2f GiB each need %.2f GiB more, and %.2f GiB are free; a fault costs "
+                "the steps since the last checkpoint",
+                len(self._slots),
+                size / 2**30,
+                grows / 2**30,
+                free / 2**30,
+            )
+            return False
+        self._bytes = max(self._bytes, size)
+        return True
+
+
+def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Return whether a tensor is one that only the optimizer's step changes: a parameter, or of the optimizer's state.
+
+    By where it lies in memory: a ``state_dict`` gives other objects than the parameters themselves.
+    """
+    known = {parameter.data_ptr() for parameter in parameters}
+    for group in getattr(optimizer, "param_groups", []):
+        known |= {parameter.data_ptr() for parameter in group["params"]}
+    for values in getattr(optimizer, "state", {}).values():
+        if isinstance(values, dict):
+            known |= {value.data_ptr() for value in values.values() if isinstance(value, Tensor) and value.numel() > 1}
+    known.discard(0)
+    return lambda tensor: tensor.data_ptr() in known
+
+
+def restore(memory: MemorySnapshots | None, world: World, training: int) -> tuple[Header, Any, dict[str, Any]] | None:
+    """Return the newest snapshot that any node holds of a training; called by all ranks.
+
+    Returns:
+        its round, step and so on, state and meta; None if no node has one.
+    """
+    found = memory.newest(training) if memory is not None else None
+    mine = [0, 0] if found is None else [found[1].round, found[1].step]
+    everybody = [mine]
+    if world.world_size > 1:
+        gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(world.world_size)]
+        dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
+        everybody = [[int(x) for x in entry] for entry in gathered]
+    best = max(everybody)
+    if best == [0, 0]:
+        return None
+    holder = everybody.index(best)
+    whole: Any = None
+    if found is not None and mine == best:
+        slot, header = found
+        whole = {"state": read_state(slot, header), "meta": read_meta(slot, header)}
+    if any(entry != best for entry in everybody):
+        whole = broadcast_state(whole if world.rank == holder else None, holder, world.rank)
+    return Header(0, best[0], best[1], training, 0, 0, 0), whole["state"], dict(whole["meta"])

@@ -1,0 +1,225 @@
+"""Where a training's state goes: into the node's memory every few steps, and to durable storage now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from elastic_launch import snapshot
+from elastic_launch.training.agreement import Wishes
+from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_identity, meta_of
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.memory import MemorySnapshots, Target, restore
+from elastic_launch.training.state import TrainingState
+from elastic_launch.training.world import World
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger(__name__)
+
+Stays = Callable[[Tensor], bool]
+
+
+class Saver:
+    """Restores a process' training, and saves it.
+
+    Args:
+        link: to the agent, which keeps snapshots in memory and copies them; without it there are durable checkpoints
+            only, written by a thread of this process.
+
+    Attributes:
+        failure: why nothing at all could be saved, if so.
+        seconds: that the last saving took.
+    """
+
+    def __init__(self, world: World, link: AgentLink | None) -> None:
+        self.failure: snapshot.CheckpointError | None = None
+        self.seconds = 0.0
+        self._world = world
+        self._link = link
+        self._memory = MemorySnapshots(link, world) if link is not None else None
+        self._checkpoint: Checkpoint | None = None
+        self._training = -1
+        self._round = world.round
+        self._posted = Wishes()
+        self._agreed = Wishes()
+        self._kept = False
+        self._listeners: list[Callable[[snapshot.Outcome], None]] = []
+
+    def listen(self, function: Callable[[snapshot.Outcome], None]) -> None:
+        """Tell a function of each checkpoint that was written or failed."""
+        self._listeners.append(function)
+
+    @contextmanager
+    def telling(self, function: Callable[[snapshot.Outcome], None]) -> Iterator[None]:
+        """Do as :meth:`listen` for the time of a context."""
+        self._listeners.append(function)
+        try:
+            yield
+        finally:
+            self._listeners.remove(function)
+
+    def restore(self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState) -> Resumed:
+        """Restore the next of the script's trainings; called by all ranks.
+
+        Memory first: what it holds is newer than, or the same as, what was copied from it.
+        """
+        self.finish(wait=True)
+        self._checkpoint = checkpoint
+        self._training += 1
+        found = restore(self._memory, self._world, self._training) if self._world.round else None
+        if found is not None:
+            header, parts, meta = found
+            check_identity(identity, meta, header.step)
+            self._round = max(self._world.round, header.round + 1)
+            resumed = Resumed(header.step, parts, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+            if checkpoint is not None:
+                checkpoint.go_on(self._world, header.step, self._round)
+        elif checkpoint is not None:
+            resumed = checkpoint.open(self._world, identity)
+            self._round = checkpoint.round
+        else:
+            resumed = Resumed()
+        if resumed.state is not None:
+            state.restore(resumed.state, resumed.step)
+        return resumed
+
+    def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
+        """Return what this rank wants, each wish once: the first rank's clock and costs count for all."""
+        save = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
+        keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
+        first = self._world.rank == 0
+        wishes = Wishes(
+            save=first and save and not self._posted.save,
+            keep=first and keep and not self._posted.keep,
+        )
+        self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
+        return wishes
+
+    def agree(self, agreed: Wishes) -> None:
+        """Take note of what all ranks have agreed on; it is done at the next boundary with a step."""
+        self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
+
+    def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
+        """A step is done; tell of checkpoints that were written."""
+        if self._memory is not None:
+            self._memory.rhythm.step_done(step, time.monotonic())
+        if checkpoint is not None:
+            self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
+            for outcome in checkpoint.outcomes():
+                self._tell(outcome)
+
+    def save(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        worlds: list[int],
+        *,
+        last: bool,
+        draining: bool,
+        stays: Stays | None,
+    ) -> None:
+        """Save the state after a step where that is due; called by all ranks.
+
+        Args:
+            last: whether no step follows in this process.
+            draining: whether one follows in another.
+            stays: whether a tensor keeps its values until :meth:`settle`; None: nobody calls that.
+        """
+        agreed, self._agreed = self._agreed, Wishes()
+        self._posted = Wishes(save=self._posted.save and not agreed.save, keep=self._posted.keep and not agreed.keep)
+        durable = False
+        if checkpoint is not None:
+            due = agreed.save if checkpoint.by_clock else checkpoint.due(step)
+            durable = (due or last) and checkpoint.needs(step)
+        if not durable and not agreed.keep and not (draining and self._world.round):
+            return
+        began = time.monotonic()
+        self._kept = False
+        in_memory = self._memory is not None and self._memory.writes
+        durably = checkpoint if checkpoint is not None and checkpoint.writes else None
+        captured = state.capture(keep=in_memory or (durable and durably is not None))
+        meta = meta_of(dict(identity), worlds)
+        if in_memory:
+            target = Target(str(durably.directory.absolute()), durably.keep, durable) if durably else Target()
+            self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None)
+        if durable and self._kept and durably:
+            durably.requested(step, self._link)
+        elif durable and checkpoint is not None:
+            checkpoint.save(captured, step, meta)
+        self.seconds = time.monotonic() - began
+
+    def settle(self) -> None:
+        """Wait until parameters and the optimizer's state may change."""
+        if self._memory is None:
+            return
+        try:
+            self._memory.settle()
+        except OSError as error:
+            self._give_up_memory(f"there is no memory for them: {error}")
+
+    def finish(self, *, wait: bool) -> None:
+        """Come to the end of a training.
+
+        Args:
+            wait: for what is being copied to durable storage; else the agent sees to it.
+        """
+        self.settle()
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
+            return
+        began = time.monotonic()
+        for outcome in checkpoint.finish(wait=wait or not self._kept):
+            self._tell(outcome)
+        self.seconds += time.monotonic() - began
+        self.failure = self.failure or checkpoint.failure
+
+    def abandon(self) -> None:
+        """After an error: let what is being written be finished, without any other rank."""
+        self.settle()
+        if self._checkpoint is not None:
+            self._checkpoint.rescue()
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def _keep(
+        self, captured: dict[str, Any], meta: dict[str, Any], step: int, stays: Stays | None, target: Target, wait: bool
+    ) -> bool:
+        assert self._memory is not None
+        self._memory.rhythm.taken(step)
+        try:
+            return self._memory.store(
+                captured,
+                meta,
+                step=step,
+                round=self._round,
+                training=self._training,
+                stays=stays or (lambda tensor: True),
+                target=target,
+                wait=wait,
+            )
+        except snapshot.CheckpointError as error:
+            self._give_up_memory(error.message)
+        except OSError as error:
+            self._give_up_memory(f"there is no memory for them: {error}")
+        return False
+
+    def _give_up_memory(self, reason: str) -> None:
+        assert self._memory is not None
+        self._memory.writes = False
+        self._kept = False
+        _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
+
+    def _tell(self, outcome: snapshot.Outcome) -> None:
+        for listener in self._listeners:
+            listener(outcome)
