@@ -37,7 +37,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
-from elastic_launch.rendezvous.membership import LinkDown, LinkUp, Membership, Opened, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.secret import ENV_TOKEN
@@ -181,6 +181,9 @@ class LocalElasticAgent(ElasticAgent):
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason):
+                self._events.emit(LinkChanged(up=False, cause=reason))
+                return item
+            case CutOff(reason=reason):
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
             case m.Notice(text=text):
