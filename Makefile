@@ -26,7 +26,8 @@ CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 help:
 	@echo 'make demo       make the environment, train on two workers, kill one, compare the weights with an undisturbed run'
 	@echo 'make test       make the environment, check, and run the tests'
-	@echo 'make test-all   the tests that make test leaves out: they take long'
+	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
+	@echo '                which ALLOW_APT=1 installs'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
@@ -56,6 +57,7 @@ test: env check
 	"$(BIN)/python" -m pytest -rfEs -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env
+	@scripts/system-packages
 	"$(BIN)/python" -m pytest -rfEs -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 clean:

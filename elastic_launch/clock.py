@@ -17,7 +17,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The host's monotonic clock."""
+    """The host's monotonic clock, which also counts the time for which the host was suspended."""
 
     def now(self) -> float:
-        return time.monotonic()
+        return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -282,7 +282,7 @@ class OrderReceived(Event):
 
 @dataclass(frozen=True, slots=True)
 class LinkChanged(Event):
-    """The node's link to the leader came up or went down."""
+    """The node's link to the leader came up or went down, or the node found itself frozen or cut off."""
 
     up: bool
     cause: str

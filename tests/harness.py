@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP = str(SCRIPTS / "loop.py")
+STEPS = str(SCRIPTS / "steps.py")
 
 T = TypeVar("T")
 
@@ -37,6 +39,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def tree(pid: int) -> list[int]:
+    """Return a process and all that it started, parents first."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, task.read_text().split())
+    return found
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie doesn't."""
     try:
@@ -55,12 +67,13 @@ class Agent:
         name: str,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.output_path = directory / f"{name}.{time.monotonic_ns()}.out"
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic_launch", *arguments],
+                [*prefix, sys.executable, "-m", "elastic_launch", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -91,6 +104,18 @@ class Agent:
         self.process.kill()
         self.process.wait()
 
+    def freeze(self) -> list[int]:
+        """Stop the whole node: agent, guard, workers; return their pids."""
+        pids = tree(self.process.pid)
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+
+    def thaw(self, pids: list[int]) -> None:
+        """Let a frozen node go on, its workers first."""
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+
     def wait(self, timeout: float = 30.0) -> int:
         """Return the exit code."""
         try:
@@ -118,17 +143,20 @@ class Job:
         script_flags: list[str] | None = None,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
+        prefix: Sequence[str] = (),
     ) -> Agent:
         """Start an agent; by default its workers run ``loop.py``."""
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
-        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env, cwd)
+        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env, cwd, prefix)
         self.agents.append(agent)
         return agent
 
-    def node(self, name: str, *flags: str, nnodes: str = "1:4", nproc: int = 1, **options: Any) -> Agent:
-        """Start an agent of a run of several nodes at this job's endpoint."""
-        endpoint = f"127.0.0.1:{self.port}"
+    def node(
+        self, name: str, *flags: str, nnodes: str = "1:4", nproc: int = 1, endpoint: str = "", **options: Any
+    ) -> Agent:
+        """Start an agent of a run of several nodes, at this job's endpoint on loopback unless told otherwise."""
+        endpoint = endpoint or f"127.0.0.1:{self.port}"
         several = ["--nnodes", nnodes, "--nproc", str(nproc), "--rdzv-endpoint", endpoint, "--node-id", name]
         return self.launch(*several, *flags, name=name, **options)
 
@@ -157,6 +185,38 @@ class Job:
         except AssertionError as error:
             outputs = "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.agents)
             raise AssertionError(f"{error}\n{outputs}") from None
+
+    def noted(self, file: str, node: str | None = None, number: int | None = None) -> list[dict[str, Any]]:
+        """What the workers of ``steps.py`` noted in a file, in order; of one node, of one round."""
+        try:
+            lines = (self.work / file).read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        found = [json.loads(line) for line in lines]
+        return [x for x in found if node in (None, x["node"]) and number in (None, x["round"])]
+
+    def trained(self, size: int, *, after: int = 0, timeout: float = 60.0) -> int:
+        """Wait until workers of ``steps.py`` have made a step in a world of that size; return its round."""
+
+        def probe() -> int:
+            steps = self.noted("steps.jsonl")
+            return max((x["round"] for x in steps if x["world"] == size and x["round"] > after), default=0)
+
+        try:
+            return wait_for(f"a step in a world of {size} after round {after}", probe, timeout)
+        except AssertionError as error:
+            outputs = "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.agents)
+            raise AssertionError(f"{error}\n{outputs}") from None
+
+    def assert_nothing_done(self, node: str, number: int, since: float) -> None:
+        """A node's workers of a round did nothing that counts since a moment, when the others had begun the next."""
+        steps = [x for x in self.noted("steps.jsonl", node, number) if x["clock"] > since]
+        assert len(steps) <= 1, "more than the step in flight"
+        assert not [x for x in self.noted("commits.jsonl", node, number) if x["clock"] > since]
+
+    def first_step(self, number: int) -> float:
+        """When the first step of a round was done."""
+        return float(self.noted("steps.jsonl", number=number)[0]["clock"])
 
     def tell(self, name: str, text: str = "") -> None:
         """Make the file by which the workers are told something."""

@@ -7,11 +7,12 @@ from signal import SIGINT, SIGTERM, Signals
 from elastic_agents import policy as p
 from elastic_launch.errors import RefusedError
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
 from elastic_launch.rendezvous.record import Member, Round
 
 TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
 SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
+CUT_OFF, OUT = CutOff("no sign of the leader for 4 s"), CutOff("this node was frozen for 9 s", certain=True)
 LOST = RendezvousLost(RefusedError("the run refuses this node"))
 
 

@@ -38,7 +38,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
-from elastic_launch.rendezvous.membership import LinkDown, LinkUp, Membership, Opened, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.secret import ENV_TOKEN
@@ -206,6 +206,9 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case LinkDown(reason=reason):
                 self._member = False
+                self._events.emit(LinkChanged(up=False, cause=reason))
+                return item
+            case CutOff(reason=reason):
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
             case m.Notice(text=text):

@@ -51,7 +51,7 @@ from elastic_agents.vocabulary import (
 )
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
 
 __all__ = [
     "HOLD",
@@ -114,6 +114,8 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return _end(view, code, cause)
         case LinkDown():
             return _link_down(view, event)
+        case CutOff():
+            return _cut_off(view, event)
         case RendezvousLost(error=error):
             if view.phase is Phase.FINISHED:
                 return _over(view, ExitCode.DONE, "finished; the rendezvous was lost afterwards")
@@ -272,6 +274,15 @@ def _link_down(view: View, event: LinkDown) -> Decision:
         view, actions = _stop(view)
         return view, [Warn(f"parking: the leader is gone ({event.reason}); {_ON_RETURN}"), *actions]
     return view, [Warn(f"{event.reason}; the workers train on")]
+
+
+def _cut_off(view: View, event: CutOff) -> Decision:
+    """The others may form a round without this node: what could train or write beside them is killed."""
+    stopping = view.phase is Phase.STOPPING and view.leaving is None
+    if not view.alive or not (view.nodes == 1 or stopping or event.certain):
+        return view, []
+    view, actions = _kill(view)
+    return view, [Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
 
 
 def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
 
 __all__ = [
     "HOLD",
@@ -91,7 +91,7 @@ class View:
     cause: str = ""
 
 
-# Events beside the leader's orders and the membership's (LinkDown, RendezvousLost).
+# Events beside the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,7 @@ Event = (
     | m.Evicted
     | m.RunEnd
     | LinkDown
+    | CutOff
     | RendezvousLost
     | WorkerGone
     | WorkerReady

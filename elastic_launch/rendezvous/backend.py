@@ -74,6 +74,10 @@ class Backend(Protocol):
         """Take note that the leader has answered."""
         ...
 
+    def unsure_for(self) -> float:
+        """Seconds for which this node, if it is the leader, has not made sure that nobody else leads."""
+        ...
+
     def close(self) -> None:
         """Stop leading and release everything."""
         ...
@@ -171,6 +175,9 @@ class C10dBackend:
 
     def reached(self) -> None:
         """Nothing follows."""
+
+    def unsure_for(self) -> float:
+        return 0.0  # nobody else can lead
 
     def close(self) -> None:
         if self._service is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -36,7 +37,7 @@ GONE_AFTER = 0.5
 """Seconds for which a leader refuses connections before its process counts as gone."""
 
 WATCH = 1.0
-"""Seconds for which one look at the record lasts: what it takes to stop watching."""
+"""Seconds for which one look at the record lasts at most: what it takes to stop watching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ElectedBackend:
         self._address = ""
         self._incarnation = secrets.token_hex(6)
         self._doubt: _Doubt | None = None
+        self._blind = False  # whether the store was out of reach since the leader was last tried
         self._reign: _Reign | None = None
 
     def open(self) -> Place:
@@ -83,7 +85,7 @@ class ElectedBackend:
     def find_leader(self, timeout: float) -> ControlRecord:
         """Return the present record, or, if there is no leader, write one as the leader and return that."""
         assert self._store is not None
-        value = self._store.load(timeout)
+        value = self._look(timeout)
         if value is None:
             digest = self._config.digest()
             return self._take(None, ControlRecord(self._config.run_id, digest, 1, self._candidate()), timeout, "first")
@@ -97,6 +99,8 @@ class ElectedBackend:
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             return record
+        if self._blind:
+            return record  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
         waited = self._clock.now() - doubt.since
         if waited < (GONE_AFTER if doubt.refused else self._config.timing.dead_after):
             return record
@@ -110,6 +114,7 @@ class ElectedBackend:
             refused: whether its host answered that nobody listens there.
             silent_for: seconds for which its link was silent already.
         """
+        self._blind = False
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             self._doubt = _Doubt(record.term, self._clock.now() - silent_for, refused)
@@ -120,6 +125,9 @@ class ElectedBackend:
         """Take note that the leader has answered."""
         self._doubt = None
 
+    def unsure_for(self) -> float:
+        return self._reign.unsure_for() if self._reign is not None else math.inf
+
     def close(self) -> None:
         if self._reign is not None:
             self._reign.close()
@@ -127,6 +135,18 @@ class ElectedBackend:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+    def _look(self, timeout: float) -> bytes | None:
+        """Load the record; note if that failed, or took so long that it would have but for its patience."""
+        assert self._store is not None
+        began = self._clock.now()
+        try:
+            value = self._store.load(timeout)
+        except StoreError:
+            self._blind = True
+            raise
+        self._blind = self._blind or self._clock.now() - began > GONE_AFTER
+        return value
 
     def _candidate(self) -> Leader:
         """Return this node as leader; the port follows with its listener."""
@@ -174,7 +194,9 @@ class ElectedBackend:
             key=link_key(self._config.token, self._config.run_id),
         )
         self._doubt = None
-        self._reign = _Reign(service, watched, written, record)
+        # Several looks in the time after which a leader that cannot see the record is not sure any more.
+        look = min(WATCH, timing.dead_after / 5)
+        self._reign = _Reign(service, watched, written, record, self._clock, look)
         self._reign.start()
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
         return record
@@ -184,12 +206,21 @@ class _Reign:
     """A node's leadership: the service, and a thread that ends it when another term stands in the record."""
 
     def __init__(
-        self, service: LeaderService, watched: ControlStore, written: ControlStore, record: ControlRecord
+        self,
+        service: LeaderService,
+        watched: ControlStore,
+        written: ControlStore,
+        record: ControlRecord,
+        clock: Clock,
+        look: float,
     ) -> None:
         self._service = service
         self._watched = watched
         self._written = written
         self._record = record
+        self._clock = clock
+        self._look = look
+        self._sure = clock.now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="leader-watch", daemon=True)
 
@@ -200,6 +231,10 @@ class _Reign:
     def start(self) -> None:
         self._service.start()
         self._thread.start()
+
+    def unsure_for(self) -> float:
+        """Seconds since its term was last seen in the record; for ever if it has ended."""
+        return self._clock.now() - self._sure if self.alive else math.inf
 
     def close(self) -> None:
         self._service.close(ACK_TIMEOUT)
@@ -212,12 +247,14 @@ class _Reign:
         known: bytes | None = self._record.encode()
         told = False
         while not self._stop.is_set() and self._service.alive:
+            began = self._clock.now()
             try:
-                known = self._watched.wait_changed(known, WATCH)
+                known = self._watched.wait_changed(known, self._look)
                 told = False
                 if known is None or ControlRecord.parse(known).leader != self._record.leader:
                     self._service.depose("another node leads")
                     return
+                self._sure = began  # it may have waited ever since for changes that cannot arrive
             except (StoreError, ProtocolError, RefusedError) as error:  # refused: not written under the run's token
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)

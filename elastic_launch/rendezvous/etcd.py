@@ -193,11 +193,10 @@ class EtcdStore:
             raise StoreError(f"The client of etcd at {self._where()} hung for {timeout:g} s.") from None
 
     async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        # The future refers to itself. With a cancellation, whose traceback has the call that it ended, it would keep
-        # the connection until some collection.
+        # A cancellation's traceback has the call that it ended; the future would keep that until some collection.
         with contextlib.suppress(asyncio.CancelledError):
             return await work
-        raise self._closed_error()
+        raise self._closed_error() if self._closing.is_set() else asyncio.CancelledError
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -26,7 +26,7 @@ from elastic_launch.config import Command, LaunchConfig, Limits, parse_endpoint
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.choice import backend_of
-from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.membership import CutOff, Membership, MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.secret import read_token
 from elastic_launch.settings import Setting, check_keys, default_node_id, read_timing
@@ -104,6 +104,7 @@ class C10dHandler(RendezvousHandler):
         self._started = False
         self._round = 0
         self._restart_due = False
+        self._alone = False
         self._ended = False
 
     def get_backend(self) -> str:
@@ -177,6 +178,8 @@ class C10dHandler(RendezvousHandler):
                 self._restart_due = True
             case m.Evicted():
                 self._restart_due = True
+            case CutOff(certain=certain) if certain or self._alone:
+                self._restart_due = True
             case m.RunEnd(cause=cause):
                 self._ended = True
                 raise RendezvousClosedError(cause)
@@ -187,7 +190,7 @@ class C10dHandler(RendezvousHandler):
 
     def _info(self, form: m.Form) -> RendezvousInfo:
         assert self._store is not None
-        self._round, self._restart_due = form.round.number, False
+        self._round, self._restart_due, self._alone = form.round.number, False, len(form.round.members) == 1
         rank = next(i for i, x in enumerate(form.round.members) if x.node_id == self._config.node_id)
         master = form.round.members[0]
         timeout = self._config.timing.read_timeout

@@ -6,6 +6,7 @@ in through the methods.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -20,10 +21,11 @@ from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, Re
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.hearing import CutOff, Hearing
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 
-__all__ = ["LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
+__all__ = ["CutOff", "LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +40,6 @@ GONE_AFTER = 1.0
 
 LONGEST_COMMAND = 4096
 """Characters of the command that a hello shows; the digest is over all of it."""
-
-TURN_CAP = 2.0
-"""A gap between two turns of this thread counts as so much silence of the leader at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class RendezvousLost:
 
 
 MembershipEvent = (
-    Opened | LinkUp | LinkDown | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
+    Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
 )
 
 Notify = Callable[[MembershipEvent], None]
@@ -107,6 +106,9 @@ class Membership:
         self._hello: m.Hello | None = None
         self._evicted = False
         self._record: ControlRecord | None = None
+        self._hearing = Hearing(config.timing.dead_after, config.timing.beat)
+        # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
+        self._former = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -181,6 +183,7 @@ class Membership:
         except OSError as error:
             self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
         finally:
+            self._former.close()
             self._backend.close()
             self._wake_in.close()
 
@@ -208,9 +211,11 @@ class Membership:
         told = False
         while not self._closing.is_set():
             try:
-                sock = self._connect(FIRST_ATTEMPT if lost_at is None else NEXT_ATTEMPT)
+                patience = self._hearing.patience(self._clock.now(), NEXT_ATTEMPT)
+                sock = self._connect(FIRST_ATTEMPT if lost_at is None else patience)
             except (EndpointError, StoreError, OSError) as error:
                 now = self._clock.now()
+                self._judge(now)
                 if not told and (lost_at is None or now - lost_at >= GONE_AFTER):
                     told = True
                     reason = error.message if isinstance(error, RendezvousError) else str(error)
@@ -220,8 +225,11 @@ class Membership:
                 self._closing.wait(RETRY)
                 continue
             told = self._answered = False
-            with sock:
+            with contextlib.ExitStack() as link:
+                link.enter_context(sock)
                 silent = self._converse(sock)
+                if silent and self._answered:
+                    self._former.push(link.pop_all())
             self._wait_released()
             if self._answered:
                 lost_at = self._clock.now()
@@ -234,6 +242,15 @@ class Membership:
                 self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
                 told = True
                 self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
+
+    def _judge(self, now: float, gap: float = 0.0) -> None:
+        """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
+        record, hello = self._record, self._hello
+        if self._config.limits.max_nodes == 1 or record is None or hello is None:
+            return
+        leads = record.leader.incarnation == hello.incarnation
+        if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
+            self._notify(cut_off)
 
     def _doubt(self, deadline: float) -> None:
         """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
@@ -278,21 +295,18 @@ class Membership:
 
     def _converse(self, sock: socket.socket) -> bool:
         """Exchange messages until the link ends; say whether it ended by silence."""
-        timing, clock = self._config.timing, self._clock
+        clock, hearing = self._clock, self._hearing
         channel = Channel.of_node(self._key)
         unsent = channel.unsent
-        silence, turned, next_beat = 0.0, clock.now(), clock.now() + timing.beat
+        now = clock.now()
+        next_beat = now + hearing.beat
+        hearing.linked(now)
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
-            while True:
-                now = clock.now()
-                silence += min(now - turned, TURN_CAP, timing.dead_after / 2)
-                turned = now
-                if silence >= timing.dead_after:
-                    return True
+            while not hearing.leader_lost:
                 if now >= next_beat:
-                    next_beat = now + timing.beat
+                    next_beat = now + hearing.beat
                     channel.send(m.pack(m.Beat()))
                 for report in self._take():
                     channel.send(m.pack(report))
@@ -308,7 +322,11 @@ class Membership:
                     return False
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 selector.modify(sock, wanted)
-                for key, events in selector.select(max(0.0, next_beat - now)):
+                ready = selector.select(hearing.wait(now, next_beat - now))
+                now = clock.now()
+                # Before hearing: what has come while this node was frozen says nothing about now.
+                self._judge(now, hearing.turn(now))
+                for key, events in ready:
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
                     elif events & selectors.EVENT_READ:
@@ -316,7 +334,8 @@ class Membership:
                         if heard is None:
                             return False
                         if heard:
-                            silence, turned = 0.0, clock.now()
+                            hearing.heard(clock.now())
+        return True
 
     def _take(self) -> deque[m.Report]:
         with self._lock:
@@ -370,6 +389,7 @@ class Membership:
             case m.Pulse():
                 return
             case m.Welcome():
+                self._former.close()
                 self._backend.reached()
                 self._notify(LinkUp())
             case m.Refused(reason=reason, hint=hint):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from signal import SIGINT, SIGTERM
 
 import pytest
-from policy_events import GONE, INT_CODE, LOST, SILENT, TERM_CODE, brk, form, gone, leave
+from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
 
 from elastic_agents import policy as p
 from elastic_agents.policy import Phase, View, decide
@@ -264,7 +264,13 @@ def test_a_signal_while_the_run_ends_kills() -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [m.RunEnd(1, 91, "spent"), m.Evicted(1, "taken", final=True), m.Evicted(1, "slow"), LOST, GONE, SILENT, brk(1)],
+    [
+        m.RunEnd(1, 91, "spent"),
+        m.Evicted(1, "taken", final=True),
+        m.Evicted(1, "slow"),
+        *(LOST, GONE, SILENT, CUT_OFF),
+        brk(1),
+    ],
     ids=lambda event: type(event).__name__,
 )
 def test_what_comes_after_a_signal_does_not_change_the_code(event: p.Event) -> None:
@@ -301,6 +307,8 @@ EVENTS = [
     m.RunEnd(1, 0, "x"),
     SILENT,
     GONE,
+    CUT_OFF,
+    OUT,
     LOST,
     gone(0, 1),
     leave(SIGTERM),
@@ -354,6 +362,33 @@ def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> No
     phase, actions = after(view(nodes=1), SILENT)
     assert phase is Phase.STOPPING
     assert actions[1:] == [p.Terminate(1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        (view(nodes=1), CUT_OFF),
+        (view(nodes=1), OUT),
+        (view(leave(SIGTERM), nodes=1), CUT_OFF),
+        (RUNNING, OUT),
+        (STOPPING, CUT_OFF),
+    ],
+    ids=["alone", "alone, frozen", "alone, leaving", "frozen", "in its grace"],
+)
+def test_cut_off_what_could_train_or_save_beside_the_others_is_killed(before: View, event: p.Event) -> None:
+    found, actions = decide(before, event, 2)
+    assert found.phase is Phase.STOPPING
+    assert isinstance(actions[0], p.Warn)
+    assert actions[1:] == [p.Kill()]
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [(RUNNING, CUT_OFF), (view(leave(SIGTERM)), CUT_OFF), (WAITING, OUT), (FINISHED, OUT)],
+    ids=["with others", "leaving", "no workers", "finished"],
+)
+def test_cut_off_nothing_else_is_killed(before: View, event: p.Event) -> None:
+    assert decide(before, event, 2) == (before, [])
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

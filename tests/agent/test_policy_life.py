@@ -11,7 +11,7 @@ from signal import SIGINT, SIGTERM
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from policy_events import GONE, INT_CODE, LOST, SILENT, TERM_CODE, brk, form, leave
+from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, leave
 
 from elastic_agents import policy as p
 from elastic_agents.policy import Phase, View, decide
@@ -135,7 +135,7 @@ class AgentLife(RuleBasedStateMachine):
         actions = self.decide(brk(self.round - behind))
         assert not behind or actions == [], "a break of another round"
 
-    @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE]))
+    @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE, CUT_OFF, OUT]))
     def lose_touch(self, event: p.Event) -> None:
         self.decide(event)
 

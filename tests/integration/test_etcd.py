@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -9,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_servers import Member, cluster, endpoints
-from harness import Agent, Job, free_port, wait_for
+from etcd_servers import SERVERS, Member, Proxy, cluster, endpoints
+from harness import Agent, Job, alive, free_port, round_of, wait_for
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[Member]]:
+@pytest.fixture(params=SERVERS)
+def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Member]]:
     directory = tmp_path / "etcd"
     directory.mkdir()
-    with cluster(directory) as members:
+    with cluster(directory, server=request.param) as members:
         yield members
 
 
 class Run:
     """Nodes of one run on etcd."""
 
-    def __init__(self, job: Job, servers: list[Member], run_id: str = "run") -> None:
+    def __init__(self, job: Job, servers: list[Member], run_id: str = "run", where: str = "") -> None:
         self.job = job
-        self.servers = servers
+        self.where = where or endpoints(servers)
         self.run_id = run_id
 
     def node(self, name: str, *flags: str, **options: Any) -> Agent:
         several = ["--nnodes", "1:4", "--nproc", "1", "--node-id", name, "--rdzv-id", self.run_id]
-        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(self.servers)]
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", self.where]
         return self.job.launch(*several, *where, *flags, name=name, **options)
 
     def leader(self) -> str:
@@ -89,6 +90,42 @@ def test_training_goes_on_while_etcd_is_gone(job: Job, servers: list[Member]) ->
     run.node("c")
     job.world(3, after=1)
     assert [event["term"] for event in job.events("leader_elected")] == [1]
+
+
+@pytest.mark.slow
+def test_a_slow_and_lossy_way_to_etcd_is_enough(job: Job, servers: list[Member]) -> None:
+    with contextlib.closing(Proxy(servers[0].address, delay=0.05)) as proxy:
+        run = Run(job, servers, where=proxy.address)
+        agents = {name: run.node(name) for name in "ab"}
+        job.world(2)
+        proxy.lose()
+        agents["c"] = run.node("c")
+        before = round_of(job.world(3)[0])
+        leader = run.leader()
+        proxy.lose()
+        agents.pop(leader).kill()
+        proxy.lose()
+        job.world(2, after=before)
+        assert run.leader() in agents
+        job.finish()
+        assert [agent.wait(60) for agent in agents.values()] == [0, 0]
+    assert job.events("restart_charged") == []
+
+
+@pytest.mark.slow
+def test_below_min_a_new_leader_parks_until_a_node_is_back(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = {name: run.node(name, "--nnodes", "2") for name in "ab"}
+    first = job.world(2)
+    leader = run.leader()
+    agents.pop(leader).kill()
+    survivor = next(iter(agents.values()))
+    survivor.says("parked with 1 node, 2 needed")
+    wait_for("the workers to be stopped", lambda: not any(alive(worker["pid"]) for worker in first))
+    agents[leader] = run.node(leader, "--nnodes", "2")
+    job.world(2, after=round_of(first[0]))
+    job.finish()
+    assert [agent.wait() for agent in agents.values()] == [0, 0]
 
 
 def test_a_node_that_comes_to_an_ended_run_exits_with_its_code(job: Job, servers: list[Member]) -> None:

@@ -116,10 +116,13 @@ def test_a_spare_waits_and_takes_over(job: Job) -> None:
     job.world(2)
     spare = job.node("c", nnodes="1:2")
     host.says("node c joined")
+    other = job.node("d", nnodes="1:2")
+    host.says("round is full, 2 spare")
     second.kill()
     job.world(2, after=1)
     job.finish()
-    assert (host.wait(), spare.wait()) == (0, 0)
+    assert (host.wait(), spare.wait(), other.wait()) == (0, 0, 0)
+    assert job.events("round_formed")[-1]["nodes"] == ["a", "c"]
 
 
 def test_a_newer_agent_takes_the_place_of_the_older_with_its_node_id(job: Job) -> None:

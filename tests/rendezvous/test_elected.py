@@ -12,6 +12,7 @@ import pytest
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.errors import StoreError
 from elastic_launch.events import Event, LeaderElected, NodeJoined, RoundFormed
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.elected import ElectedBackend
@@ -39,6 +40,17 @@ class View(MemoryStore):
 
     def close(self) -> None:
         return
+
+
+class Cable(View):
+    """A view that can be cut off."""
+
+    cut = False
+
+    def load(self, timeout: float) -> bytes | None:
+        if self.cut:
+            raise StoreError("cut off.")
+        return super().load(timeout)
 
 
 class Sink:
@@ -106,6 +118,8 @@ class Nodes:
     def leave(self, name: str) -> None:
         """As a process that is killed: its sockets close, its leader's too."""
         node = self.nodes.pop(name)
+        if node.backend._reign is not None:
+            node.backend._reign._service.depose("killed")  # or it would see its own node go, and act on that
         node.membership.close()
 
     @property
@@ -227,3 +241,21 @@ def test_a_node_that_comes_to_an_ended_run_is_told_so_at_once(nodes: Nodes) -> N
     assert nodes.store.compare_and_set(value, ended.encode(), 1)
     nodes.start("b")
     nodes.until("the end", lambda: nodes.nodes["b"].ends == [91])
+
+
+def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.together("a")
+    cable = Cable(nodes.store)
+    config, _ = _backend("b", nodes.store, nodes.events, Limits(1, 4, 3))
+    with contextlib.closing(ElectedBackend(config, MonotonicClock(), nodes.events, lambda: cable)) as backend:
+        backend.open()
+        record = backend.find_leader(1.0)
+        backend.unreachable(record, refused=False, silent_for=TIMING.dead_after)
+        cable.cut = True
+        with pytest.raises(StoreError):
+            backend.find_leader(1.0)
+        cable.cut = False
+        assert backend.find_leader(1.0).leader.node_id == "a"
+        backend.unreachable(record, refused=False)
+        assert backend.find_leader(1.0).leader.node_id == "b"

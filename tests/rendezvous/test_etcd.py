@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from etcd_servers import Member, Proxy, cluster, endpoints
+from etcd_servers import SERVERS, Member, Proxy, cluster, endpoints
 from harness import free_port, wait_for
 
 from elastic_launch.config import Endpoint
@@ -32,15 +32,15 @@ def first_use() -> None:
     EtcdStore("127.0.0.1:9", "first").close()
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[Member]:
-    with cluster(tmp_path) as members:
+@pytest.fixture(params=SERVERS)
+def etcd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Member]:
+    with cluster(tmp_path, server=request.param) as members:
         yield members[0]
 
 
-@pytest.fixture
-def trio(tmp_path: Path) -> Iterator[list[Member]]:
-    with cluster(tmp_path, 3) as members:
+@pytest.fixture(params=SERVERS)
+def trio(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    with cluster(tmp_path, 3, server=request.param) as members:
         yield members
 
 

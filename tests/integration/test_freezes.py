@@ -1,0 +1,156 @@
+"""Nodes that freeze as a whole, agent, guard and workers, and come back: they train and save beside nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_servers import Member, cluster, endpoints
+from harness import STEPS, Agent, Job, alive, round_of, tree, wait_for
+
+pytestmark = pytest.mark.timeout(300)  # three rounds each, of workers that import torch
+
+TIMING = ["--rdzv-conf", "dead_after=2,beat=0.3,join_settle=2"]
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Member]]:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as members:
+        yield members
+
+
+def node(job: Job, name: str, *flags: str, servers: list[Member] | None = None, **options: Any) -> Agent:
+    """Start a node whose worker notes its steps and checkpoints; on etcd if there are servers."""
+    options |= {"command": [STEPS, str(job.work)], "env": {"NODE": name}}
+    if servers is None:
+        return job.node(name, *TIMING, *flags, **options)
+    several = ["--nnodes", "1:2", "--nproc", "1", "--node-id", name, "--rdzv-id", "run"]
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
+    return job.launch(*several, *where, *TIMING, *flags, name=name, **options)
+
+
+def now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wait_until_saving(job: Job, name: str) -> None:
+    """Return when a node's worker has just begun to write a checkpoint."""
+    wait_for("the end of a checkpoint", lambda: not list(job.work.glob("*.part")))
+    wait_for("the next checkpoint", lambda: list(job.work.glob(f"*.{name}.part")))
+
+
+def freeze_until_lost(job: Job, agent: Agent, number: int) -> tuple[list[int], float, int]:
+    """Freeze a node in the middle of a checkpoint until the others train without it.
+
+    Returns:
+        its processes, when the others' first step was, and their round.
+    """
+    wait_until_saving(job, agent.name)
+    pids = agent.freeze()
+    shrunk = job.trained(1, after=number)
+    return pids, job.first_step(shrunk), shrunk
+
+
+@pytest.mark.slow
+def test_a_node_that_freezes_comes_back_as_a_newcomer(job: Job) -> None:
+    host = node(job, "a", nnodes="1:2")
+    host.says("hosts")
+    other = node(job, "b", "--node-rank", "0", nnodes="1:2")
+    number = job.trained(2)
+    workers = tree(other.process.pid)[1:]
+    pids, since, shrunk = freeze_until_lost(job, other, number)
+    other.thaw(pids)
+    other.says("this node was frozen for")
+    again = job.trained(2, after=shrunk)
+    job.assert_nothing_done("b", number, since)
+    assert [x["node"] for x in job.events("node_lost")] == ["b"]
+    assert sum(map(alive, workers)) == 1, "only the guard lives on"
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert again == number + 2
+
+
+@pytest.mark.slow
+def test_a_host_that_freezes_and_comes_back_evicts_nobody(job: Job) -> None:
+    host = node(job, "a", nnodes="2")
+    host.says("hosts")
+    other = node(job, "b", nnodes="2")
+    number = job.trained(2)
+    pids = host.freeze()
+    other.says("the leader was silent for 2 s; the workers train on")
+    host.thaw(pids)
+    thawed = now()
+    wait_for("a step", lambda: [x for x in job.noted("steps.jsonl", "b") if x["clock"] > thawed])
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert {x["round"] for x in job.noted("steps.jsonl")} == {number}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["leader", "member"])
+def test_on_etcd_whoever_freezes_comes_back_as_a_newcomer(job: Job, servers: list[Member], which: str) -> None:
+    # The one that freezes is rank 0, which saves.
+    first = node(job, "a", "--node-rank", "0" if which == "leader" else "1", servers=servers)
+    first.says("leads the run")
+    second = node(job, "b", "--node-rank", "1" if which == "leader" else "0", servers=servers)
+    frozen, survivor = (first, second) if which == "leader" else (second, first)
+    number = job.trained(2)
+    pids, since, shrunk = freeze_until_lost(job, frozen, number)
+    frozen.thaw(pids)
+    job.trained(2, after=shrunk)
+    job.assert_nothing_done(frozen.name, number, since)
+    leaders = [x["node"] for x in job.events("leader_elected")]
+    assert leaders == (["a", "b"] if which == "leader" else ["a"])
+    job.finish()
+    assert (survivor.wait(), frozen.wait()) == (0, 0)
+
+
+@pytest.mark.slow
+def test_on_etcd_a_node_that_froze_alone_does_not_train_on_beside_its_successor(
+    job: Job, servers: list[Member]
+) -> None:
+    first = node(job, "a", servers=servers)
+    number = job.trained(1)
+    wait_until_saving(job, "a")
+    pids = first.freeze()
+    second = node(job, "b", servers=servers)
+    alone = job.trained(1, after=number)
+    since = job.first_step(alone)
+    first.thaw(pids)
+    job.trained(2, after=alone)
+    job.assert_nothing_done("a", number, since)
+    job.finish()
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert "never retrieved" not in first.output
+
+
+def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(job: Job, servers: list[Member]) -> None:
+    several = ["--nnodes", "1:4", "--nproc", "1", "--node-id", "a", "--rdzv-id", "run"]
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
+    agent = job.launch(*several, *where, *TIMING, name="a")
+    before = job.world(1)[0]
+    servers[0].freeze()
+    agent.says("the store has not shown for")
+    wait_for("the worker's end", lambda: not alive(before["pid"]))
+    servers[0].thaw()
+    job.world(1, after=round_of(before))
+    job.finish()
+    assert agent.wait() == 0
+    assert not job.events("restart_charged")
+
+
+def test_a_node_that_may_only_train_alone_trains_on_while_etcd_is_out_of_reach(job: Job, servers: list[Member]) -> None:
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
+    agent = job.launch("--nnodes", "1", "--nproc", "1", *where, *TIMING, name="a")
+    job.world(1)
+    servers[0].freeze()
+    agent.says("the control record cannot be read, training goes on", 60)
+    servers[0].thaw()
+    job.finish()
+    assert agent.wait(60) == 0
+    assert len(job.started()) == 1

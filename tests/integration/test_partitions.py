@@ -1,0 +1,186 @@
+"""Nodes on hosts of their own whose cables are pulled and put back: real network namespaces, agents and etcd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import netns
+import pytest
+from etcd_servers import cluster
+from harness import STEPS, Agent, Job, alive, wait_for
+from netns import Host
+
+MISSING = netns.missing()
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(300),  # three rounds each, of workers that import torch
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing"),
+]
+
+TIMING = ["--rdzv-conf", "dead_after=2,beat=0.3"]
+
+
+class Run:
+    """A run whose nodes a, b, ... are on hosts of their own; the record is on a, or in etcd on one more host."""
+
+    def __init__(self, job: Job, hosts: list[Host], where: list[str]) -> None:
+        self.job = job
+        self.hosts = dict(zip("abc", hosts, strict=False))
+        self._where = where
+        self.agents: dict[str, Agent] = {}
+
+    def start(self, name: str, *flags: str, nnodes: str = "1:3") -> Agent:
+        host = self.hosts[name]
+        several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", name, "--rdzv-id", "run", *self._where]
+        env = {**host.env, "NODE": name}
+        command = [STEPS, str(self.job.work)]
+        agent = self.job.launch(*several, *TIMING, *flags, name=name, command=command, env=env, prefix=host.prefix)
+        self.agents[name] = agent
+        return agent
+
+    def finish(self) -> None:
+        self.job.finish()
+        assert {name: agent.wait() for name, agent in self.agents.items()} == dict.fromkeys(self.agents, 0)
+        assert not [name for name, agent in self.agents.items() if "never retrieved" in agent.output]
+        assert not self.job.events("restart_charged")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with netns.net(4) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def c10d(job: Job, hosts: list[Host]) -> Run:
+    return Run(job, hosts, ["--rdzv-endpoint", f"{hosts[0].address}:29400"])
+
+
+@pytest.fixture
+def etcd(job: Job, hosts: list[Host], tmp_path: Path) -> Iterator[Run]:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory, host=hosts[3]) as members:
+        yield Run(job, hosts, ["--rdzv-backend", "etcd", "--rdzv-endpoint", members[0].address])
+
+
+@contextlib.contextmanager
+def cut(host: Host, end: str = "switch") -> Iterator[None]:
+    host.cut(end)
+    try:
+        yield
+    finally:
+        host.mend(end)
+
+
+def test_nodes_on_hosts_of_one_name_meet_by_their_addresses(c10d: Run) -> None:
+    for name in "abc":
+        c10d.start(name, nnodes="3")
+    c10d.job.trained(3)
+    workers = c10d.job.started()
+    assert {worker["env"]["MASTER_ADDR"] for worker in workers} < {host.address for host in c10d.hosts.values()}
+    assert [event["address"] for event in c10d.job.events("node_joined") if event["node"] == "c"] == [
+        c10d.hosts["c"].address
+    ]
+    c10d.finish()
+
+
+def test_a_member_that_is_cut_off_comes_back_as_a_newcomer(c10d: Run) -> None:
+    job = c10d.job
+    c10d.start("a").says("hosts")
+    c10d.start("b")
+    c10d.start("c", "--node-rank", "0")
+    number = job.trained(3)
+    with cut(c10d.hosts["c"]):
+        shrunk = job.trained(2, after=number)
+        c10d.agents["c"].says("the workers train on")
+    job.trained(3, after=shrunk)
+    job.assert_nothing_done("c", number, job.first_step(shrunk))
+    assert [event["node"] for event in job.events("node_lost")] == ["c"]
+    c10d.finish()
+
+
+@pytest.mark.parametrize("end", ["switch", "host"])
+def test_a_host_that_is_cut_off_goes_on_alone_and_takes_the_others_back(c10d: Run, end: str) -> None:
+    job = c10d.job
+    c10d.start("a", "--node-rank", "1", nnodes="1:2").says("hosts")
+    c10d.start("b", "--node-rank", "0", nnodes="1:2")
+    number = job.trained(2)
+    with cut(c10d.hosts["a"], end):
+        shrunk = job.trained(1, after=number)
+        c10d.agents["b"].says("the workers train on")
+    job.trained(2, after=shrunk)
+    job.assert_nothing_done("b", number, job.first_step(shrunk))
+    assert {x["node"] for x in job.noted("steps.jsonl", number=shrunk)} == {"a"}
+    c10d.finish()
+
+
+@pytest.mark.parametrize("which", ["leader", "member"])
+def test_on_etcd_whoever_is_cut_off_comes_back_as_a_newcomer(etcd: Run, which: str) -> None:
+    job = etcd.job
+    ranks = {"a": "0", "b": "1"} if which == "leader" else {"a": "1", "b": "0"}
+    etcd.start("a", "--node-rank", ranks["a"], nnodes="1:2").says("leads the run")
+    etcd.start("b", "--node-rank", ranks["b"], nnodes="1:2")
+    lost = "a" if which == "leader" else "b"
+    number = job.trained(2)
+    with cut(etcd.hosts[lost]):
+        shrunk = job.trained(1, after=number)
+    job.trained(2, after=shrunk)
+    job.assert_nothing_done(lost, number, job.first_step(shrunk))
+    leaders = [event["node"] for event in job.events("leader_elected")]
+    assert leaders == (["a", "b"] if which == "leader" else ["a"])
+    etcd.finish()
+
+
+def test_on_etcd_a_node_alone_that_is_cut_off_is_killed_before_another_trains(etcd: Run) -> None:
+    job = etcd.job
+    first = etcd.start("a", nnodes="1:2")
+    number = job.trained(1)
+    worker = job.started()[0]
+    with cut(etcd.hosts["a"]):
+        etcd.start("b", nnodes="1:2")
+        first.says("the store has not shown for")
+        wait_for("the worker's end", lambda: not alive(worker["pid"]))
+        alone = job.trained(1, after=number)
+    job.trained(2, after=alone)
+    job.assert_nothing_done("a", number, job.first_step(alone))
+    etcd.finish()
+
+
+def test_training_goes_on_while_etcd_is_cut_off(etcd: Run, hosts: list[Host]) -> None:
+    job = etcd.job
+    leader = etcd.start("a")
+    leader.says("leads the run")
+    etcd.start("b")
+    number = job.trained(2)
+    with cut(hosts[3]):
+        leader.says("the control record cannot be read, training goes on")
+        seen = len(job.noted("steps.jsonl"))
+        wait_for("further steps", lambda: len(job.noted("steps.jsonl")) >= seen + 20)
+    etcd.start("c")
+    job.trained(3, after=number)
+    assert [event["term"] for event in job.events("leader_elected")] == [1]
+    etcd.finish()
+
+
+def test_a_cable_with_a_loose_contact_breaks_no_round(c10d: Run) -> None:
+    job = c10d.job
+    c10d.start("a", "--dead-after", "20", nnodes="2").says("hosts")
+    c10d.start("b", "--dead-after", "20", nnodes="2")
+    number = job.trained(2)
+    for _ in range(5):
+        with cut(c10d.hosts["b"]):
+            # The one that is cut off sends beats in vain, and its worker waits for the other's.
+            seen = len(job.noted("steps.jsonl"))
+        wait_for("further steps", lambda seen=seen: len(job.noted("steps.jsonl")) >= seen + 4)  # type: ignore[misc]
+    c10d.finish()
+    assert {x["round"] for x in job.noted("steps.jsonl")} == {number}
+
+
+def test_nothing_is_left_of_a_net() -> None:
+    with netns.net(2) as hosts:
+        names = {host.name for host in hosts}
+        assert names <= set(netns.ip("netns", "list").split())
+    assert not names & set(netns.ip("netns", "list").split())

@@ -1,0 +1,111 @@
+"""Hosts for tests: network namespaces on one bridge, whose cables can be pulled. Needs root and iproute2.
+
+Names are unique per net, and nothing outlives it: what still runs in a namespace at the end is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+
+__all__ = ["Host", "Net", "missing", "net"]
+
+CABLE = "cable0"
+"""The name of the interface on every host."""
+
+_nets = itertools.count()
+
+
+def missing() -> str:
+    """Return what this machine lacks to make network namespaces, or nothing."""
+    if os.geteuid() != 0:
+        return "needs root for network namespaces"
+    if shutil.which("ip") is None:
+        return "needs ip (Debian: iproute2) for network namespaces"
+    probe = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, timeout=20)
+    return f"may not make network namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+def ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+class Host:
+    """A network namespace with one address."""
+
+    def __init__(self, name: str, address: str, switch: str, port: str) -> None:
+        self.name = name
+        self.address = address
+        self.prefix = ("ip", "netns", "exec", name)
+        """What to put before a command that is to run on this host."""
+        self.env = {"GLOO_SOCKET_IFNAME": CABLE}
+        self._ends = {"switch": (switch, port), "host": (name, CABLE)}
+
+    def cut(self, end: str = "switch") -> None:
+        """Pull the cable, or shut down the interface on the host itself: nothing is closed, nothing arrives."""
+        self._set(end, "down")
+
+    def mend(self, end: str = "switch") -> None:
+        self._set(end, "up")
+
+    def _set(self, end: str, state: str) -> None:
+        where, interface = self._ends[end]
+        ip("-n", where, "link", "set", interface, state)
+
+
+class Net:
+    """A switch, which is a namespace of its own, and hosts on it."""
+
+    def __init__(self) -> None:
+        self._tag = f"el{os.getpid()}n{next(_nets)}"
+        self._switch = f"{self._tag}-switch"
+        self._names: list[str] = []
+
+    def open(self, hosts: int) -> list[Host]:
+        self._add(self._switch)
+        self._in_switch("link", "add", "bridge0", "type", "bridge")
+        self._in_switch("link", "set", "bridge0", "up")
+        return [self._host(number) for number in range(1, hosts + 1)]
+
+    def close(self) -> None:
+        for name in self._names:
+            for pid in ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "del", name)  # and with it its interfaces
+
+    def _host(self, number: int) -> Host:
+        name = f"{self._tag}-{number}"
+        self._add(name)
+        port = f"port{number}"
+        self._in_switch("link", "add", port, "type", "veth", "peer", "name", CABLE, "netns", name)
+        self._in_switch("link", "set", port, "master", "bridge0", "up")
+        host = Host(name, f"10.77.0.{number}", self._switch, port)
+        ip("-n", name, "addr", "add", f"{host.address}/24", "dev", CABLE)
+        ip("-n", name, "link", "set", CABLE, "up")
+        return host
+
+    def _in_switch(self, *arguments: str) -> None:
+        ip("-n", self._switch, *arguments)
+
+    def _add(self, name: str) -> None:
+        ip("netns", "add", name)
+        self._names.append(name)
+        ip("-n", name, "link", "set", "lo", "up")
+
+
+@contextlib.contextmanager
+def net(hosts: int) -> Iterator[list[Host]]:
+    """Make hosts that reach each other; remove them at the end."""
+    made = Net()
+    try:
+        yield made.open(hosts)
+    finally:
+        made.close()

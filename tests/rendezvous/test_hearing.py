@@ -1,0 +1,93 @@
+"""How long a node has heard nothing, by its own clock, and what it concludes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elastic_launch.rendezvous.hearing import Hearing
+
+
+def linked(dead_after: float = 5.0, beat: float = 1.0) -> Hearing:
+    hearing = Hearing(dead_after, beat)
+    hearing.linked(100.0)
+    hearing.turn(100.0)
+    hearing.heard(100.0)
+    return hearing
+
+
+def test_a_node_is_cut_off_before_it_takes_its_silent_leader_for_lost() -> None:
+    hearing = linked()
+    for now in (101.0, 102.0, 103.0, 103.9):
+        assert hearing.judge(now, hearing.turn(now)) is None
+    cut_off = hearing.judge(104.0, hearing.turn(104.0))
+    assert cut_off is not None
+    assert (cut_off.reason, cut_off.certain) == ("no sign of the leader for 4.0 s", False)
+    assert not hearing.leader_lost
+    hearing.turn(105.0)
+    assert hearing.leader_lost
+
+
+def test_a_node_that_was_frozen_is_out_but_takes_no_leader_for_lost() -> None:
+    hearing = linked()
+    cut_off = hearing.judge(160.0, hearing.turn(160.0))
+    assert cut_off is not None
+    assert (cut_off.reason, cut_off.certain) == ("this node was frozen for 60.0 s", True)
+    assert not hearing.leader_lost
+
+
+def test_it_is_said_once_in_each_silence() -> None:
+    hearing = linked()
+    assert hearing.judge(104.0) is not None
+    assert hearing.judge(104.1) is None
+    hearing.heard(104.2)
+    assert hearing.judge(104.3) is None
+    assert hearing.judge(109.0) is not None
+
+
+def test_a_new_link_says_nothing_until_something_is_heard() -> None:
+    hearing = linked()
+    hearing.linked(103.5)
+    assert hearing.judge(103.9) is None
+    assert hearing.judge(104.0) is not None
+
+
+def test_before_the_first_word_nobody_is_cut_off() -> None:
+    assert Hearing(5.0, 1.0).judge(1000.0) is None
+
+
+def test_a_leader_is_cut_off_when_its_store_is_whatever_it_hears_of_itself() -> None:
+    hearing = linked()
+    assert hearing.judge(200.0, gap=60.0, unsure=0.0) is None, "nobody else can lead"
+    assert hearing.judge(200.0, unsure=3.9) is None
+    cut_off = hearing.judge(200.0, unsure=4.0)
+    assert cut_off is not None
+    assert not cut_off.certain
+    again = linked().judge(100.0, unsure=math.inf)
+    assert again is not None
+    assert again.reason == "this node leads no longer"
+
+
+@pytest.mark.parametrize(("dead_after", "beat"), [(5.0, 1.0), (2.0, 1.0), (15.0, 5.0), (60.0, 1.0)])
+def test_a_node_cut_off_knows_it_before_its_leader_counts_it_as_dead(dead_after: float, beat: float) -> None:
+    """The leader's count begins with the last beat that arrived, a whole interval before the cut perhaps."""
+    hearing = linked(dead_after, beat)
+    assert hearing.judge(100.0 + dead_after - hearing.beat + 1e-9) is not None
+
+
+def test_a_node_turns_in_time_to_notice_the_cut() -> None:
+    hearing = linked()
+    assert hearing.wait(100.5, 1.0) == 1.0
+    assert hearing.wait(103.5, 1.0) == 0.5
+    assert hearing.wait(103.5, -0.1) == 0.0
+    assert hearing.wait(104.5, 1.0) == 1.0
+
+
+def test_attempts_to_reach_the_leader_leave_time_to_notice_the_cut() -> None:
+    hearing = linked()
+    assert hearing.patience(100.0, 1.5) == 1.5
+    assert hearing.patience(103.0, 1.5) == 0.5
+    assert hearing.patience(103.9, 1.5) == 0.1
+    hearing.judge(104.0)
+    assert hearing.patience(104.0, 1.5) == 1.5
