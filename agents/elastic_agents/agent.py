@@ -216,7 +216,7 @@ class LocalElasticAgent(ElasticAgent):
                     _log.info("%s", text)
                 return None
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
-                self._member = self._member and not isinstance(item, m.Evicted)
+                self._member = not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
             case SignalCaught(number=number):
