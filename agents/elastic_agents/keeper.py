@@ -117,7 +117,8 @@ class Keeper:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(10)
-        for slot in self._slots:
+        slots, self._slots = self._slots, []
+        for slot in slots:
             slot.close()
 
     def _run(self) -> None:

@@ -80,6 +80,7 @@ def _resumed(job: Job, *, nproc: int = 1) -> Agent:
     return job.launch("--standalone", "--nproc", str(nproc), command=digits(job), name="resumed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_by_hand_goes_on_at_its_step(job: Job, undisturbed: str, number: signal.Signals) -> None:
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job), name="first")
@@ -94,6 +95,7 @@ def test_a_run_that_is_stopped_by_hand_goes_on_at_its_step(job: Job, undisturbed
     assert result_of(job)["weights_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_worker_that_gets_sigterm_alone_makes_all_stop_and_go_on(job: Job, undisturbed: str) -> None:
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job))
     trains(job, 2)
@@ -108,6 +110,7 @@ def test_a_worker_that_gets_sigterm_alone_makes_all_stop_and_go_on(job: Job, und
     assert result_of(job)["weights_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_script_alone_saves_on_sigterm_and_exits_with_143(job: Job, undisturbed: str) -> None:
     script = subprocess.Popen([sys.executable, *digits(job)], stdout=subprocess.PIPE)
     assert script.stdout is not None
@@ -125,6 +128,7 @@ def test_a_script_alone_saves_on_sigterm_and_exits_with_143(job: Job, undisturbe
     assert result_of(job)["weights_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_without_time_for_a_drain_the_round_is_broken_at_once(job: Job) -> None:
     agent = job.launch("--standalone", "--shutdown-timeout", "1", command=digits(job, step_time=1.0), name="slow")
     wait_for("a step", lambda: "step 1 " in agent.output, 60)

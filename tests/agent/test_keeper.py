@@ -1,0 +1,177 @@
+"""The node's snapshots: which slot is written next, and copies to durable storage by a real process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import wait_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agents import keeper as keepers
+from elastic_agents.keeper import Keeper
+from elastic_agents.slots import SLOTS, Book, Held
+from elastic_launch import snapshot
+from elastic_launch.contract import Copied, Stored
+from elastic_launch.snapshot.memory import Draft, SlotWriter
+from elastic_launch.snapshot.slot import Slot
+
+
+@given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
+def test_what_is_needed_is_never_written_over(events: list[str]) -> None:
+    book, sequence = Book(), 0
+    for event in events:
+        if event == "store":
+            sequence += 1
+            book.stored(Held(book.use, sequence, sequence, 1))
+        elif event == "pin":
+            book.pin()
+        else:
+            book.unpin()
+        kept = [held.slot for held in (book.newest, book.pinned) if held is not None]
+        assert 0 <= book.use < SLOTS
+        assert book.use not in kept
+        assert book.sequence == sequence
+
+
+class Node:
+    """A keeper, and the worker that writes its snapshots."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.member = True
+        self.told: list[Copied] = []
+        self.keeper = Keeper(lambda: self.member, self._tell)
+        self.keeper.start()
+        offer, numbers = self.keeper.offer()
+        self.use = offer.use
+        self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+        self.sequence = 0
+
+    def _tell(self, copied: Copied | None) -> None:
+        if copied is not None:
+            self.told.append(copied)
+
+    def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
+        self.sequence += 1
+        writer = SlotWriter(self.slots[self.use])
+        state = {"x": torch.full((1000,), float(step))}
+        writer.write(Draft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
+        writer.close()
+        stored = Stored(self.use, self.sequence, step, round, durable, str(self.directory), keep)
+        self.use = self.keeper.stored(stored)
+
+    def copied(self) -> list[int]:
+        assert self.keeper.wait(30)
+        return [info.step for info in snapshot.find(self.directory)]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "checkpoints")
+    yield made
+    made.keeper.close()
+
+
+def test_a_snapshot_is_copied_as_a_checkpoint_that_any_reader_loads(node: Node) -> None:
+    node.store(7)
+    assert node.copied() == [7]
+    loaded = snapshot.newest(node.directory)
+    assert loaded is not None
+    assert loaded.state["x"].tolist() == [7.0] * 1000
+    (told,) = node.told
+    assert (told.step, told.error, told.path) == (7, "", str(loaded.info.path))
+    assert (told.digest, told.bytes) == (loaded.info.digest, loaded.info.bytes)
+
+
+def test_a_snapshot_that_is_to_stay_in_memory_is_not_copied(node: Node) -> None:
+    node.store(7, durable=False)
+    assert node.keeper.idle
+    assert node.copied() == []
+
+
+def test_old_copies_are_removed(node: Node) -> None:
+    for step in range(1, 5):
+        node.store(step)
+        node.copied()
+    assert node.copied() == [4, 3]
+
+
+def _copier() -> int:
+    """Pid of the process that copies; nothing yet if there is none."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+                status = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if any(b"elastic_agents.copying" in word for word in words) and int(status[1]) == os.getpid():
+                return int(name)
+    return 0
+
+
+def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(node: Node) -> None:
+    node.store(1)
+    slow = wait_for("the copying process", _copier)
+    os.kill(slow, signal.SIGSTOP)
+    for step in range(2, 8):
+        node.store(step)
+    os.kill(slow, signal.SIGCONT)
+    assert node.copied() == [7, 1]
+    assert [copied.step for copied in node.told] == [1, 7]
+
+
+def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    node.store(1)
+    os.kill(wait_for("the copying process", _copier), signal.SIGKILL)
+    assert node.copied() == [1]
+
+
+def test_an_evicted_node_commits_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    node.member = False
+    node.store(1)
+    assert node.copied() == []
+    assert "not committed" in node.told[-1].error
+    assert os.listdir(node.directory) == [], "nor does it leave anything behind"
+
+
+def test_a_directory_that_cannot_be_written_is_told_of_and_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    node.directory.write_text("a file")
+    node.store(1)
+    assert node.keeper.wait(30)
+    (told,) = node.told
+    assert told.path == ""
+    assert str(node.directory) in told.error
+    node.directory.unlink()
+    node.store(2)
+    assert node.copied() == [2]
+    assert node.keeper.failed == ""
+
+
+def test_what_is_only_in_memory_is_secured_at_the_end(node: Node) -> None:
+    node.store(1)
+    node.copied()
+    node.store(2, durable=False)
+    node.keeper.secure()
+    assert node.copied() == [2, 1]
+    node.keeper.secure()
+    assert node.copied() == [2, 1], "once"
+
+
+def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
+    node.store(1)
+    hanging = wait_for("the copying process", _copier)
+    os.kill(hanging, signal.SIGSTOP)
+    node.keeper.close()
+    assert not Path(f"/proc/{hanging}").exists()

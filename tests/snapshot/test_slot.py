@@ -1,0 +1,154 @@
+"""Snapshots in slots: whole or not there, read back to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_launch.snapshot.errors import UnsupportedStateError
+from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
+from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.slot import Header, Slot
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    made = Slot.make("test")
+    yield made
+    made.close()
+
+
+def a_state(scale: float = 1.0) -> dict[str, Any]:
+    tensors = {"w": torch.arange(12.0).reshape(3, 4) * scale, "b": torch.tensor([], dtype=torch.bfloat16)}
+    return {"model": tensors, "steps": (7, None, float("inf")), "flags": torch.tensor([True, False])}
+
+
+def write(slot: Slot, state: Any, **numbers: int) -> None:
+    writer = SlotWriter(slot)
+    values = {"sequence": 1, "round": 2, "step": 3, "training": 0, **numbers}
+    writer.write(Draft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
+    writer.close()
+
+
+def test_a_new_slot_is_empty(slot: Slot) -> None:
+    assert slot.header() is None
+
+
+def test_what_is_written_is_read_back(slot: Slot) -> None:
+    write(slot, a_state(), sequence=9)
+    header = slot.header()
+    assert header is not None
+    assert (header.sequence, header.round, header.step, header.training) == (9, 2, 3, 0)
+    found = read_state(slot, header)
+    assert torch.equal(found["model"]["w"], a_state()["model"]["w"])
+    assert found["model"]["b"].dtype is torch.bfloat16
+    assert found["steps"] == (7, None, float("inf"))
+    assert found["flags"].tolist() == [True, False]
+    assert read_meta(slot, header) == {"identity": {"seed": 0}}
+
+
+def test_what_is_read_is_no_view_of_the_slot(slot: Slot) -> None:
+    """An optimizer keeps what it loads; the slot is written again."""
+    write(slot, a_state())
+    header = slot.header()
+    assert header is not None
+    found = read_state(slot, header)
+    write(slot, a_state(scale=5.0))
+    assert torch.equal(found["model"]["w"], a_state()["model"]["w"])
+
+
+def test_a_slot_takes_states_of_other_sizes(slot: Slot) -> None:
+    writer = SlotWriter(slot)
+    for number, size in enumerate((10, 100_000, 3), start=1):
+        state = {"x": torch.full((size,), float(number))}
+        writer.write(Draft(state, {}, lambda tensor: True), sequence=number, round=1, step=number, training=0)
+        header = slot.header()
+        assert header is not None
+        assert torch.equal(read_state(slot, header)["x"], state["x"])
+    writer.close()
+
+
+def test_a_slot_that_is_being_written_holds_nothing(slot: Slot) -> None:
+    write(slot, a_state())
+    slot.begin()
+    assert slot.header() is None
+
+
+@pytest.mark.parametrize("place", range(8, 64, 7))
+def test_a_header_that_was_altered_is_none(slot: Slot, place: int) -> None:
+    write(slot, a_state())
+    (byte,) = os.pread(slot.head, 1, place)
+    os.pwrite(slot.head, bytes([byte ^ 0xFF]), place)
+    assert slot.header() is None
+
+
+def test_the_parts_are_the_tensor_file(slot: Slot) -> None:
+    write(slot, {"x": torch.arange(3_000_000)})
+    header = slot.header()
+    assert header is not None
+    assert b"".join(slot.tensor_parts(header)) == os.pread(slot.tensors, header.tensors, 0)
+    assert len(list(slot.tensor_parts(header))) > 1
+
+
+def test_what_may_change_is_cloned_and_what_stays_is_not() -> None:
+    stays, changes = torch.zeros(4), torch.zeros(4)
+    draft = Draft({"stays": stays, "changes": changes}, {}, lambda tensor: tensor is stays)
+    changes += 1
+    assert draft.tensors["changes"].sum() == 0
+    assert draft.tensors["stays"].data_ptr() == stays.data_ptr()
+
+
+def test_what_no_checkpoint_holds_is_refused_before_anything_is_written() -> None:
+    with pytest.raises(UnsupportedStateError, match="found at state"):
+        Draft({"x": object()}, {}, lambda tensor: True)
+
+
+def test_headers_compare_by_their_numbers(slot: Slot) -> None:
+    write(slot, a_state())
+    header = slot.header()
+    assert header is not None
+    assert replace(header, sequence=1) == Header(1, 2, 3, 0, header.tensors, header.state, header.meta)
+
+
+# Room.
+
+
+def _proc(directory: Path, available: int, groups: str) -> Path:
+    (directory / "proc" / "self").mkdir(parents=True)
+    (directory / "proc" / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\n")
+    (directory / "proc" / "self" / "cgroup").write_text(groups)
+    return directory / "proc"
+
+
+def _group(path: Path, **values: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (path / name.replace("_dot_", ".")).write_text(value)
+
+
+def test_without_groups_the_host_counts(tmp_path: Path) -> None:
+    assert free_memory(_proc(tmp_path, 1 << 30, "0::/\n"), tmp_path / "none") == 1 << 30
+
+
+def test_the_tightest_group_above_counts_in_version_2(tmp_path: Path) -> None:
+    proc = _proc(tmp_path, 1 << 40, "0::/pods/a\n")
+    _group(tmp_path / "cg" / "pods", memory_dot_max="1000000", memory_dot_current="400000")
+    _group(tmp_path / "cg" / "pods" / "a", memory_dot_max="max", memory_dot_current="300000")
+    assert free_memory(proc, tmp_path / "cg") == 600000
+
+
+def test_version_1_counts(tmp_path: Path) -> None:
+    proc = _proc(tmp_path, 1 << 40, "4:memory:/pods/a\n2:cpu,cpuacct:/\n")
+    limits = {"memory_dot_limit_in_bytes": "5000", "memory_dot_usage_in_bytes": "6000"}
+    _group(tmp_path / "cg" / "memory" / "pods" / "a", **limits)
+    assert free_memory(proc, tmp_path / "cg") == 0, "more used than allowed leaves nothing"
+
+
+def test_of_this_process_something_is_left() -> None:
+    assert 0 < free_memory() < 1 << 50
