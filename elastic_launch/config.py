@@ -35,6 +35,9 @@ __all__ = [
 LONGEST_WAIT = 1e6
 """Seconds: eleven days. poll(2) takes milliseconds in an int, so a wait or a sum beyond 24 days overflows."""
 
+BEATS_PER_SECOND = 1000
+"""Beats that a leader reads, and sends, in a second before nodes beat less often than ``beat`` says."""
+
 ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 """The fields of :class:`Timing` that may be 0."""
 
@@ -102,6 +105,13 @@ class Timing:
                 f"dead_after={self.dead_after:g} leaves no room for beats every {self.beat:g} s.",
                 f"Give dead_after={2 * self.beat:g} or more, or a smaller beat.",
             )
+
+    def beat_among(self, nodes: int) -> float:
+        """Interval of the beats, in seconds, where so many nodes may beat: all together BEATS_PER_SECOND, if possible.
+
+        A fifth of ``dead_after`` is the most: by so much does a node count itself as cut off before its leader does.
+        """
+        return max(self.beat, min(nodes / BEATS_PER_SECOND, self.dead_after / 5))
 
 
 @dataclass(frozen=True, slots=True)

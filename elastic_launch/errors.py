@@ -8,6 +8,7 @@
         ├── EndpointError               cannot be resolved, reached or bound
         ├── RefusedError                this node does not fit the run
         ├── StoreError                  the control store failed or did not answer in time
+        │   └── RecordTooLargeError     it never takes a record of that size
         └── ProtocolError               a message or record that cannot be understood
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "EndpointError",
     "ExitCode",
     "ProtocolError",
+    "RecordTooLargeError",
     "RefusedError",
     "RendezvousError",
     "StoreError",
@@ -84,6 +86,10 @@ class RefusedError(RendezvousError):
 
 class StoreError(RendezvousError):
     """The control store failed or did not answer before its deadline."""
+
+
+class RecordTooLargeError(StoreError):
+    """The control record is too large to be written, and would be every time."""
 
 
 class ProtocolError(RendezvousError):

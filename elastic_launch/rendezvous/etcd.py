@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import etcd_client
 
 from elastic_launch.config import Endpoint, parse_endpoint
-from elastic_launch.errors import EndpointError, StoreError, UsageError
+from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UsageError
 
 __all__ = ["EtcdStore", "EtcdUnreachableError", "parse_endpoints"]
 
@@ -332,7 +332,8 @@ class EtcdStore:
                     return outcome
                 failures[member] = outcome
                 if outcome.hint:
-                    raise StoreError(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
+                    error = RecordTooLargeError if outcome.hint is _HINT_SIZE else StoreError
+                    raise error(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
                 if self._current == member:
                     self._current = (member + 1) % len(self._links)
             # With calls of several threads, one round may meet a member twice and another one not at all.

@@ -78,6 +78,8 @@ class LeaderMachine(Rounds):
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
+        if isinstance(report, m.Beat):
+            return []  # what is due by the clock is left to the next turn: beats are as many as nodes, each second
         current = self.record.round.number
         match report:
             case m.Joined(round=number) if node.active and number == current:
@@ -100,6 +102,7 @@ class LeaderMachine(Rounds):
     def closed(self, link: int, now: float) -> list[Instruction]:
         """A link was closed by its node, or by the death of its process."""
         node = self._by_link(link)
+        self._owners.pop(link, None)
         if node is None:
             return []
         if self.ended:
@@ -185,7 +188,7 @@ class LeaderMachine(Rounds):
             self._last_arrival = now
             if self._running and rank is not None:
                 self._break(Kind.NODE_LOSS, f"node {hello.node_id} came to the new leader without its workers", now)
-        self.nodes[hello.node_id] = node
+        self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
         self._welcome(link, hello)
         if node.active and self._broken:
             self._send_break(node, self._broken)
@@ -197,6 +200,7 @@ class LeaderMachine(Rounds):
     def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
         """A known node comes back before its old link was seen to close; what it holds now is what counts."""
         node.link, node.silence, node.heard = link, 0.0, now
+        self._owners[link] = hello.node_id
         node.store_port, node.hello = hello.store_port, hello
         if node.active and hello.holding != self.record.round.number:
             if self._running:
@@ -213,8 +217,8 @@ class LeaderMachine(Rounds):
         self._consider(now)
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
-        timing = self._timing
-        self._send(link, m.Welcome(self.record.term, hello.node_id, timing.beat, timing.dead_after))
+        beat = self._timing.beat_among(self._limits.max_nodes)
+        self._send(link, m.Welcome(self.record.term, hello.node_id, beat, self._timing.dead_after))
 
     def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
         if self._running and node.active:
@@ -251,4 +255,5 @@ class LeaderMachine(Rounds):
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
 
     def _by_link(self, link: int) -> Node | None:
-        return next((node for node in self.nodes.values() if node.link == link), None)
+        node = self.nodes.get(self._owners.get(link, ""))
+        return node if node is not None and node.link == link else None

@@ -106,7 +106,8 @@ class Membership:
         self._hello: m.Hello | None = None
         self._evicted = False
         self._record: ControlRecord | None = None
-        self._hearing = Hearing(config.timing.dead_after, config.timing.beat)
+        timing = config.timing
+        self._hearing = Hearing(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
         self._former = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)

@@ -60,6 +60,7 @@ class Rounds:
     ) -> None:
         self.record = record
         self.nodes: dict[str, Node] = {}
+        self._owners: dict[int, str] = {}
         self._budget = Budget(record.restarts, limits.max_restarts)
         self._limits = limits
         self._timing = timing
@@ -90,6 +91,13 @@ class Rounds:
     def restarts(self) -> int:
         """Restarts charged so far."""
         return self._budget.spent
+
+    def too_large(self, standing: ControlRecord, cause: str, now: float) -> list[Instruction]:
+        """The store holds ``standing`` and will never take the last commit: the run ends, as every round would fail."""
+        # The members are left out of the last record, which must fit.
+        self.record = replace(standing, round=Round(standing.round.number))
+        self._end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
 
     def _lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
         del self.nodes[node.hello.node_id]
@@ -176,11 +184,7 @@ class Rounds:
     def _consider_running(self, now: float) -> None:
         members = [node for node in self.nodes.values() if node.active]
         size = len(self.record.round.members)
-        absent = [
-            x for x in self.record.round.members if x.node_id not in self.nodes or not self.nodes[x.node_id].active
-        ]
-        lost = [x for x in absent if x.node_id not in self._owed or now - self._formed_at >= self._timing.dead_after]
-        if lost:
+        if len(members) < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can miss members: these are dead, or never came to it.
             self._break(Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
             self._consider(now)
@@ -195,6 +199,12 @@ class Rounds:
             names = ", ".join(node.hello.node_id for node in self._waiting())
             self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
             self._consider(now)
+
+    def _lost(self, now: float) -> list[Member]:
+        """Members of the running round that are not here, and need not be waited for."""
+        due = now - self._formed_at >= self._timing.dead_after
+        here = {node.hello.node_id for node in self.nodes.values() if node.active}
+        return [x for x in self.record.round.members if x.node_id not in here and (due or x.node_id not in self._owed)]
 
     def _consider_draining(self, drain: Draining, now: float) -> None:
         left = [node for node in self.nodes.values() if node.active]
@@ -278,9 +288,10 @@ class Rounds:
         cause = self._broken.cause if self._broken else "first"
         since = self._broken.at if self._broken else self._began
         self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
+        order = m.Form(self.record.term, formed, self.restarts, cause)  # one for all: it is encoded once
         for node in chosen:
             node.active, node.joined, node.ready, node.done = True, False, False, False
-            self._send(node.link, m.Form(self.record.term, formed, self.restarts, cause))
+            self._send(node.link, order)
         names = tuple(member.node_id for member in members)
         term = self.record.term
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))

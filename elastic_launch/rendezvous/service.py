@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Limits, Timing
-from elastic_launch.errors import ProtocolError, StoreError
+from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
 from elastic_launch.events import EventSink
+from elastic_launch.rendezvous import codec
 from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, MissingTokenError
@@ -40,6 +41,9 @@ STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
 
 MAX_UNSENT = 64 * 1024 * 1024
 """Bytes that may wait for a node that does not read, before its link is closed."""
+
+MAX_RECORD = codec.MAX_BYTES - 64 * 1024
+"""Bytes of the largest record: with what else the order to form has, its members must still fit into one line."""
 
 
 @dataclass
@@ -80,6 +84,7 @@ class LeaderService:
         self._committed = record.encode()
         self._clock = clock
         self._timing = timing
+        self._beat = timing.beat_among(limits.max_nodes)
         self._events = events
         self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
         self._key = key
@@ -94,6 +99,8 @@ class LeaderService:
         self._linger = 0.0
         self._queue: deque[to_do.Instruction] = deque()
         self._carrying = False
+        self._news = False
+        self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
         self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
 
@@ -138,7 +145,8 @@ class LeaderService:
 
     def _serve(self) -> None:
         clock, machine = self._clock, self._machine
-        next_pulse = clock.now() + self._timing.beat
+        next_pulse = clock.now() + self._beat
+        next_turn = 0.0
         give_up: float | None = None
         while True:
             now = clock.now()
@@ -147,13 +155,17 @@ class LeaderService:
                 if now >= give_up or not self._links or self._deposed:
                     self._flush_all()
                     return
-            wait = 0.05 if give_up is not None else max(0.0, min(machine.wait(now), next_pulse - now))
+            wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
             for key, _ in self._selector.select(wait):
                 self._ready(key)
             now = clock.now()
-            self._carry_out(machine.turn(now))
+            if self._news or now >= next_turn:
+                # Not after every beat: a turn looks at all nodes.
+                self._news = False
+                self._carry_out(machine.turn(now))
+                next_turn = now + machine.wait(now)
             if now >= next_pulse:
-                next_pulse = now + self._timing.beat
+                next_pulse = now + self._beat
                 self._pulse(now)
 
     def _ready(self, key: selectors.SelectorKey) -> None:
@@ -236,6 +248,7 @@ class LeaderService:
 
     def _handle(self, number: int, link: _Link, report: m.Report | m.Order) -> None:
         now = self._clock.now()
+        self._news = self._news or not isinstance(report, m.Beat)
         if isinstance(report, m.Hello):
             link.greeted = True
             self._strangers.pop(number, None)
@@ -267,7 +280,7 @@ class LeaderService:
                     self._stop.set()
             case to_do.Send(link=number, order=order):
                 if number in self._links:
-                    self._links[number].channel.send(m.pack(order))
+                    self._links[number].channel.send(self._packed(order))
                     self._flush(number)
             case to_do.Close(link=number):
                 if number in self._links:
@@ -276,10 +289,29 @@ class LeaderService:
             case to_do.Emit(event=event):
                 self._events.emit(event)
 
+    def _packed(self, order: m.Order) -> bytes:
+        """Encode an order; one that goes to all nodes, as the list of a round's members does, only once."""
+        if self._last_packed[0] is not order:
+            self._last_packed = order, m.pack(order)
+        return self._last_packed[1]
+
     def _commit(self, record: ControlRecord) -> bool:
         value = record.encode()
         try:
+            if len(value) > MAX_RECORD:
+                raise RecordTooLargeError(
+                    f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
+                    "Start fewer nodes, or give them shorter ids and addresses.",
+                )
             written = self._store.compare_and_set(self._committed, value, self._timing.read_timeout)
+        except RecordTooLargeError as error:
+            if record.end is not None:
+                _log.error("the end of the run could not be written, this node leads no longer: %s", error)
+                return False
+            self._queue.clear()
+            cause = f"{error.message} {error.hint}"
+            self._queue.extend(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
+            return True
         except StoreError as error:
             _log.error("the control record could not be written, this node leads no longer: %s", error)
             return False
@@ -340,4 +372,5 @@ class LeaderService:
         self._selector.unregister(link.sock)
         link.sock.close()
         if tell and link.greeted:
+            self._news = True
             self._carry_out(self._machine.closed(number, self._clock.now()))

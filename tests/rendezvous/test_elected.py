@@ -118,6 +118,7 @@ class Nodes:
     def leave(self, name: str) -> None:
         """As a process that is killed: its sockets close, its leader's too."""
         node = self.nodes.pop(name)
+        node.membership._closing.set()  # before it could lead anew
         if node.backend._reign is not None:
             node.backend._reign._service.depose("killed")  # or it would see its own node go, and act on that
         node.membership.close()
@@ -227,7 +228,8 @@ def test_a_leader_that_answers_no_more_is_succeeded_after_its_silence(nodes: Nod
         held = replace(record, term=record.term + 1, leader=leader).renewed()
         value = nodes.store.load(1)
         assert nodes.store.compare_and_set(value, held.encode(), 1)
-        nodes.until("b leads again", lambda: nodes.record.term == held.term + 1)
+        nodes.until("b leads again", lambda: _elected(nodes)[-1].term == held.term + 1)
+        assert nodes.record.term == held.term + 1
         assert "could not be reached for" in _elected(nodes)[-1].cause
 
 
