@@ -16,7 +16,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
@@ -28,30 +28,14 @@ from elastic_launch.rendezvous.net import listen, source_address
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.rendezvous.succession import Succession
 
 __all__ = ["ElectedBackend"]
 
 _log = logging.getLogger(__name__)
 
-GONE_AFTER = 0.5
-"""Seconds for which a leader refuses connections before its process counts as gone."""
-
 WATCH = 1.0
 """Seconds for which one look at the record lasts at most: what it takes to stop watching."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Doubt:
-    """That a leader cannot be reached.
-
-    Attributes:
-        since: when that was first seen.
-        refused: whether its host says that nobody listens: then the process is dead.
-    """
-
-    term: int
-    since: float
-    refused: bool
 
 
 class ElectedBackend:
@@ -71,8 +55,7 @@ class ElectedBackend:
         self._store: ControlStore | None = None
         self._address = ""
         self._incarnation = secrets.token_hex(6)
-        self._doubt: _Doubt | None = None
-        self._blind = False  # whether the store was out of reach since the leader was last tried
+        self._succession = Succession(self._incarnation, config.timing.dead_after)
         self._reign: _Reign | None = None
 
     def open(self) -> Place:
@@ -90,22 +73,12 @@ class ElectedBackend:
             digest = self._config.digest()
             return self._take(None, ControlRecord(self._config.run_id, digest, 1, self._candidate()), timeout, "first")
         record = ControlRecord.parse(value)
-        if record.end is not None:
+        leading = self._reign is not None and self._reign.alive
+        takeover = self._succession.decide(record, self._clock.now(), leading=leading)
+        if takeover is None:
             return record
-        if record.leader.incarnation == self._incarnation:
-            if self._reign is not None and self._reign.alive:
-                return record
-            return self._succeed(value, record, timeout, "this node led before")
-        doubt = self._doubt
-        if doubt is None or doubt.term != record.term:
-            return record
-        if self._blind:
-            return record  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
-        waited = self._clock.now() - doubt.since
-        if waited < (GONE_AFTER if doubt.refused else self._config.timing.dead_after):
-            return record
-        how = "its process is gone" if doubt.refused else f"it could not be reached for {waited:.1f} s"
-        return self._succeed(value, record, timeout, f"leader {record.leader.node_id} lost: {how}", dead=doubt.refused)
+        following = replace(record, term=record.term + 1, leader=self._candidate())
+        return self._take(value, following, timeout, takeover.cause, dead=takeover.dead)
 
     def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
         """Take note that a record's leader cannot be reached.
@@ -114,16 +87,11 @@ class ElectedBackend:
             refused: whether its host answered that nobody listens there.
             silent_for: seconds for which its link was silent already.
         """
-        self._blind = False
-        doubt = self._doubt
-        if doubt is None or doubt.term != record.term:
-            self._doubt = _Doubt(record.term, self._clock.now() - silent_for, refused)
-        elif refused != doubt.refused:
-            self._doubt = replace(doubt, refused=refused)
+        self._succession.unreachable(record.term, self._clock.now(), refused=refused, silent_for=silent_for)
 
     def reached(self) -> None:
         """Take note that the leader has answered."""
-        self._doubt = None
+        self._succession.reached()
 
     def unsure_for(self) -> float:
         return self._reign.unsure_for() if self._reign is not None else math.inf
@@ -143,20 +111,14 @@ class ElectedBackend:
         try:
             value = self._store.load(timeout)
         except StoreError:
-            self._blind = True
+            self._succession.looked(self._clock.now() - began, failed=True)
             raise
-        self._blind = self._blind or self._clock.now() - began > GONE_AFTER
+        self._succession.looked(self._clock.now() - began, failed=False)
         return value
 
     def _candidate(self) -> Leader:
         """Return this node as leader; the port follows with its listener."""
         return Leader(self._config.node_id, self._incarnation, self._address, 0)
-
-    def _succeed(
-        self, value: bytes, record: ControlRecord, timeout: float, cause: str, *, dead: bool = False
-    ) -> ControlRecord:
-        following = replace(record, term=record.term + 1, leader=self._candidate())
-        return self._take(value, following, timeout, cause, dead=record.leader.incarnation if dead else "")
 
     def _take(
         self, expected: bytes | None, record: ControlRecord, timeout: float, cause: str, *, dead: str = ""
@@ -193,7 +155,7 @@ class ElectedBackend:
             dead=frozenset({dead} - {""}),
             key=link_key(self._config.token, self._config.run_id),
         )
-        self._doubt = None
+        self._succession.reached()
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
         look = min(WATCH, timing.dead_after / 5)
         self._reign = _Reign(service, watched, written, record, self._clock, look)

@@ -11,9 +11,8 @@ import logging
 import selectors
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
@@ -22,6 +21,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
 from elastic_launch.rendezvous.hearing import CutOff, Hearing
+from elastic_launch.rendezvous.node import NodeSide, Search
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 
@@ -31,12 +31,6 @@ _log = logging.getLogger(__name__)
 
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
-
-FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
-"""Seconds that one attempt to find the leader may take: before this node was ever linked to it, and afterwards."""
-
-GONE_AFTER = 1.0
-"""Seconds after a closed link for which the leader is looked for before it counts as gone."""
 
 LONGEST_COMMAND = 4096
 """Characters of the command that a hello shows; the digest is over all of it."""
@@ -96,15 +90,13 @@ class Membership:
         self._notify = notify
         self._reserve = reserve
         self._lock = threading.Lock()
-        self._outbox: deque[m.Report] = deque()
+        self._side = NodeSide()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._closing = threading.Event()
         self._key = link_key(config.token, config.run_id)
         self._once = Once(_log)
         self._answered = False
-        self._hello: m.Hello | None = None
-        self._evicted = False
         self._record: ControlRecord | None = None
         timing = config.timing
         self._hearing = Hearing(timing.dead_after, timing.beat_among(config.limits.max_nodes))
@@ -122,11 +114,11 @@ class Membership:
 
     def ready(self, number: int) -> None:
         """The round's workers can be drained from now on."""
-        self._say(m.Ready(number), ready=True)
+        self._say(m.Ready(number))
 
     def done(self, number: int) -> None:
         """The round's workers have all finished with 0."""
-        self._say(m.Done(number), done=True)
+        self._say(m.Done(number))
 
     def failed(self, failure: m.Failure) -> None:
         """A worker failed; this node is stopping the others."""
@@ -138,8 +130,7 @@ class Membership:
         Args:
             drained: optimizer steps done, if they have stopped by agreement, else -1.
         """
-        report = m.Stopped(number, store_port, drained)
-        self._say(report, store_port=store_port, holding=0, ready=False, done=False)
+        self._say(m.Stopped(number, store_port, drained))
 
     def leaving(self, reason: str, seconds: float = 0.0) -> None:
         """This node leaves the run.
@@ -158,11 +149,9 @@ class Membership:
         if not self._thread.is_alive():
             self._wake_out.close()
 
-    def _say(self, report: m.Report, **known: int | bool) -> None:
+    def _say(self, report: m.Report) -> None:
         with self._lock:
-            if self._hello is not None and known:
-                self._hello = replace(self._hello, **known)  # type: ignore[arg-type]
-            self._outbox.append(report)
+            self._side.say(report)
         self._wake()
 
     def _wake(self) -> None:
@@ -176,7 +165,9 @@ class Membership:
     def _run(self) -> None:
         try:
             place = self._backend.open()
-            self._hello = self._first_hello(place)
+            hello = self._first_hello(place)
+            with self._lock:
+                self._side.begin(hello)
             self._notify(Opened(place))
             self._stay()
         except RendezvousError as error:
@@ -206,26 +197,23 @@ class Membership:
 
     def _stay(self) -> None:
         """Keep a link to the leader until closed."""
-        timing = self._config.timing
-        deadline = self._clock.now() + timing.join_timeout
-        lost_at: float | None = None
-        told = False
+        timing, clock, hearing = self._config.timing, self._clock, self._hearing
+        search = Search(timing, clock.now())
         while not self._closing.is_set():
             try:
-                patience = self._hearing.patience(self._clock.now(), NEXT_ATTEMPT)
-                sock = self._connect(FIRST_ATTEMPT if lost_at is None else patience)
+                sock = self._connect(search.attempt(hearing, clock.now()))
             except (EndpointError, StoreError, OSError) as error:
-                now = self._clock.now()
+                now = clock.now()
                 self._judge(now)
-                if not told and (lost_at is None or now - lost_at >= GONE_AFTER):
-                    told = True
+                if search.failed(now):
                     reason = error.message if isinstance(error, RendezvousError) else str(error)
-                    self._notify(LinkDown(reason.rstrip("."), gone=lost_at is not None))
-                if now >= deadline:
+                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone))
+                if search.over(now):
                     raise
                 self._closing.wait(RETRY)
                 continue
-            told = self._answered = False
+            search.linked()
+            self._answered = False
             with contextlib.ExitStack() as link:
                 link.enter_context(sock)
                 silent = self._converse(sock)
@@ -233,41 +221,40 @@ class Membership:
                     self._former.push(link.pop_all())
             self._wait_released()
             if self._answered:
-                lost_at = self._clock.now()
-                deadline = lost_at + timing.min_wait
+                search.lost(clock.now())
             elif not silent:
                 # Something listens there that closes the link, or was found not to be the leader.
-                self._doubt(deadline)
+                self._doubt(search)
             if silent and not self._closing.is_set():
+                search.tell()
                 assert self._record is not None
                 self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
-                told = True
                 self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
-        record, hello = self._record, self._hello
-        if self._config.limits.max_nodes == 1 or record is None or hello is None:
+        record = self._record
+        if self._config.limits.max_nodes == 1 or record is None:
             return
-        leads = record.leader.incarnation == hello.incarnation
+        leads = record.leader.incarnation == self._side.hello.incarnation
         if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
             self._notify(cut_off)
 
-    def _doubt(self, deadline: float) -> None:
+    def _doubt(self, search: Search) -> None:
         """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
         assert self._record is not None
         self._backend.unreachable(self._record, refused=False)
-        if self._clock.now() >= deadline and not self._closing.is_set():
+        if search.over(self._clock.now()) and not self._closing.is_set():
             where = Endpoint(self._record.leader.address, self._record.leader.port)
             raise EndpointError(f"What listens at {where} does not answer as the run's leader.", "See its log.")
         self._closing.wait(RETRY)
 
     def _wait_released(self) -> None:
         """After an eviction: don't come back before the workers are killed."""
-        while self._evicted and not self._closing.is_set():
+        while not self._closing.is_set():
             with self._lock:
-                if self._hello is not None and not self._hello.holding:
-                    self._evicted = False
+                if self._side.may_return():
+                    return
             self._closing.wait(0.02)
 
     def _connect(self, timeout: float) -> socket.socket:
@@ -285,9 +272,7 @@ class Membership:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                assert self._hello is not None
-                self._outbox.clear()  # the hello says all that matters by now
-                self._outbox.append(self._hello)
+                self._side.greet()
             sock.setblocking(False)
         except OSError:
             sock.close()
@@ -338,10 +323,9 @@ class Membership:
                             hearing.heard(clock.now())
         return True
 
-    def _take(self) -> deque[m.Report]:
+    def _take(self) -> list[m.Report]:
         with self._lock:
-            reports, self._outbox = self._outbox, deque()
-        return reports
+            return self._side.take()
 
     def _last_words(self, sock: socket.socket, unsent: bytearray) -> None:
         """Deliver what is still to be said, as far as that goes within a second."""
@@ -375,17 +359,8 @@ class Membership:
     def _obey(self, order: m.Order) -> None:
         """Pass an order on, unless it comes from a lower term than was seen."""
         with self._lock:
-            hello = self._hello
-            assert hello is not None
-            if order.term < hello.seen_term:
+            if not self._side.obey(order):
                 return
-            hello = replace(hello, seen_term=order.term)
-            if isinstance(order, m.Form):
-                restarts = max(hello.seen_restarts, order.restarts)
-                hello = replace(
-                    hello, seen_round=order.round.number, seen_restarts=restarts, holding=order.round.number
-                )
-            self._hello = hello
         match order:
             case m.Pulse():
                 return
@@ -396,5 +371,4 @@ class Membership:
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case _:
-                self._evicted = self._evicted or isinstance(order, m.Evicted)
                 self._notify(order)

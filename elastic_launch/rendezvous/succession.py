@@ -1,0 +1,93 @@
+"""When a node takes over from the leader that the record names: pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic_launch.rendezvous.record import ControlRecord
+
+__all__ = ["Succession", "Takeover"]
+
+GONE_AFTER = 0.5
+"""Seconds for which a leader refuses connections before its process counts as gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """That the term is to be raised.
+
+    Attributes:
+        cause: why, in words.
+        dead: incarnation of the node whose process is known to be gone, or empty.
+    """
+
+    cause: str
+    dead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """That a leader cannot be reached.
+
+    Attributes:
+        since: when that was first seen.
+        refused: whether its host says that nobody listens: then the process is dead.
+    """
+
+    term: int
+    since: float
+    refused: bool
+
+
+class Succession:
+    """What one node thinks of the leader's life.
+
+    Args:
+        incarnation: the node's own.
+        dead_after: seconds of silence after which a leader counts as dead.
+    """
+
+    def __init__(self, incarnation: str, dead_after: float) -> None:
+        self._incarnation = incarnation
+        self._dead_after = dead_after
+        self._doubt: _Doubt | None = None
+        self._blind = False  # whether the store was out of reach since the leader was last tried
+
+    def looked(self, seconds: float, *, failed: bool) -> None:
+        """Take note that the store was asked: whether in vain, or for so long that it was but for its patience."""
+        self._blind = self._blind or failed or seconds > GONE_AFTER
+
+    def unreachable(self, term: int, now: float, *, refused: bool, silent_for: float = 0.0) -> None:
+        """Take note that the leader of a term cannot be reached; see ``Backend.unreachable``."""
+        self._blind = False
+        doubt = self._doubt
+        if doubt is None or doubt.term != term:
+            self._doubt = _Doubt(term, now - silent_for, refused)
+        elif refused != doubt.refused:
+            self._doubt = replace(doubt, refused=refused)
+
+    def reached(self) -> None:
+        """Take note that the leader has answered, or that this node leads."""
+        self._doubt = None
+
+    def decide(self, record: ControlRecord, now: float, *, leading: bool) -> Takeover | None:
+        """Return why this node is to take over from the record's leader, or None if it is not to.
+
+        Args:
+            leading: whether this node leads, as far as it knows.
+        """
+        if record.end is not None:
+            return None
+        if record.leader.incarnation == self._incarnation:
+            return None if leading else Takeover("this node led before")
+        doubt = self._doubt
+        if doubt is None or doubt.term != record.term:
+            return None
+        if self._blind:
+            return None  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
+        waited = now - doubt.since
+        if waited < (GONE_AFTER if doubt.refused else self._dead_after):
+            return None
+        how = "its process is gone" if doubt.refused else f"it could not be reached for {waited:.1f} s"
+        dead = record.leader.incarnation if doubt.refused else ""
+        return Takeover(f"leader {record.leader.node_id} lost: {how}", dead)
