@@ -1,7 +1,6 @@
 """The leader's invariants, under any order of arrivals, faults, outages and recoveries.
 
-Simulated nodes obey the leader as agents do. What the leader sends waits until a node reads it, so orders and reports
-cross. After the faults a run must always come to a round that trains, and to its end.
+After the faults a run must always come to a round that trains, and to its end.
 
 The examples are the same in every run; HYPOTHESIS_EXAMPLES=2000 looks at so many random ones instead.
 """
@@ -9,26 +8,16 @@ The examples are the same in every run; HYPOTHESIS_EXAMPLES=2000 looks at so man
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from leader_model import TIMING, LeaderModel, SimNode
 
 from elastic_launch.config import Limits, Timing
-from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, NodeLost, RestartCharged, RoundBroken
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.instructions import Close, Commit, Emit, Instruction, Send
-from elastic_launch.rendezvous.leader import LeaderMachine
-from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.testing import FakeClock
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
-
-TIMING = {"return_after": 10.0, "join_timeout": 15.0, "min_wait": 300.0}
 
 RECOVERY = 60.0
 """Simulated seconds within which a run without further faults must train again."""
@@ -36,42 +25,7 @@ RECOVERY = 60.0
 INDEX = st.integers(0, 6)
 
 
-@dataclass(eq=False)
-class SimNode:
-    """An agent and its workers.
-
-    Attributes:
-        link: its link to the leader, as it believes; None: it has to connect.
-        unread: orders that the leader has sent over it; None stands for its end.
-        holding: the round that it was ordered to form and has not reported as stopped.
-        training: whether workers live.
-        starting: whether it still has to report them as started.
-        stopping: whether it is ending them.
-        spoke: when the leader heard of it last.
-    """
-
-    node_id: str
-    incarnation: str
-    spoke: float
-    link: int | None = None
-    unread: deque[m.Order | None] = field(default_factory=deque)
-    holding: int = 0
-    training: bool = False
-    starting: bool = False
-    stopping: bool = False
-    done: bool = False
-    leaving: bool = False
-    frozen: bool = False
-    gone: bool = False
-    seen_term: int = 0
-    seen_round: int = 0
-    seen_restarts: int = 0
-
-    def forget_workers(self) -> None:
-        self.holding, self.training, self.starting, self.stopping, self.done = 0, False, False, False, False
-
-
-class LeaderRun(RuleBasedStateMachine):
+class LeaderRun(LeaderModel, RuleBasedStateMachine):
     """A run on up to five nodes."""
 
     @initialize(
@@ -83,244 +37,10 @@ class LeaderRun(RuleBasedStateMachine):
         seconds=st.sampled_from([0.0, 5.0]),
     )
     def begin(self, low: int, more: int, max_restarts: int, dead_after: float, nodes: int, seconds: float) -> None:
-        self.limits = Limits(low, low + more, max_restarts)
-        self.timing = Timing(dead_after=dead_after, **TIMING)
-        self.clock = FakeClock(1000.0)
-        self.nodes: list[SimNode] = []
-        self.owners: dict[int, SimNode] = {}
-        self.half_open: list[int] = []
-        self.nonces: set[str] = set()
-        self._take_office()
+        self.prepare(Limits(low, low + more, max_restarts), Timing(dead_after=dead_after, **TIMING))
         for _ in range(nodes):
             self.arrive()
         self._advance(seconds, prompt=True)
-
-    def _take_office(self) -> None:
-        """A leader begins with an empty record, as the c10d host does."""
-        self.record = ControlRecord("run", "digest", 1, Leader("host", "h", "10.0.0.1", 1)).renewed()
-        self.machine = LeaderMachine(self.record, self.limits, self.timing, "train.py", self.clock.now())
-        self.accepted: dict[int, SimNode] = {}  # links that the leader knows, with the nodes at their ends
-        self.greeted: list[SimNode] = []  # who said hello to this leader, in order of the first time
-        self.released: set[SimNode] = set()  # whose live workers of an older round the leader need not wait for
-        self.floor = 0
-        self.charged: set[int] = set()
-        self.free: set[int] = set()  # rounds that were broken for something that costs nothing
-
-    # Helpers.
-
-    @property
-    def now(self) -> float:
-        return self.clock.now()
-
-    def _where(self, condition: Callable[[SimNode], bool]) -> list[SimNode]:
-        return [node for node in self.nodes if not node.gone and condition(node)]
-
-    def _pick(self, index: int, condition: Callable[[SimNode], bool]) -> SimNode | None:
-        found = self._where(condition)
-        return found[index % len(found)] if found else None
-
-    def _newest(self, node: SimNode) -> bool:
-        return [other for other in self.greeted if other.node_id == node.node_id][-1] is node
-
-    # Nodes talk to the leader.
-
-    def _say(self, node: SimNode, report: m.Report) -> None:
-        """Report, if there is a link; else the next hello tells what matters."""
-        if node.link is None:
-            return
-        if node.link in self.accepted:
-            node.spoke = self.now
-            current = self.record.round.number
-            costless = isinstance(report, m.Leaving) or (
-                isinstance(report, m.Failed) and report.failure.kind == "preemption"
-            )
-            if costless and node.holding == current:
-                self.free.add(current)
-        self._apply(self.machine.report(node.link, report, self.now))
-
-    def _hang_up(self, link: int) -> None:
-        """The leader sees the end of a link."""
-        node = self.accepted.pop(link, None)
-        if node is not None:
-            self.released.add(node)
-            if node.holding == self.record.round.number:
-                self.free.add(node.holding)
-        self._apply(self.machine.closed(link, self.now))
-
-    def _connect(self, node: SimNode) -> None:
-        if self.machine.ended:
-            node.forget_workers()  # it finds the end in the record, before it says hello
-            node.gone = True
-            return
-        link = len(self.owners) + 1
-        node.link, self.owners[link] = link, node
-        node.unread.clear()
-        node.spoke = self.now
-        if node not in self.greeted:
-            self.greeted.append(node)
-        self.floor = max(self.floor, node.seen_round)
-        hello = m.Hello(
-            version=m.PROTOCOL_VERSION,
-            run_id="run",
-            digest="digest",
-            command="train.py",
-            limits=str(self.limits),
-            node_id=node.node_id,
-            incarnation=node.incarnation,
-            workers=1,
-            address="host",
-            store_port=7000,
-            holding=node.holding,
-            done=node.done,
-            seen_term=node.seen_term,
-            seen_round=node.seen_round,
-            seen_restarts=node.seen_restarts,
-        )
-        self._apply(self.machine.hello(link, hello, self.now))
-
-    def _read(self, node: SimNode) -> None:
-        """A node obeys what has come."""
-        while node.unread and not node.gone and not node.frozen:
-            order = node.unread.popleft()
-            if order is None:
-                link, node.link = node.link, None
-                assert link is not None
-                self._apply(self.machine.closed(link, self.now))
-                return
-            if order.term < node.seen_term:
-                continue
-            node.seen_term = order.term
-            match order:
-                case m.Form(round=formed, restarts=restarts):
-                    assert formed.number > node.seen_round
-                    assert formed.index(node.node_id, node.incarnation) is not None
-                    assert restarts >= node.seen_restarts
-                    assert not node.training
-                    if not node.leaving:
-                        node.holding = node.seen_round = formed.number
-                        node.seen_restarts = restarts
-                        node.training = node.starting = True
-                case m.Break(round=number) if number == node.holding:
-                    if node.training:
-                        node.stopping = True
-                    else:
-                        self._stopped(node)
-                case m.Evicted(final=final):
-                    node.gone = final
-                    self._stopped(node)
-                case m.RunEnd():
-                    node.forget_workers()
-                    node.gone = True
-                    if node.link is not None:
-                        self._hang_up(node.link)
-
-    def _started(self, node: SimNode) -> None:
-        node.starting = False
-        self._say(node, m.Joined(node.holding))
-
-    def _stopped(self, node: SimNode) -> None:
-        """All workers of a node are reaped."""
-        number = node.holding
-        node.forget_workers()
-        if node.leaving:
-            node.gone = True
-            if node.link is not None:
-                self._hang_up(node.link)
-        elif number:
-            self._say(node, m.Stopped(number, 7000))
-
-    # The leader decides.
-
-    def _apply(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Commit(record=record):
-                    self._committed(record)
-                case Send(link=link, order=order):
-                    self._sent(link, order)
-                case Close(link=link):
-                    node = self.accepted.pop(link, None)
-                    if node is not None:
-                        self.released.add(node)
-                    if self.owners[link].link == link:
-                        self.owners[link].unread.append(None)
-                case Emit(event=event):
-                    self._emitted(event)
-
-    def _committed(self, record: ControlRecord) -> None:
-        before, self.record = self.record, record
-        assert record.nonce not in self.nonces
-        self.nonces.add(record.nonce)
-        assert before.end is None, "a change after the end"
-        assert record.term >= before.term
-        assert before.restarts <= record.restarts <= self.limits.max_restarts
-        if record.round != before.round:
-            self._formed(before, record)
-        if record.end is not None:
-            self._ended(record)
-
-    def _formed(self, before: ControlRecord, record: ControlRecord) -> None:
-        assert record.end is None
-        assert record.round.number > max(before.round.number, self.floor)
-        members = record.round.members
-        assert self.limits.min_nodes <= len(members) <= self.limits.max_nodes
-        assert len({member.node_id for member in members}) == len(members)
-        chosen = [node for node in self.nodes if record.round.index(node.node_id, node.incarnation) is not None]
-        assert len(chosen) == len(members)
-        for node in chosen:
-            assert node in self.accepted.values(), "a member without a link"
-            assert not node.training, "a member that has workers still"
-        for node in self.nodes:
-            if before.round.index(node.node_id, node.incarnation) is not None and node.training:
-                assert node in self.released, "workers of two rounds train"
-
-    def _ended(self, record: ControlRecord) -> None:
-        assert record.end is not None
-        if record.end.code == ExitCode.DONE:
-            for node in self.nodes:
-                if record.round.index(node.node_id, node.incarnation) is not None:
-                    assert node.done
-                    assert node.holding == record.round.number
-        elif record.end.code != ExitCode.TOO_FEW_NODES:
-            assert record.restarts == self.limits.max_restarts
-
-    def _sent(self, link: int, order: m.Order) -> None:
-        assert order.term == self.record.term, "an order of a term that the record does not hold"
-        node = self.owners[link]
-        match order:
-            case m.Welcome():
-                self.accepted[link] = node
-                if node.holding != self.record.round.number:
-                    self.released.discard(node)
-            case m.Form(round=formed):
-                assert formed == self.record.round, "a round that the record does not hold"
-                assert self.record.end is None
-                self.released.discard(node)
-            case m.Break(round=number):
-                assert number == self.record.round.number
-            case m.Evicted(final=True):
-                assert not self._newest(node), "the newest agent of a node id is sent away"
-            case m.RunEnd():
-                assert self.record.end is not None
-            case m.Refused():
-                raise AssertionError("a fitting node was refused")
-        if node.link == link:
-            assert order.term >= node.seen_term, "the node would not obey"
-            node.unread.append(order)
-
-    def _emitted(self, event: Event) -> None:
-        event.line()
-        match event:
-            case RoundBroken(round=number, kind=kind):
-                if kind in ("membership", "node loss", "preemption"):
-                    self.free.add(number)
-            case RestartCharged(round=number):
-                assert number not in self.charged, "charged twice"
-                assert number not in self.free, "charged for what is free"
-                self.charged.add(number)
-            case NodeLost(node=node_id, detect_s=detect_s) if detect_s > 0:
-                lost = [node for node in self.greeted if node.node_id == node_id][-1]
-                assert self.now - lost.spoke >= self.timing.dead_after - 1e-6, "lost before it was silent for so long"
 
     # What nodes do.
 
@@ -330,11 +50,6 @@ class LeaderRun(RuleBasedStateMachine):
         """An agent starts under a free node id, that of a dead one first: it is the next incarnation."""
         taken = {node.node_id for node in self._where(lambda node: True)}
         self._start(next(node_id for node_id in "abcde" if node_id not in taken))
-
-    def _start(self, node_id: str) -> None:
-        node = SimNode(node_id, f"{node_id}{len(self.nodes)}", self.now)
-        self.nodes.append(node)
-        self._connect(node)
 
     @precondition(lambda self: self._where(_has_to_do))
     @rule(index=INDEX)
@@ -367,10 +82,6 @@ class LeaderRun(RuleBasedStateMachine):
         assert node is not None
         self._finish(node)
 
-    def _finish(self, node: SimNode) -> None:
-        node.training, node.done = False, True
-        self._say(node, m.Done(node.holding))
-
     # What befalls them.
 
     @precondition(lambda self: self._where(lambda node: True))
@@ -398,21 +109,6 @@ class LeaderRun(RuleBasedStateMachine):
             case "gets a double" if len(self._where(lambda other: other.node_id == node.node_id)) < 2:
                 self._start(node.node_id)
 
-    def _leave(self, node: SimNode) -> None:
-        self._say(node, m.Leaving("SIGTERM"))
-        node.leaving = True
-        if node.training:
-            node.stopping = True
-        else:
-            self._stopped(node)
-
-    def _die(self, node: SimNode) -> None:
-        """A host or an agent dies; its guard takes the workers along."""
-        node.gone = True
-        if node.link is not None:
-            self._hang_up(node.link)
-        node.forget_workers()
-
     @precondition(lambda self: self.half_open)
     @rule(index=INDEX)
     def see_the_end_of_a_link(self, index: int) -> None:
@@ -432,18 +128,6 @@ class LeaderRun(RuleBasedStateMachine):
                 self._beat()
                 self._apply(self.machine.turn(self.now))
 
-    def _lose_the_leader(self) -> None:
-        """The host of the store dies with all that only it knew; another agent takes its place at the endpoint."""
-        for node in self.nodes:
-            node.link = None
-            node.unread.clear()
-            if node.training:
-                node.stopping = True
-            elif node.done:
-                node.gone = True  # finished: losing the leader is no failure any more
-        self.half_open.clear()
-        self._take_office()
-
     # Time.
 
     @rule()
@@ -457,31 +141,6 @@ class LeaderRun(RuleBasedStateMachine):
     def wait(self, seconds: float, prompt: bool) -> None:
         """Time passes; nodes that are prompt do at once what they have to do."""
         self._advance(seconds, prompt=prompt)
-
-    def _beat(self) -> None:
-        for node in self._where(lambda node: node.link is not None and not node.frozen):
-            self._say(node, m.Beat())
-
-    def _advance(self, seconds: float, *, prompt: bool) -> None:
-        end = self.now + seconds
-        while self.now < end and not self.machine.ended:
-            self.clock.advance(min(self.machine.wait(self.now), end - self.now))
-            self._beat()
-            if prompt:
-                self._do_all()
-            self._apply(self.machine.turn(self.now))
-
-    def _do_all(self) -> None:
-        for node in list(self.nodes):
-            if node.gone or node.frozen:
-                continue
-            self._read(node)
-            if node.starting and not node.gone:
-                self._started(node)
-            if node.stopping and not node.gone:
-                self._stopped(node)
-            if not node.gone and node.link is None:
-                self._connect(node)
 
     # What must always hold.
 
@@ -520,19 +179,6 @@ class LeaderRun(RuleBasedStateMachine):
         for _ in range(3):
             self._do_all()
         assert not self._where(lambda node: True), "not all have heard of the end"
-
-    def _assert_trains(self) -> None:
-        number = self.record.round.number
-        members = self._where(lambda node: self.record.round.index(node.node_id, node.incarnation) is not None)
-        assert number
-        assert len(members) == len(self.record.round.members)
-        for node in members:
-            assert node.holding == number
-            assert node.training or node.done
-            assert not node.stopping
-        finishing = any(node.done for node in members)
-        there = len({node.node_id for node in self._where(lambda node: True)})
-        assert len(members) == min(there, self.limits.max_nodes) or finishing, "not all take part"
 
 
 def _can_change(node: SimNode) -> bool:
