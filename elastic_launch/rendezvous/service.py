@@ -164,7 +164,7 @@ class LeaderService:
                 self._news = False
                 self._carry_out(machine.turn(now))
                 next_turn = now + machine.wait(now)
-            if now >= next_pulse:
+            if now >= next_pulse and not self._deposed:
                 next_pulse = now + self._beat
                 self._pulse(now)
 
@@ -263,6 +263,8 @@ class LeaderService:
 
     def _carry_out(self, instructions: list[to_do.Instruction]) -> None:
         """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
+        if self._deposed:
+            return  # what follows from a record that is not written must not be ordered
         self._queue.extend(instructions)
         if self._carrying:
             return
