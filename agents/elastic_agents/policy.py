@@ -218,6 +218,8 @@ def _kill(view: View) -> Decision:
     """End the round on this node, without grace."""
     if view.alive:
         return replace(view, phase=Phase.STOPPING), [Kill()]
+    if view.phase is Phase.WAITING and view.leaving is None:
+        return view, []  # it is said already; the next round may be formed with the port that was said then
     return _settle(view)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,6 +55,7 @@ class ElectedBackend:
         self._open_store = open_store
         self._store: ControlStore | None = None
         self._address = ""
+        self._links: socket.socket | None = None  # where it leads, or will
         self._incarnation = secrets.token_hex(6)
         self._succession = Succession(self._incarnation, config.timing.dead_after)
         self._reign: _Reign | None = None
@@ -100,6 +102,9 @@ class ElectedBackend:
         if self._reign is not None:
             self._reign.close()
             self._reign = None
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -130,7 +135,10 @@ class ElectedBackend:
             self._reign = None
         with contextlib.ExitStack() as undo:
             watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
-            links = undo.enter_context(contextlib.closing(listen(self._address)))
+            # Listens while the process lives, also when a write was made without an answer, or a leader steps down:
+            # whoever found nobody listening would take this process, and its workers, for dead.
+            listener = self._links = self._links or listen(self._address)
+            links = undo.enter_context(contextlib.closing(listener.dup()))
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
             if not self._store.compare_and_set(expected, record.encode(), timeout):

@@ -49,6 +49,7 @@ class LeaderMachine(Rounds):
 
     def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
         """A node said hello on a new link."""
+        self._wake(now)
         reason = refusal(hello, self.record, self._limits, self._command)
         if reason is not None:
             self._send(link, m.Refused(self.record.term, *reason))
@@ -74,6 +75,7 @@ class LeaderMachine(Rounds):
 
     def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
         """A node reported; any report is a sign of life."""
+        self._wake(now)
         node = self._by_link(link)
         if node is None or self.ended:
             return []
@@ -101,6 +103,7 @@ class LeaderMachine(Rounds):
 
     def closed(self, link: int, now: float) -> list[Instruction]:
         """A link was closed by its node, or by the death of its process."""
+        self._wake(now)
         node = self._by_link(link)
         self._owners.pop(link, None)
         if node is None:
@@ -114,6 +117,7 @@ class LeaderMachine(Rounds):
 
     def turn(self, now: float) -> list[Instruction]:
         """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
+        self._wake(now)
         turned, self._turned = self._turned, now
         if self.ended:
             return []
@@ -146,6 +150,18 @@ class LeaderMachine(Rounds):
         if self._owed:
             due.append(self._began + timing.dead_after)
         return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
+
+    def _wake(self, now: float) -> None:
+        """Put deadlines off by what this process was stopped: whatever would have met them waits to be read."""
+        slept = now - self._awake - max(TURN_CAP, 2 * self._timing.beat)
+        self._awake = now
+        if slept > 0:
+            self._began += slept
+            self._formed_at += slept
+            if self._broken:
+                self._broken.at += slept
+            if self._parked_at is not None:
+                self._parked_at += slept
 
     # Members come and go.
 
@@ -182,7 +198,7 @@ class LeaderMachine(Rounds):
             return
         self._owed.discard(hello.node_id)
         if hello.holding:
-            node.active = node.joined = True
+            node.active, node.joined = True, hello.joined or hello.ready or hello.done
             node.ready, node.done = hello.ready, hello.done
         else:
             self._last_arrival = now
@@ -193,6 +209,8 @@ class LeaderMachine(Rounds):
         if node.active and self._broken:
             self._send_break(node, self._broken)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self._outlook()))
+        if hello.leaving:
+            self._leaving(node, hello.leaving, 0.0, now)
         self._consider(now)
         if not self._running and not self.ended and self._parked_at != now:
             self._send(link, m.Notice(self.record.term, self._outlook()))
@@ -202,12 +220,14 @@ class LeaderMachine(Rounds):
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello = hello.store_port, hello
+        if hello.leaving:
+            self._leaving(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
             if self._running:
                 self._break(Kind.NODE_LOSS, f"node {hello.node_id} came back without its workers", now)
             node.active = False
         elif node.active:
-            node.joined, node.ready, node.done = True, hello.ready, hello.done
+            node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
         self._welcome(link, hello)
         # What was ordered before may have been lost with the old link.
         if node.active and self._broken:

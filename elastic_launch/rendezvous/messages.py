@@ -91,7 +91,8 @@ class Hello:
         command, limits: in words, so that a refusal can say what differs.
         wanted_rank: rank that the node asks for, or None.
         holding: number of the round whose workers it still has, 0 for none.
-        ready, done: whether all of these can be drained; have finished.
+        joined, ready, done: whether all of these are started; can be drained; have finished.
+        leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
     """
 
@@ -107,8 +108,10 @@ class Hello:
     store_port: int
     wanted_rank: int | None = None
     holding: int = 0
+    joined: bool = False
     ready: bool = False
     done: bool = False
+    leaving: str = ""
     seen_term: int = 0
     seen_round: int = 0
     seen_restarts: int = 0

@@ -27,6 +27,7 @@ class NodeSide:
 
     def __init__(self) -> None:
         self._hello: m.Hello | None = None
+        self._known: dict[str, Any] = {}
         self._unsaid: deque[m.Report] = deque()
         self._evicted = False
 
@@ -38,17 +39,21 @@ class NodeSide:
 
     def begin(self, hello: m.Hello) -> None:
         """The node knows who it is."""
-        self._hello = hello
+        self._hello = replace(hello, **self._known)
 
     def say(self, report: m.Report) -> None:
         """Have something to say, on this link or by the hello of the next one."""
         match report:
             case m.Stopped(store_port=port):
-                self._learn(store_port=port, holding=0, ready=False, done=False)
+                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False)
+            case m.Joined():
+                self._learn(joined=True)
             case m.Ready():
-                self._learn(ready=True)
+                self._learn(joined=True, ready=True)
             case m.Done():
                 self._learn(done=True)
+            case m.Leaving(reason=reason):
+                self._learn(leaving=reason)
         self._unsaid.append(report)
 
     def greet(self) -> None:
@@ -69,7 +74,7 @@ class NodeSide:
         if isinstance(order, m.Form):
             number = order.round.number
             restarts = max(hello.seen_restarts, order.restarts)
-            self._learn(seen_round=number, seen_restarts=restarts, holding=number)
+            self._learn(seen_round=number, seen_restarts=restarts, holding=number, joined=False, ready=False)
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True
 
@@ -80,6 +85,7 @@ class NodeSide:
         return not self._evicted
 
     def _learn(self, **known: Any) -> None:
+        self._known |= known
         if self._hello is not None:
             self._hello = replace(self._hello, **known)
 

@@ -66,7 +66,7 @@ class Rounds:
         self._timing = timing
         self._command = command
         self._began = now
-        self._turned = now
+        self._turned = self._awake = now
         self._running = bool(record.round.members)
         # Members of a round that another leader formed: they may train until they come here, or are silent for long.
         self._owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
@@ -166,8 +166,11 @@ class Rounds:
         broken = self._broken
         active = [node for node in self.nodes.values() if node.active]
         if now - self._began >= self._timing.dead_after:
+            if self._owed and broken and not broken.judged:
+                broken.kind = min(broken.kind, Kind.NODE_LOSS)
             self._owed.clear()
-        if broken and not broken.judged and (not active or now - broken.at >= COLLECT):
+        # A member that died with the leader before makes the others crash: who is missing must be known first.
+        if broken and not broken.judged and not self._owed and (not active or now - broken.at >= COLLECT):
             self._judge(broken, now)
             if self.ended:
                 return

@@ -110,6 +110,12 @@ def test_an_evicted_node_that_had_finished_waits_again() -> None:
     assert after(FINISHED, m.Evicted(1, "its round is over")) == (Phase.WAITING, [p.ReportStopped(1)])
 
 
+def test_waiting_an_eviction_is_no_reason_to_report_again() -> None:
+    """The next round may be formed already, with the port of the worker store that was reported before."""
+    before, _ = decide(FINISHED, brk(1), 2)
+    assert after(before, m.Evicted(1, "too slow")) == (Phase.WAITING, [])
+
+
 def test_a_node_whose_place_was_taken_kills_its_workers_and_exits() -> None:
     evicted, actions = decide(RUNNING, m.Evicted(1, "another took its place", final=True), 2)
     assert actions == [p.Kill()]

@@ -53,6 +53,18 @@ class Cable(View):
         return super().load(timeout)
 
 
+class Unanswered(View):
+    """A view whose writes are made, but not answered."""
+
+    answers = False
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        written = super().compare_and_set(expected, value, timeout)
+        if not self.answers:
+            raise StoreError("the write was not answered.")
+        return written
+
+
 class Sink:
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -261,3 +273,19 @@ def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nod
         assert backend.find_leader(1.0).leader.node_id == "a"
         backend.unreachable(record, refused=False)
         assert backend.find_leader(1.0).leader.node_id == "b"
+
+
+def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(nodes: Nodes) -> None:
+    """Whoever finds the record names a leader that does not know it: it must be found listening, until it does."""
+    config, _ = _backend("a", nodes.store, nodes.events, Limits(1, 4, 3))
+    unanswered = Unanswered(nodes.store)
+    backend = ElectedBackend(config, MonotonicClock(), nodes.events, lambda: unanswered)
+    with contextlib.closing(backend):
+        backend.open()
+        with pytest.raises(StoreError):
+            backend.find_leader(1.0)
+        leader = nodes.record.leader
+        socket.create_connection((leader.address, leader.port), timeout=1.0).close()
+        unanswered.answers = True
+        taken = backend.find_leader(1.0)
+        assert (taken.term, taken.leader) == (2, leader)

@@ -87,3 +87,24 @@ def test_a_newer_agent_of_a_member_shows_that_the_older_is_gone() -> None:
     assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
     run.stop("a")
     assert (run.number, run.members) == (5, "ab")
+
+
+def test_a_crash_costs_nothing_if_a_member_died_with_the_leader_before() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"))
+    run.hello("b", "c", **HELD)
+    run.fail("b")
+    run.stop("b", "c")
+    run.advance(4.5)
+    assert run.number == 4
+    run.advance(1.0)
+    assert (run.number, run.members, run.record.restarts) == (5, "bc", 1)
+
+
+def test_a_crash_is_charged_once_all_members_have_come_to_the_new_leader() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"))
+    run.hello("b", "c", **HELD)
+    run.fail("b")
+    run.stop("b", "c")
+    run.hello("a", **HELD)
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (5, "abc", 2)

@@ -1,0 +1,86 @@
+"""A node's side of the link, without one."""
+
+from __future__ import annotations
+
+from elastic_launch.config import Timing
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.node import NodeSide, Search
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
+from elastic_launch.rendezvous.succession import Succession
+
+HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "", "a", "a1", 1, "host-a", 7000)
+
+
+def _side() -> NodeSide:
+    side = NodeSide()
+    side.begin(HELLO)
+    return side
+
+
+def _form(number: int, term: int = 1) -> m.Form:
+    return m.Form(term, Round(number), 0, "first")
+
+
+def test_an_order_of_a_lower_term_changes_nothing() -> None:
+    side = _side()
+    assert side.obey(_form(3, term=2))
+    assert not side.obey(_form(4, term=1))
+    assert (side.hello.seen_term, side.hello.seen_round, side.hello.holding) == (2, 3, 3)
+
+
+def test_the_hello_says_what_was_lost_with_the_link_before() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.say(m.Joined(3))
+    side.say(m.Done(3))
+    side.say(m.Leaving("SIGTERM"))
+    side.greet()
+    (hello,) = side.take()
+    assert isinstance(hello, m.Hello)
+    assert (hello.holding, hello.joined, hello.done, hello.leaving) == (3, True, True, "SIGTERM")
+
+
+def test_a_goodbye_before_the_first_hello_is_in_it() -> None:
+    side = NodeSide()
+    side.say(m.Leaving("SIGINT"))
+    side.begin(HELLO)
+    assert side.hello.leaving == "SIGINT"
+
+
+def test_stopped_workers_are_not_held_any_more() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.say(m.Joined(3))
+    side.say(m.Stopped(3, 7001))
+    assert (side.hello.holding, side.hello.joined, side.hello.store_port) == (0, False, 7001)
+
+
+def test_an_evicted_node_returns_once_its_workers_are_gone() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.obey(m.Evicted(1, "late"))
+    assert not side.may_return()
+    side.say(m.Stopped(3, 7001))
+    assert side.may_return()
+
+
+def test_a_lost_leader_is_told_of_once_after_a_second() -> None:
+    search = Search(Timing(min_wait=10.0), 0.0)
+    search.linked()
+    search.lost(100.0)
+    assert search.gone
+    assert [search.failed(now) for now in (100.5, 101.0, 102.0)] == [False, True, False]
+    assert not search.over(109.0)
+    assert search.over(110.0)
+
+
+def test_a_leader_is_succeeded_when_it_refuses_or_was_silent_for_long() -> None:
+    record = ControlRecord("run", "digest", 3, Leader("b", "b1", "host-b", 1))
+    for refused, wait in ((True, 0.5), (False, 5.0)):
+        succession = Succession("a1", 5.0)
+        assert succession.decide(record, 0.0, leading=False) is None
+        succession.unreachable(3, 0.0, refused=refused)
+        assert succession.decide(record, wait - 0.1, leading=False) is None
+        takeover = succession.decide(record, wait, leading=False)
+        assert takeover is not None
+        assert takeover.dead == ("b1" if refused else "")
