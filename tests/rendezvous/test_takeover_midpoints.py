@@ -1,0 +1,106 @@
+"""Whatever point a run has come to, the leader or its link is lost right there: the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from simulation.cluster import Cluster
+
+FAULTS: dict[str, Callable[[Cluster], None]] = {
+    "killed": lambda cluster: _leader(cluster, lambda node: node.die(power=False)),
+    "powered off": lambda cluster: _leader(cluster, lambda node: node.die(power=True)),
+    "frozen for 20 s": lambda cluster: _leader(cluster, cluster.freeze),
+    "cut off": lambda cluster: _leader(cluster, lambda node: cluster.partition(node.node_id)),
+    "without its store": lambda cluster: _leader(cluster, lambda node: cluster.network.cut_off.add(node.node_id)),
+    "unanswered": lambda cluster: _leader(cluster, lambda node: cluster.store.mute.add(node.node_id)),
+}
+
+
+def _leader(cluster: Cluster, befall: Callable[..., None]) -> None:
+    if cluster.leader is not None:
+        befall(cluster.leader)
+
+
+def _scenario(cluster: Cluster) -> None:
+    """Three form a round, a worker crashes, the leader is killed, and comes back."""
+    cluster.start("a", "b", "c")
+    cluster.run(1.5)
+    assert cluster.trains
+    other = next(node for node in cluster.nodes if node is not cluster.leader)
+    other.workers.crash()
+    cluster.run(2.0)
+    assert cluster.trains
+    leader = cluster.leader
+    assert leader is not None
+    leader.die(power=False)
+    cluster.run(2.5)
+    cluster.start(leader.node_id)
+    cluster.run(3.0)
+    assert cluster.trains
+
+
+class _Stopped(Exception):
+    """The scenario has come to the point."""
+
+
+def _length() -> int:
+    cluster = Cluster("1:3", seed=1)
+    _scenario(cluster)
+    return cluster.kernel.events
+
+
+def _interrupted(events: int, befall: Callable[[Cluster], None]) -> Cluster:
+    cluster = Cluster("1:3", seed=1)
+
+    def check() -> None:
+        cluster.checks.always()
+        if cluster.kernel.events == events:
+            raise _Stopped
+
+    cluster.kernel.check = check
+    with pytest.raises(_Stopped):
+        _scenario(cluster)
+    cluster.kernel.check = cluster.checks.always
+    befall(cluster)
+    cluster.run(20.0)
+    return cluster
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_goes_on_from_every_point_at_which_its_leader_is(fault: str) -> None:
+    terms = set()
+    for events in range(1, _length(), 20):
+        cluster = _interrupted(events, FAULTS[fault])
+        cluster.recover()
+        assert cluster.record is not None
+        assert cluster.record.restarts <= 1
+        terms.add(cluster.record.term)
+    assert max(terms) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_goes_on_from_every_single_event_at_which_its_leader_is(fault: str) -> None:
+    for events in range(1, _length()):
+        _interrupted(events, FAULTS[fault]).recover()
+
+
+def test_who_cannot_know_whether_it_leads_does_not_count_as_dead() -> None:
+    """Its term stands in the record, but the answer was lost: nobody serves there, and its workers train."""
+    spare = 0
+    for seed in range(40):
+        cluster = Cluster("1:2", seed=seed)
+        cluster.start("a", "b", "c", "d")
+        cluster.run(6.0)
+        leader, record = cluster.leader, cluster.record
+        assert leader is not None
+        assert record is not None
+        if record.round.index(leader.node_id, leader.incarnation) is None:
+            spare += 1
+            cluster.store.mute.add(record.round.members[0].node_id)
+            cluster.freeze(leader)
+            cluster.run(20.0)
+            cluster.recover()
+    assert spare >= 5

@@ -1,0 +1,159 @@
+"""Several leaders, one after the other: the invariants under any order of faults, and progress once they stop.
+
+Real agents' policies, leaders' machines, links' and elections' decisions on simulated hosts; see ``simulation``. The
+examples are the same in every run; HYPOTHESIS_EXAMPLES=2000 looks at so many random ones instead.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from simulation.cluster import Cluster
+from simulation.node import SimNode
+
+EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
+
+INDEX = st.integers(0, 4)
+
+NODE_IDS = "abcd"
+
+
+class TakeoverRun(RuleBasedStateMachine):
+    """A run on up to four hosts and an etcd elsewhere."""
+
+    @initialize(
+        seed=st.integers(0, 1000),
+        nodes=st.sampled_from(["1:3", "2:3", "1:2", "2:4"]),
+        max_restarts=st.sampled_from([2, 100]),
+        start=st.integers(2, 4),
+        seconds=st.sampled_from([0.0, 0.5, 6.0]),
+    )
+    def begin(self, seed: int, nodes: str, max_restarts: int, start: int, seconds: float) -> None:
+        self.cluster = Cluster(nodes, seed=seed, max_restarts=max_restarts)
+        self.cluster.start(*NODE_IDS[:start])
+        self.cluster.run(seconds)
+
+    def _pick(self, index: int, *, leader: bool = False) -> SimNode | None:
+        nodes = self.cluster.nodes
+        if leader and self.cluster.leader is not None:
+            return self.cluster.leader
+        return nodes[index % len(nodes)] if nodes else None
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 1.0, 3.0, 7.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.cluster.run(seconds)
+
+    @rule(events=st.integers(1, 30))
+    def let_happen(self, events: int) -> None:
+        for _ in range(events):
+            self.cluster.kernel.step(self.cluster.kernel.now + 0.1)
+
+    @precondition(lambda self: len(self.cluster.nodes) < len(NODE_IDS))
+    @rule()
+    def arrive(self) -> None:
+        taken = {node.node_id for node in self.cluster.nodes}
+        self.cluster.start(next(node_id for node_id in NODE_IDS if node_id not in taken))
+
+    @rule(
+        index=INDEX,
+        leader=st.booleans(),
+        what=st.sampled_from(["dies", "loses power", "freezes", "thaws", "loses its links"]),
+    )
+    def host(self, index: int, leader: bool, what: str) -> None:
+        """Something befalls a host, often that of the leader."""
+        node = self._pick(index, leader=leader)
+        match what:
+            case _ if node is None:
+                return
+            case "dies" | "loses power":
+                node.die(power=what == "loses power")
+            case "freezes":
+                self.cluster.freeze(node)
+            case "thaws":
+                self.cluster.thaw(node)
+            case "loses its links":
+                node.drop_links()
+
+    @rule(index=INDEX, what=st.sampled_from(["crash", "finish", "leave", "deaf"]))
+    def workers(self, index: int, what: str) -> None:
+        """Something befalls a node's workers."""
+        node = self._pick(index)
+        if node is None or node.frozen:
+            return
+        match what:
+            case "crash" if node.workers.training:
+                node.workers.crash()
+            case "finish" if node.workers.training:
+                node.workers.finish()
+            case "leave":
+                node.leave()
+            case "deaf":
+                node.workers.deaf = True
+
+    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["partition", "no store", "slow", "heal"]))
+    def network(self, index: int, leader: bool, what: str) -> None:
+        """Something befalls the network."""
+        node, network = self._pick(index, leader=leader), self.cluster.network
+        match what:
+            case _ if node is None:
+                return
+            case "partition":
+                self.cluster.partition(node.node_id)
+            case "no store":
+                network.cut_off.add(node.node_id)
+            case "slow":
+                self.cluster.slow_down(0.3)
+            case "heal":
+                network.groups, network.slow = {}, 0.0
+                network.cut_off.clear()
+                network.change()
+
+    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["down", "up", "mute", "late"]))
+    def store(self, index: int, leader: bool, what: str) -> None:
+        """Something befalls the store: none answers, or one node's writes go through without an answer, or too late."""
+        node, store = self._pick(index, leader=leader), self.cluster.store
+        match what:
+            case "down" | "up":
+                store.down = what == "down"
+            case "mute" if node is not None:
+                store.mute.add(node.node_id)
+            case "late" if node is not None:
+                store.late.add(node.node_id)
+
+    def teardown(self) -> None:
+        """Without further faults the run trains, or has ended."""
+        if not hasattr(self, "cluster"):
+            return
+        cluster = self.cluster
+        cluster.heal()
+        cluster.run(cluster.timing.dead_after)
+        staying = {node.node_id for node in cluster.nodes if node.view.leaving is None}
+        missing = cluster.limits.min_nodes - len(staying)
+        cluster.start(*[node_id for node_id in NODE_IDS if node_id not in staying][: max(0, missing)])
+        cluster.recover()
+
+
+def _profile(examples: int, *, random: bool) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=25,
+        derandomize=not random,
+        report_multiple_bugs=False,
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if random else [])],  # to shrink takes minutes
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_whatever_befalls_leaders_rounds_have_one_number_each_and_the_run_goes_on() -> None:
+    run_state_machine_as_test(TakeoverRun, settings=_profile(int(EXAMPLES or 40), random=EXAMPLES is not None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whatever_befalls_leaders_at_length() -> None:
+    run_state_machine_as_test(TakeoverRun, settings=_profile(1500, random=False))

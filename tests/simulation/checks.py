@@ -1,0 +1,153 @@
+"""What must hold after every event, whatever befalls the hosts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import Event, RestartCharged, RoundBroken
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import ControlRecord
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+    from simulation.kernel import Host
+    from simulation.leader import SimLeader
+    from simulation.node import SimNode
+
+__all__ = ["Checks"]
+
+FREE = ("membership", "node loss", "preemption")
+
+
+class Checks:
+    """Sees every write, order, event and start of workers of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.record: ControlRecord | None = None
+        self.rounds: dict[int, tuple[str, ...]] = {}
+        self.log: list[str] = []
+        self._leaders: dict[int, str] = {}
+        self._charged: set[tuple[int, int]] = set()
+        self._free: set[tuple[int, int]] = set()
+        self._left_behind: set[tuple[str, int]] = set()
+        self._obeyed: dict[str, int] = {}
+
+    # The record.
+
+    def written(self, value: bytes, host: Host) -> None:
+        record, before = ControlRecord.parse(value), self.record
+        self._note(f"term {record.term} {record.leader.incarnation} writes round {record.round.number} {record.end}")
+        self.record = record
+        assert self._leaders.setdefault(record.term, record.leader.incarnation) == record.leader.incarnation, (
+            "two leaders in one term"
+        )
+        if before is None:
+            return
+        assert before.end is None, "a change after the end"
+        assert record.nonce != before.nonce
+        assert record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
+        assert before.restarts <= record.restarts <= self.cluster.limits.max_restarts
+        if record.round != before.round:
+            self._formed(before, record)
+        else:
+            assert record.restarts == before.restarts or record.end is not None, "charged without a new round"
+        if record.end is not None:
+            self._ended(record)
+
+    def _formed(self, before: ControlRecord, record: ControlRecord) -> None:
+        number = record.round.number
+        assert number not in self.rounds, "two rounds with one number"
+        assert number > before.round.number
+        assert record.restarts <= before.restarts + 1, "a broken round was charged twice"
+        names = tuple(member.node_id for member in record.round.members)
+        assert len(set(names)) == len(names), "ranks are no permutation"
+        assert self.cluster.limits.min_nodes <= len(names) <= self.cluster.limits.max_nodes
+        self.rounds[number] = names
+        # Its process may be dead by now: the write was under way.
+        leader = [x for x in self.cluster.leaders if x.node.incarnation == record.leader.incarnation][-1]
+        self._assert_others_stopped(leader, record)
+
+    def _assert_others_stopped(self, leader: SimLeader, record: ControlRecord) -> None:
+        now, dead_after = leader.kernel.now, self.cluster.timing.dead_after
+        for node in self.cluster.nodes:
+            if not node.workers.training or node.workers.training >= record.round.number:
+                continue
+            silent_for = now - max(leader.began, leader.heard.get(node.incarnation, 0.0))
+            replaced = node is not self.cluster[node.node_id]  # a newer agent of its id shows that it is gone
+            late = (node.incarnation, node.workers.training)  # whom an earlier round need not have waited for
+            excused = replaced or node.incarnation in leader.closed or silent_for >= dead_after - 1e-6
+            assert excused or late in self._left_behind, (
+                f"{node.name} still trains in round {node.workers.training}, {silent_for:.2f} s silent"
+            )
+            assert record.round.index(node.node_id, node.incarnation) is None, "a member that still trains"
+            self._left_behind.add(late)
+
+    def _ended(self, record: ControlRecord) -> None:
+        assert record.end is not None
+        if record.end.code == ExitCode.DONE:
+            for member in record.round.members:
+                (node,) = (x for x in self.cluster.all if x.incarnation == member.incarnation)
+                assert record.round.number in node.workers.done, "done, but not everywhere"
+        elif record.end.code != ExitCode.TOO_FEW_NODES:
+            assert record.restarts == self.cluster.limits.max_restarts, "ended with budget left"
+
+    # Leaders.
+
+    def ordered(self, leader: SimLeader, order: m.Order) -> None:
+        assert self._leaders[order.term] == leader.node.incarnation, "an order of a term that it does not lead"
+        if isinstance(order, m.Form):
+            assert self.rounds.get(order.round.number) == tuple(x.node_id for x in order.round.members)
+        if isinstance(order, m.RunEnd):
+            assert self.record is not None
+            assert self.record.end is not None
+
+    def emitted(self, leader: SimLeader, event: Event) -> None:
+        self._note(f"{leader.node.incarnation} {event}")
+        match event:
+            case RoundBroken(round=number, kind=kind) if kind in FREE:
+                self._free.add((leader.machine.record.term, number))
+            case RestartCharged(round=number):
+                key = (leader.machine.record.term, number)
+                assert key not in self._free, "charged for what is free"
+                assert key not in self._charged, "charged twice"
+                self._charged.add(key)
+
+    # Nodes.
+
+    def obeyed(self, node: SimNode, event: Any) -> None:
+        """An order came to the agent itself."""
+        self._note(f"to {node.incarnation}: {str(event)[:120]}")
+        term = getattr(event, "term", None)
+        if term is not None:
+            assert term >= self._obeyed.get(node.incarnation, 0), "an order of a lower term was obeyed"
+            self._obeyed[node.incarnation] = term
+
+    def starts(self, node: SimNode, form: m.Form) -> None:
+        number = form.round.number
+        assert form.round.index(node.node_id, node.incarnation) is not None
+        assert number in self.rounds, "workers of a round that was never recorded"
+        assert self.record is not None
+        if number < self.record.round.number:
+            # The order waited in a stopped process, or on a link that both sides were giving up: it has to end soon.
+            assert node.incarnation in self.cluster.disturbed, "workers of a past round are started"
+            self._left_behind.add((node.incarnation, number))
+
+    def finished(self, node: SimNode, code: int) -> None:
+        record = self.record
+        if record is not None and record.end is not None and node.view.cause == record.end.cause:
+            assert code == record.end.code
+
+    def _note(self, text: str) -> None:
+        self.log.append(f"{self.cluster.kernel.now:.3f} {text}")
+
+    def always(self) -> None:
+        """After every event."""
+        live: dict[int, set[str]] = {}
+        for node in self.cluster.nodes:
+            if node.workers.training:
+                live.setdefault(node.workers.training, set()).add(node.node_id)
+                assert node.workers.training in self.rounds
+        for number, names in live.items():
+            assert names <= set(self.rounds[number])

@@ -1,0 +1,169 @@
+"""The hosts of one run, what befalls them, and what must come of it."""
+
+from __future__ import annotations
+
+import itertools
+
+from elastic_agents.policy import Phase
+from elastic_launch.config import Limits, Timing
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from simulation.checks import Checks
+from simulation.kernel import Kernel
+from simulation.leader import SimLeader
+from simulation.network import Network, SimStore
+from simulation.node import SimNode
+
+__all__ = ["Cluster"]
+
+TIMING = Timing(join_settle=1.0, min_wait=600.0, return_after=10.0, join_timeout=300.0, read_timeout=4.0)
+
+RECOVERY = 60.0
+"""Simulated seconds within which a run without further faults must train again."""
+
+
+class Cluster:
+    """Nodes that share a store.
+
+    Attributes:
+        nodes: those that live, frozen ones too.
+        all: these and those that were.
+        disturbed: incarnations that were there when a process was frozen or the network did harm.
+    """
+
+    def __init__(self, nodes: str = "1:3", *, seed: int = 0, max_restarts: int = 100, timing: Timing = TIMING) -> None:
+        low, _, high = nodes.partition(":")
+        self.limits = Limits(int(low), int(high or low), max_restarts)
+        self.timing = timing
+        self.grace = 3.0
+        self.checks = Checks(self)
+        self.kernel = Kernel(seed, self.checks.always)
+        self.network = Network(self.kernel)
+        self.store = SimStore(self.network, self.checks.written)
+        self.all: list[SimNode] = []
+        self.leaders: list[SimLeader] = []
+        self.disturbed: set[str] = set()
+        self._ports = itertools.count(1)
+
+    @property
+    def nodes(self) -> list[SimNode]:
+        return [node for node in self.all if node.alive]
+
+    @property
+    def record(self) -> ControlRecord | None:
+        return self.checks.record
+
+    def __getitem__(self, node_id: str) -> SimNode:
+        return [node for node in self.all if node.node_id == node_id][-1]
+
+    def host(self, node_id: str) -> SimNode | None:
+        found = [node for node in self.all if node.node_id == node_id]
+        return found[-1] if found else None
+
+    def next_port(self) -> int:
+        return next(self._ports)
+
+    def leader_at(self, leader: Leader) -> SimLeader | None:
+        for reign in reversed(self.leaders):
+            if reign.port == leader.port and reign.node.incarnation == leader.incarnation and reign.node.alive:
+                return reign
+        return None
+
+    @property
+    def leader(self) -> SimNode | None:
+        """Who leads by the record, if it lives."""
+        record = self.record
+        found = [node for node in self.nodes if record and node.incarnation == record.leader.incarnation]
+        return found[0] if found else None
+
+    def start(self, *node_ids: str) -> None:
+        for node_id in node_ids:
+            incarnation = f"{node_id}{sum(node.node_id == node_id for node in self.all) + 1}"
+            self.all.append(SimNode(self, node_id, incarnation))
+
+    def run(self, seconds: float) -> None:
+        self.kernel.run(seconds)
+
+    # What befalls them.
+
+    def lost_peer(self, lost: SimNode, number: int) -> None:
+        for node in self.nodes:
+            if node.workers.training == number and self.network.joins(lost, node):
+                node.workers.miss_a_peer(number)
+
+    def freeze(self, node: SimNode) -> None:
+        node.frozen = True
+        self.disturb()
+
+    def thaw(self, node: SimNode) -> None:
+        self.kernel.thaw(node)
+
+    def partition(self, *node_ids: str) -> None:
+        """Cut these off from the other hosts; the store stays reachable from both sides."""
+        self.network.groups = dict.fromkeys(node_ids, 1)
+        self.disturb()
+        self.network.change()
+
+    def slow_down(self, seconds: float) -> None:
+        self.network.slow = seconds
+        self.disturb()
+
+    def disturb(self) -> None:
+        self.disturbed.update(node.incarnation for node in self.nodes)
+
+    def heal(self) -> None:
+        """End all faults that last."""
+        self.network.groups, self.network.slow = {}, 0.0
+        self.network.cut_off.clear()
+        self.store.down = False
+        self.store.mute.clear()
+        self.store.late.clear()
+        self.network.change()
+        for node in self.nodes:
+            node.workers.deaf = False
+            self.thaw(node)
+
+    # What must come of it.
+
+    @property
+    def trains(self) -> bool:
+        """Whether all that live train in one round, as many as may, or have finished there."""
+        record, nodes = self.record, self.nodes
+        if record is None or not nodes or any(node.view.leaving is not None for node in nodes):
+            return False
+        number = record.round.number
+        members = [node for node in nodes if record.round.index(node.node_id, node.incarnation) is not None]
+        finished = any(node.view.phase is Phase.FINISHED for node in members)
+        well = all(number in (node.workers.training, *node.workers.done) and _works(node, number) for node in members)
+        complete = len(members) == len(record.round.members)
+        full = len(members) == min(len(nodes), self.limits.max_nodes) or finished
+        others = all(not node.workers.training for node in nodes if node not in members)
+        return bool(members) and well and complete and full and others
+
+    def recover(self) -> None:
+        """Without further faults the run trains, or has ended.
+
+        Raises:
+            AssertionError: if it does not within RECOVERY seconds.
+        """
+        self.heal()
+        end = self.kernel.now + self.timing.dead_after + RECOVERY
+        while self.kernel.now < end and not self.over and not self.trains:
+            self.run(1.0)
+        assert self.over or self.trains, self.describe()
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended and every node with it, or nobody is left."""
+        return not self.nodes
+
+    def describe(self) -> str:
+        lines = [f"at {self.kernel.now:.2f} the record is {self.record}"]
+        for node in self.nodes:
+            reign = node.reign
+            leads = f" leads term {reign.machine.record.term} alive={reign.alive}" if reign is not None else ""
+            lines.append(f"{node.incarnation}: {node.view} trains {node.workers.training} {node.side.hello}{leads}")
+        return "\n".join(lines)
+
+
+def _works(node: SimNode, number: int) -> bool:
+    return node.view.phase in (Phase.RUNNING, Phase.FINISHED) and node.view.round == number

@@ -1,0 +1,177 @@
+"""A leader's process: the real machine, with the service's input and output simulated."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from elastic_launch.errors import StoreError
+from elastic_launch.rendezvous import instructions as to_do
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backend import ACK_TIMEOUT
+from elastic_launch.rendezvous.elected import WATCH
+from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.rendezvous.record import ControlRecord
+from simulation.kernel import Mailbox, Task
+from simulation.network import END, Connection
+
+if TYPE_CHECKING:
+    from simulation.node import SimNode
+
+__all__ = ["SimLeader"]
+
+COMMAND = "train.py"
+
+
+class SimLeader:
+    """One reign of a node.
+
+    Attributes:
+        heard: when a node's incarnation was heard of last on a link.
+        closed: incarnations whose last link was seen to end.
+    """
+
+    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str]) -> None:
+        self.node = node
+        self.cluster, self.kernel = node.cluster, node.cluster.kernel
+        self.port = record.leader.port
+        self.began = self.kernel.now
+        self.mailbox = Mailbox(self.kernel, node)
+        limits, timing = self.cluster.limits, self.cluster.timing
+        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead)
+        self.links: dict[int, Connection] = {}
+        self.greeted: dict[int, str] = {}
+        self.heard: dict[str, float] = {}
+        self.closed: set[str] = set()
+        self.deposed = False
+        self._sure = self.began
+        self.over = False
+        self._stopping = False
+        self._numbers: dict[Connection, int] = {}
+        self._committed = record.encode()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it leads, as far as its node knows."""
+        return not self.over and not self.deposed
+
+    @property
+    def listening(self) -> bool:
+        return not self.over
+
+    def unsure_for(self) -> float:
+        """Seconds since its term was last seen in the record; for ever if it has ended."""
+        return self.kernel.now - self._sure if self.alive else math.inf
+
+    def start(self) -> None:
+        self.kernel.spawn(self.node, self._serve())
+        self.kernel.spawn(self.node, self._watch())
+
+    def accept(self, connection: Connection) -> None:
+        number = len(self._numbers) + 1
+        self._numbers[connection], self.links[number] = number, connection
+
+    def depose(self) -> None:
+        self.deposed = self._stopping = True
+        self.mailbox.put(("wake", END))
+
+    def close(self) -> None:
+        """Ask it to end; it is over once ``over`` is set."""
+        self._stopping = True
+        self.mailbox.put(("wake", END))
+
+    def _serve(self) -> Task:
+        timing, machine, kernel = self.cluster.timing, self.machine, self.kernel
+        beat, next_turn = timing.beat_among(self.cluster.limits.max_nodes), 0.0
+        next_pulse = kernel.now + beat
+        give_up: float | None = None
+        while True:
+            now = kernel.now
+            if self._stopping:
+                give_up = give_up if give_up is not None else now + (ACK_TIMEOUT if machine.ended else 0)
+                if now >= give_up or not self.links or self.deposed:
+                    break
+            wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
+            news = False
+            for connection, message in (yield self.mailbox.get(wait)):
+                news = news or not isinstance(message, m.Beat)
+                yield from self._receive(connection, message)
+            now = kernel.now
+            if news or now >= next_turn:
+                yield from self._carry_out(machine.turn(now))
+                next_turn = now + machine.wait(now)
+            if now >= next_pulse and not self.deposed:
+                next_pulse = now + beat
+                for number in self.greeted:
+                    self._send(number, m.Pulse(machine.record.term))
+        self.over = True
+        for connection in self.links.values():
+            connection.close(1)
+
+    def _receive(self, connection: Any, message: m.Report | None) -> Task:
+        number = self._numbers.get(connection)
+        if number is None or number not in self.links:
+            return
+        now = self.kernel.now
+        if message is END:
+            self.links.pop(number).close(1)
+            if number in self.greeted:
+                self.closed.add(self.greeted[number])
+                yield from self._carry_out(self.machine.closed(number, now))
+        elif isinstance(message, m.Hello):
+            self.greeted[number] = message.incarnation
+            self.heard[message.incarnation] = now
+            self.closed.discard(message.incarnation)
+            yield from self._carry_out(self.machine.hello(number, message, now))
+        else:
+            self.heard[self.greeted[number]] = now
+            yield from self._carry_out(self.machine.report(number, message, now))
+
+    def _carry_out(self, instructions: list[to_do.Instruction]) -> Task:
+        for instruction in instructions:
+            if self.deposed:
+                return
+            match instruction:
+                case to_do.Commit(record=record):
+                    if not (yield from self._commit(record)):
+                        self.deposed = self._stopping = True
+                        return
+                case to_do.Send(link=number, order=order):
+                    self._send(number, order)
+                case to_do.Close(link=number) if number in self.links:
+                    self.closed.add(self.greeted[number])
+                    self.links.pop(number).close(1)
+                case to_do.Emit(event=event):
+                    event.line()
+                    self.cluster.checks.emitted(self, event)
+
+    def _commit(self, record: ControlRecord) -> Task:
+        value = record.encode()
+        timeout = self.cluster.timing.read_timeout
+        try:
+            written = yield self.cluster.store.compare_and_set(self.node, self._committed, value, timeout)
+        except StoreError:
+            return False
+        if written:
+            self._committed = value
+        return written
+
+    def _send(self, number: int, order: m.Order) -> None:
+        if number in self.links:
+            self.cluster.checks.ordered(self, order)
+            self.links[number].send(1, order)
+
+    def _watch(self) -> Task:
+        look = min(WATCH, self.cluster.timing.dead_after / 5)
+        while self.alive:
+            began = self.kernel.now
+            try:
+                value = yield self.cluster.store.load(self.node, look)
+            except StoreError:
+                yield self.kernel.sleep(self.node, WATCH)
+                continue
+            if ControlRecord.parse(value).leader != self.machine.record.leader:
+                self.depose()
+                return
+            self._sure = began
+            yield self.kernel.sleep(self.node, look)

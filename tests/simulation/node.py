@@ -1,0 +1,326 @@
+"""An agent's process: the real policy and the real node's side of the link, with threads and sockets simulated.
+
+``_stay``, ``_connect``, ``_converse`` and ``_find_leader`` go the way of ``Membership`` and ``ElectedBackend``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from elastic_agents import policy as p
+from elastic_launch.errors import RefusedError, StoreError
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.hearing import Hearing
+from elastic_launch.rendezvous.membership import RETRY, LinkDown, RendezvousLost
+from elastic_launch.rendezvous.node import NodeSide, Search
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.succession import Succession
+from simulation.kernel import Host, Mailbox, Resume, Task, Wait
+from simulation.leader import COMMAND, SimLeader
+from simulation.network import END, Connection
+from simulation.workers import SimWorkers
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+__all__ = ["SimNode"]
+
+NPROC = 1
+
+
+class SimNode(Host):
+    """One agent with its workers.
+
+    Attributes:
+        code: what it exited with, or None.
+        lost_power: its host is off, so that nothing answers there.
+    """
+
+    def __init__(self, cluster: Cluster, node_id: str, incarnation: str) -> None:
+        super().__init__(node_id)
+        self.cluster, self.kernel = cluster, cluster.kernel
+        self.node_id, self.incarnation = node_id, incarnation
+        self.code: int | None = None
+        self.lost_power = False
+        self.view = p.View()
+        self.workers = SimWorkers(self)
+        self.inbox = Mailbox(self.kernel, self)
+        self.side = NodeSide()
+        self.succession = Succession(incarnation, cluster.timing.dead_after)
+        self.reign: SimLeader | None = None
+        self.port = 0  # where it listens as long as it lives, once it has tried to lead
+        self.connections: list[tuple[Connection, int]] = []
+        self._wires = Mailbox(self.kernel, self)
+        self._closing = self._answered = False
+        self._hearing = Hearing(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
+        self._former: list[Connection] = []
+        self._record: ControlRecord | None = None
+        limits = str(cluster.limits)
+        self.side.begin(
+            m.Hello(
+                m.PROTOCOL_VERSION, "run", "digest", COMMAND, limits, node_id, incarnation, NPROC, f"host-{node_id}", 1
+            )
+        )
+        self.kernel.spawn(self, self._agent())
+        self.kernel.spawn(self, self._membership())
+
+    def die(self, *, power: bool) -> None:
+        """Its process is killed, and the guard kills the workers; or its host goes off and says nothing."""
+        self.alive, self.lost_power = False, power
+        self.workers.die()
+        if self.reign is not None:
+            self.reign.over = True
+        for connection, side in self.connections:
+            connection.close(side, silently=power)
+
+    def drop_links(self) -> None:
+        """Something between the hosts ends its connections; both sides see it."""
+        self.cluster.disturb()
+        for connection, _ in self.connections:
+            connection.reset()
+
+    def leave(self) -> None:
+        self.inbox.put(p.Leave("SIGTERM", 143))
+
+    # The main thread.
+
+    def _agent(self) -> Task:
+        while True:
+            for event in (yield self.inbox.get()):
+                self.cluster.checks.obeyed(self, event)
+                self.view, actions = p.decide(self.view, event, NPROC)
+                for action in actions:
+                    self._carry_out(action)
+                if self.code is not None:
+                    return
+                yield self.kernel.sleep(self, self.kernel.soon() / 10)
+
+    def _carry_out(self, action: p.Action) -> None:
+        number = self.view.round
+        match action:
+            case p.StartWorkers(form=form):
+                self.cluster.checks.starts(self, form)
+                self.workers.start(form.round)
+                self._say(m.Joined(form.round.number))
+            case p.Terminate():
+                self.workers.terminate()
+                grace = self.cluster.grace
+                self.kernel.call(grace, self, lambda: self.inbox.put(p.GraceOver(number)))
+            case p.Kill():
+                self.workers.kill()
+            case p.Hold(local_rank=rank):
+                self.kernel.call(p.HOLD, self, lambda: self.inbox.put(p.HoldOver(number, rank)))
+            case p.ReportFailed(preempted=preempted):
+                kind = "preemption" if preempted else "crash"
+                failure = m.Failure(self.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=60.0, round=number)
+                self._say(m.Failed(number, failure))
+            case p.ReportStopped(round=stopped):
+                self._say(m.Stopped(stopped, 1))
+            case p.ReportDone(round=done):
+                self._say(m.Done(done))
+            case p.ReportLeaving(reason=reason, seconds=seconds):
+                self._say(m.Leaving(reason, seconds))
+            case p.Finish(code=code):
+                self.code = code
+                self.cluster.checks.finished(self, code)
+                self._closing = True
+                self._wires.put(("wake", END))
+
+    def _say(self, report: m.Report) -> None:
+        self.side.say(report)
+        self._wires.put(("wake", END))
+
+    # The membership's thread.
+
+    def _membership(self) -> Task:
+        try:
+            yield from self._stay()
+        except RefusedError as error:
+            self.inbox.put(RendezvousLost(error))
+        except StoreError as error:
+            self.inbox.put(RendezvousLost(error))
+        while not self._closing:
+            yield self._wires.get(1.0)
+        yield from self._end_reign()
+        self.die(power=False)
+
+    def _stay(self) -> Task:
+        timing = self.cluster.timing
+        search = Search(timing, self.kernel.now)
+        while not self._closing:
+            try:
+                connection = yield from self._connect(search.attempt(self._hearing, self.kernel.now))
+            except (StoreError, OSError) as error:
+                self._judge()
+                if search.failed(self.kernel.now):
+                    self.inbox.put(LinkDown(str(error), gone=search.gone))
+                if search.over(self.kernel.now):
+                    raise StoreError("given up.") from error
+                yield self.kernel.sleep(self, RETRY)
+                continue
+            if connection is None:
+                return
+            search.linked()
+            self._answered = False
+            silent = yield from self._converse(connection)
+            if silent and self._answered:
+                self._former.append(connection)
+            else:
+                self._hang_up(connection)
+            while not self.side.may_return() and not self._closing:
+                yield self.kernel.sleep(self, 0.02)
+            assert self._record is not None
+            if self._answered:
+                search.lost(self.kernel.now)
+            elif not silent:
+                self._unreachable(self._record, refused=False)
+                if search.over(self.kernel.now) and not self._closing:
+                    raise StoreError("nobody answers as the leader.")
+                yield self.kernel.sleep(self, RETRY)
+            if silent and not self._closing:
+                search.tell()
+                self._unreachable(self._record, refused=False, silent_for=timing.dead_after)
+                self.inbox.put(LinkDown("silent", gone=False))
+
+    def _hang_up(self, connection: Connection) -> None:
+        connection.close(0)
+        self.connections.remove((connection, 0))
+
+    def _judge(self, gap: float = 0.0) -> None:
+        if self.cluster.limits.max_nodes == 1 or self._record is None:
+            return
+        leads = self._record.leader.incarnation == self.incarnation
+        unsure = (self.reign.unsure_for() if self.reign is not None else math.inf) if leads else None
+        if cut_off := self._hearing.judge(self.kernel.now, gap, unsure):
+            self.inbox.put(cut_off)
+
+    def _connect(self, timeout: float) -> Task:
+        record: ControlRecord = yield from self._find_leader(timeout)
+        if record.end is not None:
+            self.inbox.put(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
+            self._closing = True
+            return None
+        self._record = record
+        try:
+            connection = yield self._dial(record.leader, timeout)
+        except OSError as error:
+            self._unreachable(record, refused=isinstance(error, ConnectionRefusedError))
+            raise
+        self.connections.append((connection, 0))
+        self.side.greet()
+        return connection
+
+    def _unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+        self.succession.unreachable(record.term, self.kernel.now, refused=refused, silent_for=silent_for)
+
+    def _dial(self, leader: Leader, timeout: float) -> Wait:
+        """Connect to the leader's listener; the kernel of a frozen process accepts, too."""
+        kernel, network = self.kernel, self.cluster.network
+
+        def wait(resume: Resume) -> None:
+            over = kernel.now + timeout
+
+            def arrive() -> None:
+                there = self.cluster.leader_at(leader)
+                host = there.node if there is not None else self.cluster.host(leader.node_id)
+                if host is None or host.lost_power or not network.joins(self, host):
+                    outcome: Any = TimeoutError("timed out")
+                    kernel.call(max(0.0, over - kernel.now), self, lambda: resume(outcome))
+                    return
+                if not host.alive or (host.incarnation, host.port) != (leader.incarnation, leader.port):
+                    outcome = ConnectionRefusedError("refused")
+                elif there is None or not there.listening:
+                    outcome = Connection(network, ((self, self._wires), (host, Mailbox(kernel, host))))  # not served
+                else:
+                    outcome = Connection(network, ((self, self._wires), (there.node, there.mailbox)))
+                    there.accept(outcome)
+                    there.node.connections.append((outcome, 1))
+                kernel.call(network.delay(), self, lambda: resume(outcome))
+
+            kernel.call(network.delay(), kernel.outside, arrive)
+
+        return wait
+
+    def _converse(self, connection: Connection) -> Task:
+        kernel, hearing = self.kernel, self._hearing
+        now = kernel.now
+        next_beat = now + hearing.beat
+        hearing.linked(now)
+        while not hearing.leader_lost:
+            if now >= next_beat:
+                next_beat = now + hearing.beat
+                connection.send(0, m.Beat())
+            for report in self.side.take():
+                connection.send(0, report)
+            if self._closing:
+                return False
+            messages = yield self._wires.get(hearing.wait(now, next_beat - now))
+            now = kernel.now
+            self._judge(hearing.turn(now))
+            for source, order in messages:
+                if source is not connection:
+                    continue
+                if order is END:
+                    return False
+                self._answered = True
+                if self.side.obey(order):
+                    self._notice(order)
+                hearing.heard(kernel.now)
+        return True
+
+    def _notice(self, order: m.Order) -> None:
+        match order:
+            case m.Welcome():
+                while self._former:
+                    self._hang_up(self._former.pop())
+                self.succession.reached()
+            case m.Refused(reason=reason):
+                raise RefusedError(reason)
+            case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
+                self.inbox.put(order)
+
+    # Leading.
+
+    def _find_leader(self, timeout: float) -> Task:
+        store = self.cluster.store
+        began = self.kernel.now
+        try:
+            value = yield store.load(self, timeout)
+        except StoreError:
+            self.succession.looked(self.kernel.now - began, failed=True)
+            raise
+        self.succession.looked(self.kernel.now - began, failed=False)
+        me = Leader(self.node_id, self.incarnation, f"host-{self.node_id}", 0)
+        if value is None:
+            return (yield from self._take_over(None, ControlRecord("run", "digest", 1, me), timeout, ""))
+        record = ControlRecord.parse(value)
+        leading = self.reign is not None and self.reign.alive
+        takeover = self.succession.decide(record, self.kernel.now, leading=leading)
+        if takeover is None:
+            return record
+        following = replace(record, term=record.term + 1, leader=me)
+        return (yield from self._take_over(value, following, timeout, takeover.dead))
+
+    def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
+        yield from self._end_reign()
+        store = self.cluster.store
+        self.port = self.port or self.cluster.next_port()
+        record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
+        if not (yield store.compare_and_set(self, expected, record.encode(), timeout)):
+            value = yield store.load(self, timeout)
+            return ControlRecord.parse(value)
+        self.succession.reached()
+        self.reign = SimLeader(self, record, frozenset({dead} - {""}))
+        self.cluster.leaders.append(self.reign)
+        self.reign.start()
+        return record
+
+    def _end_reign(self) -> Task:
+        if self.reign is None:
+            return
+        self.reign.close()
+        while not self.reign.over:
+            yield self.kernel.sleep(self, 0.01)
+        self.reign = None
