@@ -91,3 +91,26 @@ def test_a_plain_script_gets_a_summary_without_steps(job: Job) -> None:
     (incident,) = json.loads(observed(job, "--json"))["incidents"]
     assert (incident["restore_s"], incident["first_step_s"], incident["lost_steps"]) == (None, None, None)
     assert incident["recovered"]
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_before_the_end_waits_when_a_resize_would_not_pay(job: Job) -> None:
+    """Its last steps take much longer than those before; so what is left seems short, whenever the node comes."""
+    gate = job.directory / "go-on"
+    # More than the interval of two estimates, so that there is one.
+    conf = ["--rdzv-conf", "resize_delay=12", "--rdzv-id", "late"]
+    command = [str(SCRIPTS / "halted.py"), "20", str(gate), DIGITS, "--epochs", "1", "--step-time", "0.05"]
+    host = job.node("a", *conf, command=command)
+    host.says("step 20 ", timeout=90)
+    guest = job.node("b", *conf, command=command)
+    wait_for("the word that it waits in vain", lambda: job.events("resize_skipped"), 60)
+    gate.touch()
+    assert host.wait(60) == 0, host.output
+    assert guest.wait(30) == 0, guest.output
+    assert [event["round"] for event in job.events("round_formed")] == [1]
+    (skipped,) = job.events("resize_skipped")
+    assert skipped["nodes"] == ["b"]
+    assert skipped["saved_s"] <= skipped["cost_s"] == 5.0
+    assert skipped["saved_s"] == pytest.approx(skipped["remaining_s"] / 2, abs=0.01)
+    assert "no resize for node b" in host.output
+    assert "no resize for node b" in guest.output, "who waits in vain is told"
