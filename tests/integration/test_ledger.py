@@ -34,7 +34,7 @@ def steps_of(job: Job, number: int) -> int:
 @pytest.mark.timeout(300)
 def test_a_drain_and_a_killed_worker_are_told_with_what_they_cost(job: Job) -> None:
     gate = job.directory / "hurry"
-    saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000", "--step-time", "0.2"]
+    saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000", "--step-time", "0.5"]
     command = [str(SCRIPTS / "paced.py"), str(gate), DIGITS, *saving]
     fixed = ["--rdzv-id", "ledger"]
     host = job.node("a", *fixed, command=command)
