@@ -67,9 +67,16 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """This worker has begun to train, with so many steps done, and can be drained from now on."""
+    """This worker has begun to train, with so many steps done, and can be drained from now on.
+
+    Attributes:
+        total: steps of the whole training, 0 if that is not known.
+        restore_s: seconds that restoring the state took.
+    """
 
     step: int
+    total: int = 0
+    restore_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

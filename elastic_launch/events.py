@@ -7,20 +7,15 @@ durations) and the fields of the event. Times of two hosts are not comparable.
 
 from __future__ import annotations
 
-import json
-import re
-import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
-from elastic_launch.clock import Clock
+from elastic_launch.sinks import EventSink, JsonLines, event_name
 
 __all__ = [
     "Event",
     "EventSink",
+    "FirstStep",
     "JsonLines",
     "LeaderElected",
     "LinkChanged",
@@ -30,12 +25,15 @@ __all__ = [
     "NodeRefused",
     "OrderReceived",
     "Parked",
+    "ResizeSkipped",
     "RestartCharged",
     "RoundBroken",
     "RoundDrained",
     "RoundDraining",
     "RoundFormed",
+    "RoundSteps",
     "RunEnded",
+    "TrainingBegun",
     "WorkerExited",
     "WorkerStarted",
     "counted",
@@ -222,6 +220,30 @@ class RestartCharged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeSkipped(Event):
+    """Nodes wait for a running round that has room for them: the run ends before a resize pays.
+
+    Attributes:
+        remaining_s: seconds that the present round still needs, by its own estimate.
+        saved_s: of these, what the larger round would save; see :mod:`elastic_launch.rendezvous.economics`.
+        cost_s: what a resize costs.
+    """
+
+    leader: ClassVar[bool] = True
+    nodes: tuple[str, ...]
+    remaining_s: float
+    saved_s: float
+    cost_s: float
+
+    def line(self) -> str:
+        nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
+        return (
+            f"no resize for node {nodes}: of about {self.remaining_s:.0f} s left it would save {self.saved_s:.1f} s, "
+            f"and it costs {self.cost_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderElected(Event):
     """A node leads from now on; only where no node hosts the store.
 
@@ -272,12 +294,17 @@ class RunEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class OrderReceived(Event):
-    """The node got an order from the leader."""
+    """The node got an order from the leader.
+
+    Attributes:
+        kind: of a break or drain, as of a broken round.
+    """
 
     order: str
     round: int
     term: int
     cause: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,51 +350,45 @@ class WorkerExited(Event):
     stopped: bool
 
 
-class EventSink(Protocol):
-    """Takes events from any thread."""
+@dataclass(frozen=True, slots=True)
+class TrainingBegun(Event):
+    """The first of this node's workers has come to where training begins or goes on.
 
-    def emit(self, event: Event) -> None:
-        """Record the event; never blocks for long, never fails."""
-        ...
-
-
-class JsonLines:
-    """Appends events to a file as JSON lines.
-
-    Args:
-        path: the file; made with its directory at the first event.
-        on_error: told once, if the file cannot be written; the run goes on.
+    Attributes:
+        rank: its rank.
+        step: optimizer steps done before.
+        total: steps of the whole training, 0 if that is not known.
+        restore_s: seconds that restoring the state took it.
     """
 
-    def __init__(self, path: Path, clock: Clock, on_error: Callable[[OSError], None]) -> None:
-        self.path = path
-        self._clock = clock
-        self._on_error: Callable[[OSError], None] | None = on_error
-        self._lock = threading.Lock()
-
-    def emit(self, event: Event) -> None:
-        line = json.dumps(
-            {
-                "event": event_name(type(event)),
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "clock": round(self._clock.now(), 6),
-                **asdict(event),
-            }
-        )
-        with self._lock:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a") as file:
-                    file.write(line + "\n")
-            except OSError as error:
-                on_error, self._on_error = self._on_error, None
-                if on_error:
-                    on_error(error)
+    round: int
+    rank: int
+    step: int
+    total: int
+    restore_s: float
 
 
-def event_name(kind: type[Any]) -> str:
-    """``RoundFormed`` -> ``round_formed``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+@dataclass(frozen=True, slots=True)
+class FirstStep(Event):
+    """The round's first optimizer step is done; step counts those done so far."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSteps(Event):
+    """This node's workers of a round do no more steps.
+
+    Attributes:
+        first, last: optimizer steps done when training began and when it ended.
+        trained_s: seconds from its beginning to the last step done.
+    """
+
+    round: int
+    first: int
+    last: int
+    trained_s: float
 
 
 def counted(number: int, noun: str) -> str:

@@ -102,7 +102,7 @@ def test_our_names_have_our_prefix() -> None:
 
 MESSAGES = [
     c.Hello(7, 5, 1),
-    c.Ready(100),
+    c.Ready(100, 900, 0.25),
     c.StepDone(101),
     c.Stored(2, 9, 101, 7, True, "/checkpoints", 3),
     c.Drained(102, 0.5),

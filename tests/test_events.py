@@ -65,6 +65,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.NodeLost,
         ev.NodeRefused,
         ev.Parked,
+        ev.ResizeSkipped,
         ev.RestartCharged,
         ev.RoundBroken,
         ev.RoundDrained,
@@ -108,6 +109,10 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         (
             ev.RoundDrained(3, 120, "preemption", "node b leaves (SIGTERM)", 0.4, "a new round forms"),
             "round 3 drained in 0.40 s after step 120; a new round forms",
+        ),
+        (
+            ev.ResizeSkipped(("c", "d"), 8.2, 4.1, 5.0),
+            "no resize for node c, d: of about 8 s left it would save 4.1 s, and it costs 5.0 s",
         ),
         (ev.RestartCharged(3, "crash", 1, 3), "restart 1 of 3 (--max-restarts 3), charged for a crash"),
         (

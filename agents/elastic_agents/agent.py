@@ -47,6 +47,9 @@ __all__ = ["LocalElasticAgent", "Outcome"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
+ESTIMATE_EVERY = 5.0
+"""Seconds between two estimates of how long the round still needs."""
+
 _SECRETS = frozenset({ENV_TOKEN, ENV_USER, ENV_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
@@ -57,6 +60,13 @@ class _Exited:
 
     pid: int
     exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class _EstimateDue:
+    """It is time to tell the leader how long the round still needs."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,7 @@ class LocalElasticAgent(ElasticAgent):
         processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
         keeper = self._keeper = Keeper(lambda: self._member, self._copied)
         keeper.start()
-        self._control = Control(self._clock, keeper, self._inbox.put)
+        self._control = Control(self._clock, keeper, self._inbox.put, self._events)
         self._workers = WorkerSet(self._config.node_id, self._config.run_directory, processes, pump, guard, self._clock)
         try:
             self._membership.start()
@@ -211,6 +221,9 @@ class LocalElasticAgent(ElasticAgent):
             case CutOff(reason=reason):
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
+            case _EstimateDue(round=number):
+                self._estimate(number)
+                return None
             case m.Notice(text=text):
                 if not self._hosting:
                     _log.info("%s", text)
@@ -257,7 +270,8 @@ class LocalElasticAgent(ElasticAgent):
         kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
         number = order.round.number if isinstance(order, m.Form) else self._view.round
         cause = order.reason if isinstance(order, m.Evicted) else order.cause
-        self._events.emit(OrderReceived(kind, number, order.term, cause))
+        why = order.kind if isinstance(order, m.Drain | m.Break) else ""
+        self._events.emit(OrderReceived(kind, number, order.term, cause, why))
         if isinstance(order, m.RunEnd):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
         if isinstance(order, m.Form):
@@ -327,6 +341,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._membership.failed(self._workers.failure(local_rank, preempted))
             case p.ReportReady(round=number):
                 self._membership.ready(number)
+                if self._where[0] == 0:  # one member's word is enough
+                    self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
             case p.ReportStopped(round=number, drained=drained):
                 self._end_round(number, drained)
             case p.ReportDone(round=number):
@@ -339,6 +355,11 @@ class LocalElasticAgent(ElasticAgent):
             case p.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 self._outcome = Outcome(code, cause, self._restarts, failure)
+
+    def _estimate(self, number: int) -> None:
+        if number == self._view.round and self._view.phase is p.Phase.RUNNING:
+            self._membership.ready(number, round(self._control.pace.remaining(), 3))
+            self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
 
     def _end_round(self, number: int, drained: int) -> None:
         stuck = self._workers.end_round()

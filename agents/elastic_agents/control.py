@@ -16,11 +16,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic_agents.diary import Diary
 from elastic_agents.keeper import Keeper
 from elastic_agents.pace import Pace
 from elastic_agents.vocabulary import WorkerDrained, WorkerReady
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
+from elastic_launch.events import EventSink
 
 __all__ = ["Control"]
 
@@ -31,11 +33,12 @@ Say = Callable[[WorkerReady | WorkerDrained], None]
 
 @dataclass(slots=True)
 class _Peer:
-    """One worker's connection; ``hello`` is its first message."""
+    """One worker's connection; ``hello`` is its first message, ``begun`` whether it trains."""
 
     sock: socket.socket
     pending: bytes = b""
     hello: c.Hello | None = None
+    begun: bool = False
 
 
 class Control:
@@ -44,18 +47,20 @@ class Control:
     Args:
         keeper: of the node's snapshots.
         say: called from that thread; must not block.
+        events: where it is noted what they say of their steps.
 
     Attributes:
         address: what workers find in their environment.
         pace: how long their steps take.
     """
 
-    def __init__(self, clock: Clock, keeper: Keeper, say: Say) -> None:
+    def __init__(self, clock: Clock, keeper: Keeper, say: Say, events: EventSink) -> None:
         self._clock = clock
         self._keeper = keeper
         self._say = say
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self.pace = Pace()
+        self._diary = Diary(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
         self._listener.listen(128)
@@ -89,16 +94,18 @@ class Control:
 
     def _run(self) -> None:
         try:
-            while True:
+            closing = False
+            while not closing:
                 for key, _ in self._selector.select():
                     if key.fileobj is self._wake_in:
-                        return
-                    if key.fileobj is self._listener:
+                        closing = True  # after what the workers have said until now
+                    elif key.fileobj is self._listener:
                         self._accept()
                     else:
                         assert isinstance(key.fileobj, socket.socket)
                         self._receive(self._peers[key.fileobj])
         finally:
+            self._diary.close()
             for sock in self._peers:
                 sock.close()
             self._selector.close()
@@ -140,6 +147,8 @@ class Control:
                 del self._peers[peer.sock]
             self._selector.unregister(peer.sock)
             peer.sock.close()
+            if peer.begun and peer.hello is not None:
+                self._diary.hung_up(peer.hello.round)
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
@@ -151,10 +160,14 @@ class Control:
         number, local_rank = peer.hello.round, peer.hello.local_rank
         match message:
             case c.Ready(step=step):
-                self.pace.begin(number, step, self._clock.now())
+                if not peer.begun:
+                    peer.begun = True
+                    self._diary.begin(peer.hello, message)
+                self.pace.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
                 self.pace.step(number, step, self._clock.now())
+                self._diary.step(number, step)
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Drained(step=step, seconds=seconds):

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_agents.inbox import Inbox, SignalsTo
-from elastic_launch.clock import MonotonicClock
+from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
+from elastic_launch.observe.live import LiveLedger
 from elastic_launch.rendezvous.messages import Failure
 
 if TYPE_CHECKING:
@@ -28,15 +29,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class _Journal:
-    """Events go to the node's file; the leader's decisions also to the console, one line each."""
+    """Events go to the node's file; the leader's decisions also to the console, one line each, with what they cost."""
 
-    def __init__(self, file: JsonLines) -> None:
+    def __init__(self, file: JsonLines, clock: Clock) -> None:
         self._file = file
+        self.ledger = LiveLedger(clock)
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
         if type(event).leader and (line := event.line()):
             _log.info("%s", line)
+        for incident in self.ledger.add(event):
+            _log.info("%s", incident.line())
 
 
 def run(config: LaunchConfig) -> int:
@@ -52,7 +56,8 @@ def run(config: LaunchConfig) -> int:
                 directory / f"events-{config.node_id}.jsonl",
                 clock,
                 lambda error: _log.warning("events are not recorded: %s", error),
-            )
+            ),
+            clock,
         )
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
@@ -60,6 +65,8 @@ def run(config: LaunchConfig) -> int:
 
         agent = LocalElasticAgent(config, backend_of(config, clock, journal), journal, clock=clock, inbox=inbox)
         agent.run()
+    if line := journal.ledger.summary(config.limits.max_restarts):
+        _log.info("%s", line)
     return _tell(config, agent.outcome)
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes: what decides whether there is time for a drain."""
+"""How long a step takes: what decides whether there is time for a drain, and when the training will end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ __all__ = ["Pace"]
 STEPS = 2
 """Steps that may pass until all ranks have stopped: the one in which they are asked, and the one after it."""
 
+ENOUGH = 3
+"""Steps of a round from which the rest is estimated; the median leaves out what is slow about the first."""
+
 
 class Pace:
     """Learns from the workers' steps; used by several threads."""
@@ -22,12 +25,15 @@ class Pace:
         self._at = 0.0
         self._steps: deque[float] = deque(maxlen=20)
         self._saving = 0.0
+        self._first = 0
+        self._total = 0
 
-    def begin(self, round_number: int, step: int, now: float) -> None:
-        """A worker begins to train with so many steps done."""
+    def begin(self, round_number: int, step: int, now: float, total: int = 0) -> None:
+        """A worker begins to train with so many steps done of so many; 0 if that is not known."""
         with self._lock:
             if round_number > self._round:
                 self._round, self._step, self._at = round_number, step, now
+                self._first, self._total = step, total
 
     def step(self, round_number: int, step: int, now: float) -> None:
         """A worker has done its step; the first to say so counts."""
@@ -46,6 +52,16 @@ class Pace:
         """Optimizer steps done."""
         with self._lock:
             return self._step
+
+    def remaining(self) -> float:
+        """Seconds until the training ends at this round's pace; -1 if that is not known."""
+        with self._lock:
+            done = self._step - self._first
+            # Who trains on beyond the total has begun a second training, of which nothing is known.
+            if done < ENOUGH or self._step > self._total:
+                return -1.0
+            mine = list(self._steps)[-done:]
+            return (self._total - self._step) * statistics.median(mine)
 
     def drain_seconds(self) -> float:
         """Seconds that a drain takes at least, as far as is known: two steps, and saving."""

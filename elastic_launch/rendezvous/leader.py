@@ -86,8 +86,11 @@ class LeaderMachine(Rounds):
         match report:
             case m.Joined(round=number) if node.active and number == current:
                 node.joined = True
-            case m.Ready(round=number) if node.active and number == current:
+            case m.Ready(round=number, remaining_s=remaining) if node.active and number == current:
                 node.joined = node.ready = True
+                self._prices.told(remaining, now)
+                if all(other.ready for other in self.nodes.values() if other.active):
+                    self._prices.trains(now)
             case m.Done(round=number) if node.active and number == current:
                 node.joined = node.done = True
             case m.Failed(round=number, failure=failure) if number == current:

@@ -112,9 +112,13 @@ class Membership:
         """The round's workers are started."""
         self._say(m.Joined(number))
 
-    def ready(self, number: int) -> None:
-        """The round's workers can be drained from now on."""
-        self._say(m.Ready(number))
+    def ready(self, number: int, remaining: float = -1.0) -> None:
+        """The round's workers can be drained from now on.
+
+        Args:
+            remaining: seconds until the training ends at the present pace; -1 if that is not known.
+        """
+        self._say(m.Ready(number, remaining))
 
     def done(self, number: int) -> None:
         """The round's workers have all finished with 0."""

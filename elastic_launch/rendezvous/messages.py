@@ -131,9 +131,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The workers of the round train by this project's library: they can be drained."""
+    """The workers of the round train by this project's library: they can be drained.
+
+    The round's first member says it again now and then, with a new estimate.
+
+    Attributes:
+        remaining_s: seconds until the training ends at the present pace; -1 if that is not known.
+    """
 
     round: int
+    remaining_s: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class Outlook:
             it will be there for the next one.
         members: nodes with workers.
         ended, running, broken, draining: of the run; of its present round.
+        pays: whether a resize for those who wait would pay.
     """
 
     limits: Limits
@@ -28,6 +29,7 @@ class Outlook:
     running: bool
     broken: bool
     draining: bool
+    pays: bool = True
 
     def __str__(self) -> str:
         if self.ended:
@@ -49,5 +51,5 @@ class Outlook:
         if not self.waiting:
             return "training goes on"
         if self.members < self.limits.max_nodes:
-            return "training is resized"
+            return "training is resized" if self.pays else "the run ends before a resize pays"
         return f"round is full, {self.waiting} spare"

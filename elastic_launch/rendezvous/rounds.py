@@ -10,6 +10,7 @@ from elastic_launch.events import (
     Event,
     NodeLost,
     Parked,
+    ResizeSkipped,
     RestartCharged,
     RoundBroken,
     RoundDrained,
@@ -19,6 +20,7 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import Budget
+from elastic_launch.rendezvous.economics import Prices, saved
 from elastic_launch.rendezvous.instructions import (
     Broken,
     Close,
@@ -62,6 +64,8 @@ class Rounds:
         self.nodes: dict[str, Node] = {}
         self._owners: dict[int, str] = {}
         self._budget = Budget(record.restarts, limits.max_restarts)
+        self._prices = Prices()
+        self._skipped: tuple[str, ...] = ()  # who was told that no resize is made for it
         self._limits = limits
         self._timing = timing
         self._command = command
@@ -199,6 +203,9 @@ class Rounds:
                 names = ", ".join(node.hello.node_id for node in late)
                 self._break(Kind.NODE_LOSS, f"node {names} did not start its workers within join_timeout", now)
         elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
+            if not self._resize_pays(now):
+                self._skip_resize(now)
+                return
             names = ", ".join(node.hello.node_id for node in self._waiting())
             self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
             self._consider(now)
@@ -231,6 +238,29 @@ class Rounds:
         members = [node for node in self.nodes.values() if node.active]
         finishing = any(node.done for node in members)
         return bool(self._waiting()) and len(members) < self._limits.max_nodes and not finishing
+
+    def _sizes(self) -> tuple[int, int]:
+        """Workers of the running round, and of one that is resized for the nodes that wait."""
+        members = [node.hello.workers for node in self.nodes.values() if node.active]
+        waiting = sorted(self._waiting(), key=lambda node: node.arrival)[: self._limits.max_nodes - len(members)]
+        return sum(members), sum(members) + sum(node.hello.workers for node in waiting)
+
+    def _resize_pays(self, now: float) -> bool:
+        return self._prices.pays(*self._sizes(), now)
+
+    def _skip_resize(self, now: float) -> None:
+        """Say once to the user, and to those who wait, that they wait in vain."""
+        waiting = self._waiting()
+        names = tuple(sorted(node.hello.node_id for node in waiting))
+        if set(names) <= set(self._skipped):
+            return
+        self._skipped = names
+        remaining = self._prices.remaining(now) or 0.0
+        saves, cost = saved(remaining, *self._sizes()), self._prices.cost
+        event = ResizeSkipped(names, round(remaining, 3), round(saves, 3), round(cost, 3))
+        self._emit(event)
+        for node in waiting:
+            self._send(node.link, m.Notice(self.record.term, event.line()))
 
     def _waiting(self) -> list[Node]:
         return [node for node in self.nodes.values() if not node.active and not node.leaving]
@@ -298,6 +328,9 @@ class Rounds:
         names = tuple(member.node_id for member in members)
         term = self.record.term
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
+        resized = self._broken is not None and self._broken.kind is Kind.MEMBERSHIP
+        self._prices.formed(since if resized else None)
+        self._skipped = ()
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
         self._failure = None
 
@@ -324,6 +357,7 @@ class Rounds:
             running=self._running,
             broken=self._broken is not None,
             draining=self._drain is not None,
+            pays=self._resize_pays(self._turned),
         )
         return str(outlook)
 

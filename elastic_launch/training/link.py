@@ -67,9 +67,9 @@ class AgentLink:
         link._take_slots()
         return link
 
-    def ready(self, step: int) -> None:
-        """Training begins with so many steps done."""
-        self._say(c.Ready(step))
+    def ready(self, step: int, total: int, restore_s: float) -> None:
+        """Training begins with so many steps done of so many (0: not known), after restoring for so many seconds."""
+        self._say(c.Ready(step, total, restore_s))
 
     def step(self, step: int) -> None:
         """A step is done."""

@@ -86,7 +86,7 @@ class Loop:
         _warn_of_idle_ranks(self._run, self._loader.batch)
         if self._options.prepare is not None:
             self._options.prepare(self._step)
-        self._run.begin(self._step)
+        self._run.begin(self._step, self._end)
         gradients = self._gradients()
         try:
             stopped = self._run.stopped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -57,6 +58,7 @@ class Run:
         self._step = 0
         self._ended = False
         self._saver = Saver(world, link)
+        self._restore_seconds = 0.0
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
@@ -200,9 +202,11 @@ class Run:
     def restore(self, checkpoint: Checkpoint | None, identity: Mapping[str, int], state: TrainingState) -> Resumed:
         """Restore a state from the node's memory, else from a checkpoint; called by all ranks."""
         self._checkpoint = checkpoint
+        began = time.monotonic()
         resumed = self._saver.restore(checkpoint, dict(identity), state)
         self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world_size]
+        self._restore_seconds += time.monotonic() - began
         return resumed
 
     def step_boundary(
@@ -229,14 +233,18 @@ class Run:
         self._saver.save(step, checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
         return self.stopped
 
-    def begin(self, step: int) -> None:
-        """The training has come to its first step, or to where it goes on: from now on it can be stopped."""
+    def begin(self, step: int, total: int = 0) -> None:
+        """The training has come to its first step, or to where it goes on: from now on it can be stopped.
+
+        Args:
+            total: steps of the whole training, 0 if that is not known.
+        """
         if self._begun:
             return
         self._begun, self._step = True, step
         self._termination.watch()
         if self._link is not None:
-            self._link.ready(step)
+            self._link.ready(step, total, self._restore_seconds)
 
     def leave_if_draining(self) -> None:
         """End the process here, by way of the session's end, if the training is to go on in others.

@@ -56,9 +56,10 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
 
 
 def test_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, undisturbed: str) -> None:
-    host = job.node("a", command=digits(job))
+    command = digits(job, step_time=0.5)  # enough is left to be done for a resize to pay
+    host = job.node("a", command=command)
     first = trains(job, 1)
-    guest = job.node("b", command=digits(job))
+    guest = job.node("b", command=command)
     second = trains(job, 2, after=first)
     guest.signal(signal.SIGTERM)
     assert guest.wait(60) == 143

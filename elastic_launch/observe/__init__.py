@@ -1,0 +1,1 @@
+"""What became of a run, told from its events."""

@@ -1,0 +1,157 @@
+"""The events of one host, round by round: what a ledger is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_launch import events as ev
+
+__all__ = ["Chronicle", "RoundTold"]
+
+
+@dataclass(slots=True)
+class RoundTold:
+    """What one host's events say of a round; moments by its monotonic clock, None where they say nothing.
+
+    Attributes:
+        formed: it was recorded, or its order came; ``led`` whether this host decided it.
+        mine: whether this host has workers in it.
+        started: the last of this host's workers was started.
+        begun, first: the first of them came to where training begins; its first step was done.
+        step, last, trained, restore: steps done when it began, and when it ended; seconds of all of them, of restoring.
+        ended: it was broken, or has drained; or, where no order came, its workers were stopped.
+        draining: its drain was ordered.
+        failed: the first worker of this host that ended by itself, and not well.
+        reaped: the last of this host's workers was reaped.
+        silent: seconds that a node was silent before it was taken for dead.
+    """
+
+    number: int
+    formed: float | None = None
+    led: bool = False
+    mine: bool = False
+    started: float | None = None
+    begun: float | None = None
+    first: float | None = None
+    step: int = 0
+    last: int = 0
+    trained: float | None = None
+    restore: float = 0.0
+    draining: float | None = None
+    ended: float | None = None
+    drained: bool = False
+    failed: float | None = None
+    reaped: float | None = None
+    silent: float = 0.0
+    kind: str = ""
+    cause: str = ""
+
+
+class Chronicle:
+    """Takes the events of one host in the order in which it wrote them.
+
+    Attributes:
+        rounds: by number.
+        since, until: moments of the first and of the last event.
+        restarts, max_restarts: restarts charged, as far as this host knows; -1 for a budget that it does not know.
+        leads: whether this host's decisions are the last that it knows of.
+        over: the run has ended.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, RoundTold] = {}
+        self.since: float | None = None
+        self.until = 0.0
+        self.restarts = 0
+        self.max_restarts = -1
+        self.over = False
+        self._led_term = 0
+        self._seen_term = 0
+        self._link_cause = ""
+
+    @property
+    def leads(self) -> bool:
+        return 0 < self._led_term >= self._seen_term
+
+    def add(self, clock: float, event: ev.Event) -> None:
+        """Take in an event.
+
+        Args:
+            clock: of the host, in seconds; no less than before.
+        """
+        if self.since is None:
+            self.since = clock
+        self.until = max(self.until, clock)
+        match event:
+            case ev.RoundFormed() | ev.RoundDraining() | ev.RoundDrained() | ev.RoundBroken():
+                self._decided(clock, event)
+            case ev.NodeLost(broke=number, detect_s=seconds) if number:
+                self._of(number).silent = max(0.0, seconds)
+            case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
+                self._of(number).kind = kind
+                self.restarts, self.max_restarts = max(self.restarts, restarts), most
+            case ev.RunEnded(restarts=restarts):
+                self.restarts, self.over = max(self.restarts, restarts), True
+            case ev.OrderReceived():
+                self._ordered(clock, event)
+            case ev.LinkChanged(up=up, cause=cause):
+                self._link_cause = "" if up else cause
+            case ev.WorkerStarted(round=number):
+                told = self._of(number)
+                told.mine, told.started = True, clock
+            case ev.WorkerExited():
+                self._exited(clock, event)
+            case ev.TrainingBegun(round=number, step=step, restore_s=seconds):
+                told = self._of(number)
+                told.begun, told.restore = clock, max(0.0, seconds)
+                told.step, told.last = step, max(step, told.last)
+            case ev.FirstStep(round=number, step=step):
+                told = self._of(number)
+                told.first, told.last = clock, max(step, told.last)
+            case ev.RoundSteps(round=number, last=last, trained_s=seconds):
+                told = self._of(number)
+                told.last, told.trained = max(last, told.last), max(0.0, seconds)
+
+    def _of(self, number: int) -> RoundTold:
+        return self.rounds.setdefault(number, RoundTold(number))
+
+    def _decided(
+        self, clock: float, event: ev.RoundFormed | ev.RoundDraining | ev.RoundDrained | ev.RoundBroken
+    ) -> None:
+        told = self._of(event.round)
+        match event:
+            case ev.RoundFormed(term=term, restarts=restarts):
+                told.formed, told.led = clock, True
+                self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
+            case ev.RoundDraining(kind=kind, cause=cause):
+                told.draining, told.kind, told.cause = clock, kind, cause
+            case ev.RoundDrained(step=step, kind=kind, cause=cause):
+                told.ended, told.drained, told.kind, told.cause = clock, True, kind, cause
+                told.last = max(step, told.last)
+            case ev.RoundBroken(kind=kind, cause=cause):
+                told.ended, told.drained, told.kind, told.cause = clock, False, kind, cause
+
+    def _ordered(self, clock: float, event: ev.OrderReceived) -> None:
+        """What a leader has decided. If it is on this host, its own events say more, and may come before or after."""
+        self._seen_term = max(self._seen_term, event.term)
+        self.over = self.over or event.order == "end"
+        if not event.round:
+            return
+        told = self._of(event.round)
+        match event.order:
+            case "form":
+                told.mine = True
+                told.formed = clock if told.formed is None else told.formed
+            case "drain" if told.draining is None:
+                told.draining, told.kind, told.cause = clock, event.kind, event.cause
+            case "break" | "evicted" if told.ended is None:
+                told.ended, told.cause = clock, event.cause
+                told.kind = event.kind or told.kind
+
+    def _exited(self, clock: float, event: ev.WorkerExited) -> None:
+        told = self._of(event.round)
+        told.reaped = clock
+        if event.exit_code != 0 and not event.stopped and told.failed is None:
+            told.failed = clock
+        if event.stopped and told.ended is None and told.draining is None and not told.cause:
+            told.cause = self._link_cause  # nobody ordered it: the leader is gone

@@ -1,0 +1,318 @@
+"""The incident ledger: what each change of rounds cost, and which share of the time the training went on.
+
+An **incident** is a round that ended before the work was done: a fault, or a planned change. It begins when the
+training stops going on, and ends with the next round's first step. Its parts follow each other without a gap, so
+their sum is the time that the training stood still:
+
+- detect: from the fault until the run knew of it. Silence before a node is taken for dead; for a worker on this host
+  the time from its exit. What happened on another host is taken as known at once: clocks of two hosts are not compared.
+- stop: until this host's workers are gone. Of a drain, which training outlasts by a step or two: from the last step
+  until all have saved and ended.
+- form: until the next round is formed. Other hosts' stopping and waiting for nodes are in it.
+- start: from there until training begins, without restoring: processes, imports, the meeting of all workers.
+- restore: of the state, as the worker measured it.
+- first step: until that is done.
+
+Lost steps are those done when the round ended less those done where training went on.
+
+**Goodput** is productive time / total time. Total time is that from the host's first event to its last, without rounds
+in which it had no workers: of these it knows nothing. Productive time is time in steps that were kept. Time in steps
+that were done again later does not count, nor does anything between rounds, nor what the first step of a round takes
+longer than the mean of the others (compilation, caches). Of a round that went back from step l to step k after it had
+begun at step f, the share (k - f) / (l - f) of its steps' time is productive.
+
+Scripts that do not train by this library say nothing of their steps. Then a round's productive time is that from the
+start of its workers to its end, so steps lost count as productive; start is that of the processes; restore, first
+step and lost steps are None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from elastic_launch.events import counted
+from elastic_launch.observe.chronicle import Chronicle, RoundTold
+
+__all__ = ["PARTS", "Incident", "Ledger", "build"]
+
+PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
+"""An incident's parts, in order."""
+
+_PLANNED = ("membership", "preemption")
+
+_SPOKEN = ("detected", "stopped", "formed", "started", "restored", "first step")
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One round's end and what followed; seconds, None where the events say nothing.
+
+    Attributes:
+        number: from 1, in the order of rounds.
+        round: that ended.
+        next_round: that followed, 0 if none did.
+        kind: as of a broken round; ``unknown`` if this host was not told.
+        drained: it ended after the same step on all ranks, saved.
+        still_s: sum of the parts. What was under way when a further incident came, or the events ended, counts so far.
+        lost_steps: done before, and to be done again.
+        recovered: the next round did a step or, of a plain script, its workers were started.
+        led: this host's leader formed the next round.
+    """
+
+    number: int
+    round: int
+    next_round: int
+    kind: str
+    cause: str
+    drained: bool
+    detect_s: float | None
+    stop_s: float | None
+    form_s: float | None
+    start_s: float | None
+    restore_s: float | None
+    first_step_s: float | None
+    still_s: float
+    lost_steps: int | None
+    recovered: bool
+    led: bool
+
+    def line(self) -> str:
+        """The incident in one line."""
+        where = f"round {self.round} -> {self.next_round}" if self.next_round else f"round {self.round}, the last"
+        parts = zip(_SPOKEN, (getattr(self, name) for name in PARTS), strict=True)
+        spent = ", ".join(f"{word} {seconds:.2f} s" for word, seconds in parts if seconds is not None)
+        lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
+        cause = " ".join(self.cause.split())
+        what = " ".join(self.kind.split()) + (", drained" if self.drained else "") + (f" ({cause})" if cause else "")
+        return f"incident {self.number}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A run as one host saw it.
+
+    Attributes:
+        by_steps: workers told of their steps; else productive time is their running time.
+        productive_s, total_s: see the module.
+        steps: that were kept; None if unknown.
+        lost_steps: of all incidents whose loss is known; None if unknown.
+        max_restarts: -1 if unknown.
+    """
+
+    incidents: tuple[Incident, ...]
+    by_steps: bool
+    productive_s: float
+    total_s: float
+    steps: int | None
+    lost_steps: int | None
+    restarts: int
+    max_restarts: int
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive time / total time, in [0, 1]; None without any time."""
+        return self.productive_s / self.total_s if self.total_s > 0 else None
+
+    def line(self, max_restarts: int | None = None) -> str:
+        """The run in one line.
+
+        Args:
+            max_restarts: the budget, if the caller knows it better.
+        """
+        most = self.max_restarts if max_restarts is None else max_restarts
+        goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
+        what = (
+            f"in {_steps(self.steps)}" if self.steps is not None else "of workers running, which say nothing of steps"
+        )
+        kinds = Counter(incident.kind for incident in self.incidents)
+        named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
+        incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
+        lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
+        restarts = f"restarts {self.restarts}" + (f" of {most}" if most >= 0 else "")
+        time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
+        return f"goodput {goodput}: {time} {what}; {incidents}{lost}; {restarts}"
+
+
+def build(chronicle: Chronicle) -> Ledger:
+    """Make the ledger of what a host's events say so far."""
+    rounds = [told for _, told in sorted(chronicle.rounds.items())]
+    by_steps = any(told.begun is not None for told in rounds)
+    incidents: list[Incident] = []
+    faults = _faults(rounds, chronicle.since or 0.0)
+    for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
+        following = rounds[index + 1] if index + 1 < len(rounds) else None
+        if fault is None or (following is None and told.kind in _PLANNED):
+            continue  # without a round after it, a planned end is the run's or this node's own
+        end = next((moment for moment in faults[index + 1 :] if moment is not None), chronicle.until)
+        if following is None and chronicle.over:
+            end = max(x for x in (fault, told.ended, told.reaped) if x is not None)
+        lost = _lost(told, rounds[index + 1 :]) if by_steps else None
+        incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
+        incidents.append(replace(incident, number=len(incidents) + 1))
+    kept, productive = _productive(rounds, by_steps=by_steps, until=chronicle.until)
+    total = max(0.0, chronicle.until - (chronicle.since or 0.0) - _unseen(rounds, chronicle.until))
+    known = [x.lost_steps for x in incidents if x.lost_steps is not None]
+    return Ledger(
+        tuple(incidents),
+        by_steps,
+        round(min(productive, total), 6),
+        round(total, 6),
+        kept if by_steps else None,
+        sum(known) if by_steps else None,
+        chronicle.restarts,
+        chronicle.max_restarts,
+    )
+
+
+def _faults(rounds: list[RoundTold], since: float) -> list[float | None]:
+    """When each round's training stopped going on: none before the first event, nor before one of a lower number."""
+    faults: list[float | None] = []
+    latest = since
+    for told in rounds:
+        fault = _fault(told, last=told is rounds[-1])
+        latest = latest if fault is None else max(fault, latest)
+        faults.append(None if fault is None else latest)
+    return faults
+
+
+def _fault(told: RoundTold, *, last: bool) -> float | None:
+    """When the training stopped going on; None if the round has not ended, or ended well."""
+    ended = _ended(told, last=last)
+    if ended is None:
+        return None
+    if _drained(told):
+        fault = ended if told.begun is None or told.trained is None else told.begun + told.trained
+    elif told.failed is not None and told.failed <= ended:
+        fault = told.failed
+    else:
+        fault = ended - told.silent
+    return min(ended, max(fault, told.formed if told.formed is not None else fault))
+
+
+def _drained(told: RoundTold) -> bool:
+    """Whether it ended after the same step everywhere; a member is ordered to drain, and hears nothing more of it."""
+    return told.drained or (told.draining is not None and told.ended is None)
+
+
+def _ended(told: RoundTold, *, last: bool) -> float | None:
+    """When the round was known to be over; where no order came, the end of its workers tells it."""
+    if told.ended is not None or last:
+        return told.ended
+    return next((x for x in (told.failed, told.reaped, told.first, told.begun, told.formed) if x is not None), None)
+
+
+def _incident(
+    told: RoundTold, following: RoundTold | None, span: tuple[float, float], lost: int | None, *, by_steps: bool
+) -> Incident:
+    """Cut the span from the fault to the next one (or to the last event) into parts."""
+    fault, end = span
+    ended = _ended(told, last=following is None)
+    stopped = told.reaped if told.reaped is not None and ended is not None and told.reaped > ended else ended
+    marks: list[float | None] = [fault if _drained(told) else ended, stopped, None, None, None, None]
+    if following is not None:
+        marks[2] = following.formed
+        if following.begun is not None:
+            marks[3:] = [following.begun - following.restore, following.begun, following.first]
+        elif not by_steps:
+            marks[3] = following.started
+    recovered = marks[5 if by_steps else 3] is not None
+    parts = _parts(fault, marks, end, whole=recovered)
+    detect, stop, form, start, restore, first_step = parts
+    return Incident(
+        0,
+        told.number,
+        following.number if following else 0,
+        told.kind or "unknown",
+        told.cause,
+        _drained(told),
+        detect,
+        stop,
+        form,
+        start,
+        restore,
+        first_step,
+        round(sum(part for part in parts if part is not None), 6),
+        lost,
+        recovered,
+        following is not None and following.led,
+    )
+
+
+def _parts(start: float, marks: list[float | None], end: float, *, whole: bool) -> list[float | None]:
+    """Seconds between the marks, within the span; unless it is whole, the first one without a mark takes the rest."""
+    parts: list[float | None] = []
+    at = start
+    for mark in marks:
+        if mark is None:
+            parts.append(None)
+            continue
+        moment = min(max(mark, at), end)
+        parts.append(round(moment - at, 6))
+        at = moment
+    if not whole and None in parts and end > at:
+        parts[parts.index(None)] = round(end - at, 6)
+    return parts
+
+
+def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
+    """Steps of the round that were to be done again; None as long as training has not gone on."""
+    if told.begun is None:
+        return 0
+    resumed = next((other.step for other in later if other.begun is not None), None)
+    if resumed is None:
+        return 0 if _drained(told) else None
+    return max(0, told.last - resumed)
+
+
+def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float) -> tuple[int, float]:
+    """Steps kept, and productive seconds."""
+    if not by_steps:
+        spans = [(told.started, _running_until(told, following, until)) for told, following in _with_next(rounds)]
+        return 0, sum(max(0.0, end - start) for start, end in spans if start is not None)
+    kept, seconds = 0, 0.0
+    floor: int | None = None
+    for told in reversed([told for told in rounds if told.begun is not None]):
+        done = told.last - told.step
+        mine = max(0, (told.last if floor is None else min(told.last, floor)) - told.step)
+        floor = told.step if floor is None else min(floor, told.step)
+        kept += mine
+        if done > 0:
+            seconds += mine / done * _time_in_steps(told, done, until)
+    return kept, seconds
+
+
+def _time_in_steps(told: RoundTold, done: int, until: float) -> float:
+    """Seconds of the round's steps, its first counted as the mean of the others at most."""
+    assert told.begun is not None
+    first = max(0.0, told.first - told.begun) if told.first is not None else 0.0
+    trained = told.trained if told.trained is not None else first
+    trained = min(trained, until - told.begun)
+    if done > 1 and 0.0 < first <= trained:
+        others = (trained - first) / (done - 1)
+        trained -= max(0.0, first - others)
+    return max(0.0, trained)
+
+
+def _running_until(told: RoundTold, following: RoundTold | None, until: float) -> float:
+    end = _fault(told, last=following is None)
+    if end is None:
+        end = told.reaped if told.reaped is not None else until
+    return min(end, until)
+
+
+def _unseen(rounds: list[RoundTold], until: float) -> float:
+    """Seconds of rounds in which this host had no workers."""
+    seconds = 0.0
+    for told, following in _with_next(rounds):
+        if told.formed is not None and not told.mine:
+            seconds += max(0.0, _running_until(told, following, until) - told.formed)
+    return seconds
+
+
+def _with_next(rounds: list[RoundTold]) -> list[tuple[RoundTold, RoundTold | None]]:
+    return list(zip(rounds, [*rounds[1:], None], strict=False))
+
+
+def _steps(number: int) -> str:
+    return f"{number or 'no'} step" + ("" if number == 1 else "s")

@@ -1,0 +1,42 @@
+"""The ledger of a run that still goes on."""
+
+from __future__ import annotations
+
+import threading
+
+from elastic_launch.clock import Clock
+from elastic_launch.events import Event, FirstStep
+from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.ledger import Incident, build
+
+__all__ = ["LiveLedger"]
+
+
+class LiveLedger:
+    """Follows one host's events as they happen; used by any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._chronicle = Chronicle()
+        self._told = 0
+
+    def add(self, event: Event) -> list[Incident]:
+        """Take in an event; return the incidents that it ends, if this host leads the run.
+
+        Of plain scripts none is returned: only when the round is over is it known that they say nothing of steps.
+        """
+        with self._lock:
+            self._chronicle.add(self._clock.now(), event)
+            if not isinstance(event, FirstStep) or not self._chronicle.leads:
+                return []
+            over = [x for x in build(self._chronicle).incidents if 0 < x.next_round <= event.round]
+            told, self._told = self._told, max(self._told, len(over))
+            return over[told:]
+
+    def summary(self, max_restarts: int) -> str:
+        """The run in one line; empty if another host leads it, or no round was formed."""
+        with self._lock:
+            if not self._chronicle.leads:
+                return ""
+            return build(self._chronicle).line(max_restarts)

@@ -1,0 +1,81 @@
+"""The ledger of a run's directory, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
+from elastic_launch.observe.reading import Host
+
+__all__ = ["as_json", "as_table", "joined"]
+
+_HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore", "first", "still", "lost", "cause")
+
+
+def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
+    """Return the ledger of the host that saw most, and that host's node.
+
+    Hosts' clocks are not compared. What this host was not told of an incident (its kind and cause, and the steps lost)
+    is taken from others' by the round's number.
+
+    Args:
+        hosts: at least one.
+    """
+    ledgers = {host.node: build(host.chronicle) for host in hosts}
+    best = max(hosts, key=lambda host: (_seen(host), host.chronicle.leads, ledgers[host.node].total_s))
+    ledger = ledgers[best.node]
+    others = [incident for node, other in ledgers.items() if node != best.node for incident in other.incidents]
+    incidents = tuple(_filled(incident, others) for incident in ledger.incidents)
+    lost = [incident.lost_steps for incident in incidents if incident.lost_steps is not None]
+    restarts = max(other.restarts for other in ledgers.values())
+    most = max(other.max_restarts for other in ledgers.values())
+    total_lost = sum(lost) if lost else ledger.lost_steps
+    return best.node, replace(ledger, incidents=incidents, lost_steps=total_lost, restarts=restarts, max_restarts=most)
+
+
+def _seen(host: Host) -> int:
+    return sum(told.mine for told in host.chronicle.rounds.values())
+
+
+def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
+    same = [other for other in others if other.round == incident.round]
+    for other in sorted(same, key=lambda other: not other.led):
+        if incident.kind == "unknown" and other.kind != "unknown":
+            incident = replace(incident, kind=other.kind, cause=other.cause)
+        if incident.lost_steps is None:
+            incident = replace(incident, lost_steps=other.lost_steps)
+    return incident
+
+
+def as_table(ledger: Ledger) -> str:
+    """One row an incident, times in seconds, and the summary."""
+    if not ledger.incidents:
+        return ledger.line()
+    rows = [_HEADINGS, *map(_row, ledger.incidents)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    numeric = range(3, 11)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in numeric else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([*lines, "", ledger.line()])
+
+
+def _row(incident: Incident) -> tuple[str, ...]:
+    times = [getattr(incident, name) for name in PARTS]
+    kind = incident.kind + (", drained" if incident.drained else "")
+    rounds = f"{incident.round} -> {incident.next_round or 'end'}"
+    shown = ["-" if seconds is None else f"{seconds:.2f}" for seconds in times]
+    lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
+    cause = " ".join(incident.cause.split())
+    return (str(incident.number), rounds, kind, *shown, f"{incident.still_s:.2f}", lost, cause)
+
+
+def as_json(node: str, ledger: Ledger) -> dict[str, Any]:
+    """The ledger's fields, its ``goodput``, and ``node``: whose clock it is by."""
+    return {"node": node, "goodput": ledger.goodput, **asdict(ledger)}

@@ -1,0 +1,66 @@
+"""Where events go; what they are is :mod:`elastic_launch.events`' business, which has these names, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from elastic_launch.clock import Clock
+
+if TYPE_CHECKING:
+    from elastic_launch.events import Event
+
+__all__ = ["EventSink", "JsonLines", "event_name"]
+
+
+class EventSink(Protocol):
+    """Takes events from any thread."""
+
+    def emit(self, event: Event) -> None:
+        """Record the event; never blocks for long, never fails."""
+        ...
+
+
+class JsonLines:
+    """Appends events to a file as JSON lines.
+
+    Args:
+        path: the file; made with its directory at the first event.
+        on_error: told once, if the file cannot be written; the run goes on.
+    """
+
+    def __init__(self, path: Path, clock: Clock, on_error: Callable[[OSError], None]) -> None:
+        self.path = path
+        self._clock = clock
+        self._on_error: Callable[[OSError], None] | None = on_error
+        self._lock = threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        line = json.dumps(
+            {
+                "event": event_name(type(event)),
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "clock": round(self._clock.now(), 6),
+                **asdict(event),
+            }
+        )
+        with self._lock:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(line + "\n")
+            except OSError as error:
+                on_error, self._on_error = self._on_error, None
+                if on_error:
+                    on_error(error)
+
+
+def event_name(kind: type[Any]) -> str:
+    """``RoundFormed`` -> ``round_formed``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

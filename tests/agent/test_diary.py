@@ -1,0 +1,73 @@
+"""What an agent notes of its workers' steps."""
+
+from __future__ import annotations
+
+from elastic_agents.diary import Diary
+from elastic_launch.contract import Hello, Ready
+from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.testing import FakeClock
+
+
+class Book:
+    """A diary, what it wrote, and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock(50.0)
+        self.events: list[Event] = []
+        self.diary = Diary(self.clock, self)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def ready(self, number: int, *, local_rank: int = 0, step: int = 0) -> None:
+        self.diary.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25))
+
+    def step(self, number: int, step: int, after: float = 1.0) -> None:
+        self.clock.advance(after)
+        self.diary.step(number, step)
+
+
+def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -> None:
+    book = Book()
+    book.ready(3, local_rank=1, step=10)
+    book.ready(3, local_rank=0, step=10)
+    for step in range(11, 31):
+        book.step(3, step)
+        book.diary.step(3, step)
+    book.clock.advance(7)
+    book.diary.hung_up(3)
+    assert book.events == [TrainingBegun(3, 5, 10, 90, 0.25), FirstStep(3, 11)]
+    book.diary.hung_up(3)
+    assert book.events[2:] == [RoundSteps(3, 10, 30, 20.0)]
+    book.diary.close()
+    assert len(book.events) == 3
+
+
+def test_a_round_without_a_step_says_so() -> None:
+    book = Book()
+    book.ready(1, step=5)
+    book.diary.hung_up(1)
+    assert book.events[1:] == [RoundSteps(1, 5, 5, 0.0)]
+
+
+def test_what_is_open_is_written_when_the_next_round_begins_and_at_the_end() -> None:
+    book = Book()
+    book.ready(1)
+    book.step(1, 1)
+    book.ready(2, step=1)
+    book.step(2, 2)
+    book.diary.close()
+    assert [event for event in book.events if isinstance(event, RoundSteps)] == [
+        RoundSteps(1, 0, 1, 1.0),
+        RoundSteps(2, 1, 2, 1.0),
+    ]
+
+
+def test_words_of_an_older_round_count_for_nothing() -> None:
+    book = Book()
+    book.ready(2, step=5)
+    before = list(book.events)
+    book.ready(1)
+    book.step(1, 9)
+    book.diary.hung_up(1)
+    assert book.events == before

@@ -1,0 +1,375 @@
+"""The ledger: what incidents cost, from events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_launch import events as ev
+from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
+from elastic_launch.observe.live import LiveLedger
+from elastic_launch.testing import FakeClock
+
+STEADY = settings(max_examples=200, derandomize=True, deadline=None)
+
+Told = Sequence[tuple[float, ev.Event]]
+
+
+def ledger(*told: tuple[float, ev.Event]) -> Ledger:
+    chronicle = Chronicle()
+    for clock, event in told:
+        chronicle.add(clock, event)
+    return build(chronicle)
+
+
+def formed(number: int, restarts: int = 0) -> ev.RoundFormed:
+    return ev.RoundFormed(number, 1, ("a", "b"), 2, restarts, "first", 0.1)
+
+
+def form(number: int) -> ev.OrderReceived:
+    return ev.OrderReceived("form", number, 1, "first")
+
+
+def started(number: int) -> ev.WorkerStarted:
+    return ev.WorkerStarted(number, 0, 0, 42, "first", 0.01)
+
+
+def exited(number: int, code: int = 0, *, stopped: bool = False) -> ev.WorkerExited:
+    return ev.WorkerExited(number, 0, 0, 42, code, 1.0, stopped)
+
+
+def begun(number: int, step: int, restore: float = 0.5) -> ev.TrainingBegun:
+    return ev.TrainingBegun(number, 0, step, 100, restore)
+
+
+def broken(number: int, kind: str = "node loss", cause: str = "node b lost: it was silent") -> ev.RoundBroken:
+    return ev.RoundBroken(number, kind, cause, 9.0, "a new round forms")
+
+
+def first_round(last: int = 20) -> Told:
+    """Formed at 2 s, trains from 5 s, first step 2 s, then a step each second."""
+    trained = 2.0 + last - 1
+    return [
+        (0.0, ev.LinkChanged(up=True, cause="x")),
+        (2.0, formed(1)),
+        (2.0, form(1)),
+        (2.1, started(1)),
+        (5.0, begun(1, 0)),
+        (7.0, ev.FirstStep(1, 1)),
+        (5.0 + trained + 0.5, ev.RoundSteps(1, 0, last, trained)),
+    ]
+
+
+def parts(incident: Incident) -> list[float | None]:
+    return [getattr(incident, name) for name in PARTS]
+
+
+def test_a_lost_node_has_all_parts() -> None:
+    told = ledger(
+        *first_round(),
+        (32.0, ev.NodeLost("b", "silent for 5 s", 5.0, 1, "x")),
+        (32.0, broken(1)),
+        (32.3, exited(1, -9, stopped=True)),
+        (33.0, formed(2)),
+        (33.0, form(2)),
+        (33.1, started(2)),
+        (36.0, begun(2, 15)),
+        (36.25, ev.FirstStep(2, 16)),
+        (40.0, ev.RoundSteps(2, 15, 18, 2.25)),
+        (41.0, ev.RunEnded(0, "x", 0, 2, 41.0)),
+    )
+    (incident,) = told.incidents
+    assert parts(incident) == [5.0, pytest.approx(0.3), pytest.approx(0.7), 2.5, 0.5, 0.25]
+    assert incident.still_s == pytest.approx(36.25 - 27.0)
+    assert (incident.lost_steps, incident.recovered, incident.led, incident.drained) == (5, True, True, False)
+    assert incident.line() == (
+        "incident 1: node loss (node b lost: it was silent) round 1 -> 2: detected 5.00 s, stopped 0.30 s, "
+        "formed 0.70 s, started 2.50 s, restored 0.50 s, first step 0.25 s: stood still 9.25 s, 5 steps lost"
+    )
+    # 20 steps in 21 s, the first of 2 s counted as the others' 1 s: 20 s, of which 15 steps were kept. Then 2.25 s.
+    assert told.productive_s == pytest.approx(20.0 * 15 / 20 + 2.25)
+    assert (told.total_s, told.steps, told.lost_steps) == (41.0, 18, 5)
+    assert told.goodput == pytest.approx(17.25 / 41)
+    assert told.line(3) == (
+        "goodput 42.1 %: 17.2 of 41.0 s in 18 steps; 1 incident (1 node loss), 5 steps lost; restarts 0 of 3"
+    )
+
+
+def test_a_worker_of_this_host_is_known_to_have_failed_before_the_round_was_broken() -> None:
+    told = ledger(
+        *first_round(),
+        (30.0, exited(1, 1)),
+        (30.2, broken(1, "preemption")),
+        (30.5, exited(1, -9, stopped=True)),
+        (30.6, ev.RestartCharged(1, "crash", 1, 3)),
+        (31.0, formed(2, restarts=1)),
+        (35.0, begun(2, 20)),
+        (36.0, ev.FirstStep(2, 21)),
+    )
+    (incident,) = told.incidents
+    assert parts(incident)[:3] == [pytest.approx(0.2), pytest.approx(0.3), 0.5]
+    assert (incident.kind, incident.lost_steps) == ("crash", 0)
+    assert told.line().endswith("1 incident (1 crash), no steps lost; restarts 1 of 3")
+
+
+def test_a_drain_stands_still_from_its_last_step() -> None:
+    told = ledger(
+        *first_round(),
+        (25.5, ev.RoundDraining(1, "membership", "resize", None)),
+        (27.0, exited(1)),
+        (27.5, ev.RoundDrained(1, 20, "membership", "resize", 2.0, "x")),
+        (27.6, formed(2)),
+        (30.0, begun(2, 20)),
+        (31.0, ev.FirstStep(2, 21)),
+    )
+    (incident,) = told.incidents
+    assert parts(incident) == [0.0, 1.5, pytest.approx(0.1), pytest.approx(1.9), 0.5, 1.0]
+    assert (incident.drained, incident.lost_steps, incident.still_s) == (True, 0, 5.0)
+    assert "membership, drained (resize) round 1 -> 2" in incident.line()
+
+
+def test_a_member_knows_by_its_orders_alone() -> None:
+    orders = [(clock, event) for clock, event in first_round() if not isinstance(event, ev.RoundFormed)]
+    told = ledger(
+        *orders,
+        (26.0, ev.OrderReceived("drain", 1, 1, "resize", "membership")),
+        (27.0, exited(1)),
+        (28.0, form(2)),
+        (30.0, begun(2, 20)),
+        (31.0, ev.FirstStep(2, 21)),
+        (40.0, ev.OrderReceived("break", 2, 1, "boom", "crash")),
+        (41.0, exited(2, -9, stopped=True)),
+        (42.0, form(3)),
+        (45.0, begun(3, 20)),
+        (46.0, ev.FirstStep(3, 21)),
+    )
+    drain, crash = told.incidents
+    assert (drain.kind, drain.drained, drain.led, drain.still_s) == ("membership", True, False, 5.0)
+    assert parts(drain)[:3] == [0.0, 1.0, 1.0]
+    assert (crash.kind, crash.cause, crash.lost_steps, crash.stop_s) == ("crash", "boom", 1, 1.0)
+
+
+def test_steps_lost_twice_count_twice_and_are_productive_once() -> None:
+    told = ledger(
+        *first_round(20),
+        (30.0, broken(1)),
+        (31.0, formed(2)),
+        (32.0, begun(2, 10, 0.0)),
+        (33.0, ev.FirstStep(2, 11)),
+        (38.0, ev.RoundSteps(2, 10, 16, 6.0)),
+        (38.0, broken(2)),
+        (39.0, formed(3)),
+        (40.0, begun(3, 8, 0.0)),
+        (41.0, ev.FirstStep(3, 9)),
+        (51.0, ev.RoundSteps(3, 8, 19, 11.0)),
+    )
+    assert [incident.lost_steps for incident in told.incidents] == [10, 8]
+    assert (told.steps, told.lost_steps) == (19, 18)
+    assert told.productive_s == pytest.approx(8.0 + 0.0 + 11.0)
+
+
+def test_a_round_that_never_trained_gives_its_time_to_what_was_under_way() -> None:
+    told = ledger(
+        *first_round(),
+        (30.0, broken(1)),
+        (31.0, formed(2)),
+        (31.1, started(2)),
+        (34.0, broken(2, "crash", "boom")),
+        (35.0, formed(3)),
+        (36.0, begun(3, 18, 0.0)),
+        (37.0, ev.FirstStep(3, 19)),
+    )
+    one, two = told.incidents
+    assert parts(one) == [0.0, 0.0, 1.0, 3.0, None, None]
+    assert (one.recovered, one.lost_steps, one.still_s) == (False, 2, 4.0)
+    assert parts(two) == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert (two.recovered, two.lost_steps) == (True, 0)
+
+
+def test_a_run_that_ends_broken_has_an_incident_without_a_successor() -> None:
+    told = ledger(
+        *first_round(),
+        (30.0, broken(1, "crash", "boom")),
+        (30.5, exited(1, -9, stopped=True)),
+        (31.0, ev.RunEnded(91, "x", 0, 1, 31.0)),
+    )
+    (incident,) = told.incidents
+    assert (incident.next_round, incident.lost_steps, incident.still_s) == (0, None, 0.5)
+    assert "round 1, the last: detected 0.00 s, stopped 0.50 s: stood still" in incident.line()
+
+
+@pytest.mark.parametrize("kind", ["membership", "preemption"])
+def test_a_planned_end_that_no_round_follows_is_no_incident(kind: str) -> None:
+    assert ledger(*first_round(), (30.0, broken(1, kind))).incidents == ()
+
+
+def test_a_plain_script_is_known_by_its_workers_running_alone() -> None:
+    told = ledger(
+        (0.0, formed(1)),
+        (0.0, form(1)),
+        (1.0, started(1)),
+        (11.0, exited(1, 1)),
+        (11.5, broken(1, "crash", "boom")),
+        (12.0, formed(2)),
+        (12.0, form(2)),
+        (12.5, started(2)),
+        (20.0, exited(2)),
+        (21.0, ev.RunEnded(0, "x", 1, 2, 21.0)),
+    )
+    (incident,) = told.incidents
+    assert parts(incident) == [0.5, 0.0, 0.5, 0.5, None, None]
+    assert (incident.still_s, incident.lost_steps, incident.recovered) == (1.5, None, True)
+    assert not told.by_steps
+    assert (told.productive_s, told.total_s, told.steps, told.lost_steps) == (10.0 + 7.5, 21.0, None, None)
+    assert "17.5 of 21.0 s of workers running, which say nothing of steps" in told.line()
+
+
+def test_a_leader_without_workers_of_its_own_claims_nothing_of_their_time() -> None:
+    told = ledger((0.0, formed(1)), (90.0, broken(1)), (95.0, formed(2)), (95.0, form(2)), (95.0, started(2)),
+                  (100.0, exited(2)))  # fmt: skip
+    assert (told.total_s, told.productive_s) == (10.0, 5.0)
+
+
+def test_no_events_make_an_empty_ledger() -> None:
+    told = ledger()
+    assert (told.incidents, told.goodput) == ((), None)
+    assert told.line() == (
+        "goodput unknown: 0.0 of 0.0 s of workers running, which say nothing of steps; 0 incidents; restarts 0"
+    )
+
+
+# While the run goes on.
+
+
+def test_an_incident_is_told_once_with_the_first_step_after_it() -> None:
+    clock = FakeClock()
+    live = LiveLedger(clock)
+    said: list[tuple[float, list[Incident]]] = []
+
+    def tell(moment: float, event: ev.Event) -> None:
+        clock.advance(moment - clock.now())
+        if found := live.add(event):
+            said.append((moment, found))
+
+    for moment, event in first_round():
+        tell(moment, event)
+    for moment, event in [(30.0, broken(1)), (31.0, formed(2)), (34.0, broken(2)), (35.0, formed(3))]:
+        tell(moment, event)
+    tell(36.0, begun(3, 20))
+    assert said == []
+    tell(37.0, ev.FirstStep(3, 21))
+    ((moment, incidents),) = said
+    assert (moment, [incident.number for incident in incidents]) == (37.0, [1, 2])
+    assert live.summary(3).startswith("goodput ")
+
+
+def test_who_does_not_lead_tells_nothing() -> None:
+    live = LiveLedger(FakeClock())
+    for _, event in first_round():
+        live.add(event)
+    assert live.summary(3)
+    live.add(ev.OrderReceived("form", 2, 2, "the leader was lost"))
+    assert live.add(ev.FirstStep(2, 21)) == []
+    assert live.summary(3) == ""
+
+
+# Whatever the events.
+
+
+NUMBERS = st.integers(1, 4)
+STEPS = st.integers(0, 30)
+SECONDS = st.floats(0, 20)
+TEXT = st.sampled_from(["crash", "node loss", "membership", "a\nb"])
+EVENTS: st.SearchStrategy[ev.Event] = st.one_of(
+    st.builds(formed, NUMBERS, st.integers(0, 3)),
+    st.builds(ev.RoundBroken, NUMBERS, TEXT, TEXT, SECONDS, TEXT),
+    st.builds(ev.RoundDraining, NUMBERS, TEXT, TEXT, st.none()),
+    st.builds(ev.RoundDrained, NUMBERS, STEPS, TEXT, TEXT, SECONDS, TEXT),
+    st.builds(ev.RestartCharged, NUMBERS, TEXT, st.integers(0, 3), st.just(3)),
+    st.builds(ev.NodeLost, TEXT, TEXT, SECONDS, NUMBERS, TEXT),
+    st.builds(
+        ev.OrderReceived, st.sampled_from(["form", "drain", "break", "evicted", "end"]), NUMBERS, NUMBERS, TEXT, TEXT
+    ),
+    st.builds(started, NUMBERS),
+    st.builds(ev.WorkerExited, NUMBERS, STEPS, STEPS, STEPS, st.sampled_from([0, 1, -9]), SECONDS, st.booleans()),
+    st.builds(ev.TrainingBegun, NUMBERS, STEPS, STEPS, STEPS, SECONDS),
+    st.builds(ev.FirstStep, NUMBERS, STEPS),
+    st.builds(ev.RoundSteps, NUMBERS, STEPS, STEPS, SECONDS),
+    st.builds(ev.LinkChanged, st.booleans(), TEXT),
+    st.builds(ev.RunEnded, st.just(0), TEXT, st.integers(0, 3), NUMBERS, SECONDS),
+)
+HISTORIES = st.lists(st.tuples(st.floats(0, 5), EVENTS), max_size=40)
+
+
+@STEADY
+@given(HISTORIES)
+def test_parts_are_no_less_than_nothing_and_no_more_than_the_whole(history: list[tuple[float, ev.Event]]) -> None:
+    clock, told = 100.0, []
+    for seconds, event in history:
+        clock += seconds
+        told.append((clock, event))
+    made = ledger(*told)
+    for incident in made.incidents:
+        known = [part for part in parts(incident) if part is not None]
+        assert all(part >= 0 for part in known)
+        assert incident.still_s == pytest.approx(sum(known), abs=1e-5)
+        assert incident.lost_steps is None or incident.lost_steps >= 0
+        assert "\n" not in incident.line()
+    spent = sum(incident.still_s for incident in made.incidents)
+    assert spent <= clock - 100.0 + 1e-3, "no moment belongs to two incidents"
+    assert made.goodput is None or 0 <= made.goodput <= 1
+    assert made.total_s <= clock - 100.0 + 1e-5
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[list[tuple[float, ev.Event]], int, int, int]:
+    """A run of rounds that each go back to some step; with its steps done, its last one, and its rounds."""
+    clock, step, done = 0.0, 0, 0
+    told: list[tuple[float, ev.Event]] = []
+    rounds = draw(st.integers(1, 5))
+
+    def tell(event: ev.Event) -> None:
+        nonlocal clock
+        clock += draw(st.floats(0, 3))
+        told.append((clock, event))
+
+    for number in range(1, rounds + 1):
+        tell(formed(number))
+        tell(form(number))
+        tell(started(number))
+        step = draw(st.integers(0, step))
+        tell(begun(number, step, 0.0))
+        at, last = clock, step + draw(st.integers(0, 10))
+        if last > step:
+            tell(ev.FirstStep(number, step + 1))
+        trained = clock - at
+        if last > step + 1:
+            clock += draw(st.floats(0, 10))
+            trained = clock - at
+        done, step = done + last - step, last
+        tell(ev.RoundSteps(number, told_step(told, number), last, trained))
+        if number < rounds:
+            tell(broken(number, "crash", "boom"))
+    return told, done, step, rounds
+
+
+def told_step(told: list[tuple[float, ev.Event]], number: int) -> int:
+    return next(event.step for _, event in told if isinstance(event, ev.TrainingBegun) and event.round == number)
+
+
+@STEADY
+@given(trainings())
+def test_each_step_done_was_either_kept_or_lost(run: tuple[Any, int, int, int]) -> None:
+    told, done, last, rounds = run
+    made = ledger(*told)
+    assert len(made.incidents) == rounds - 1
+    assert made.steps is not None
+    assert made.lost_steps is not None
+    assert made.steps == last
+    assert made.steps + made.lost_steps == done
+    assert made.productive_s + sum(x.still_s - (x.first_step_s or 0.0) for x in made.incidents) <= made.total_s + 1e-3

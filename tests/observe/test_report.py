@@ -1,0 +1,162 @@
+"""``python -m elastic_launch.observe``: event files in, the ledger out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_launch import events as ev
+from elastic_launch.observe.__main__ import main
+from elastic_launch.observe.reading import parse
+from elastic_launch.testing import FakeClock
+
+Told = list[tuple[float, ev.Event]]
+
+LEADER: Told = [
+    (10.0, ev.RoundFormed(1, 1, ("a", "b"), 2, 0, "first", 2.0)),
+    (30.0, ev.RoundBroken(1, "node loss", "node b lost: its connection closed", 20.0, "a new round forms")),
+    (31.0, ev.RoundFormed(2, 1, ("a", "b"), 2, 0, "node b lost: its connection closed", 1.0)),
+    (60.0, ev.RunEnded(0, "all workers finished", 0, 2, 60.0)),
+]
+
+WORKERS: Told = [
+    (10.0, ev.OrderReceived("form", 1, 1, "first")),
+    (12.0, ev.TrainingBegun(1, 0, 0, 50, 0.0)),
+    (13.0, ev.FirstStep(1, 1)),
+    (30.0, ev.RoundSteps(1, 0, 18, 18.0)),
+    (31.0, ev.OrderReceived("form", 2, 1, "node b lost")),
+    (33.0, ev.TrainingBegun(2, 0, 15, 50, 0.5)),
+    (34.0, ev.FirstStep(2, 16)),
+    (59.0, ev.RoundSteps(2, 15, 41, 26.0)),
+]
+
+
+def write(directory: Path, node: str, told: Told, start: float = 0.0) -> Path:
+    clock = FakeClock(start)
+    sink = ev.JsonLines(directory / f"events-{node}.jsonl", clock, lambda error: pytest.fail(str(error)))
+    for moment, event in sorted(told, key=lambda one: one[0]):
+        clock.advance(start + moment - clock.now())
+        sink.emit(event)
+    return sink.path
+
+
+def as_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([str(directory), "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_one_file_makes_a_table_and_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", LEADER + WORKERS)
+    assert main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    heading, row, _, summary = out.splitlines()
+    assert err == ""
+    assert heading == ("   rounds  kind       detect  stop  form  start  restore  first  still  lost  cause")
+    assert row == (
+        "1  1 -> 2  node loss    0.00  0.00  1.00   1.50     0.50   1.00   4.00     3  "
+        "node b lost: its connection closed"
+    )
+    assert summary == ("goodput 82.0 %: 41.0 of 50.0 s in 41 steps; 1 incident (1 node loss), 3 steps lost; restarts 0")
+
+
+def test_json_has_all_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", LEADER + WORKERS)
+    value = as_json(tmp_path, capsys)
+    assert (value["node"], value["goodput"], value["steps"], value["by_steps"]) == ("a", pytest.approx(0.82), 41, True)
+    (incident,) = value["incidents"]
+    assert (incident["kind"], incident["start_s"], incident["lost_steps"]) == ("node loss", 1.5, 3)
+
+
+def test_hosts_are_joined_by_round_numbers_and_their_clocks_never_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The leader trains itself, but died before it wrote how far round 1 had come; a member knows."""
+    mine = [one for one in WORKERS if not isinstance(one[1], ev.RoundSteps | ev.TrainingBegun | ev.FirstStep)]
+    write(tmp_path, "a", LEADER + mine)
+    write(tmp_path, "b", WORKERS, start=1e6)
+    value = as_json(tmp_path, capsys)
+    (incident,) = value["incidents"]
+    assert value["node"] == "a"
+    assert (incident["kind"], incident["lost_steps"]) == ("node loss", 3)
+    assert value["lost_steps"] == 3
+    assert value["total_s"] < 100
+
+
+def test_a_member_learns_from_the_leaders_file_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", LEADER[1:3], start=5000)
+    write(tmp_path, "b", WORKERS)
+    value = as_json(tmp_path, capsys)
+    assert value["node"] == "b"
+    assert [(x["kind"], x["cause"]) for x in value["incidents"]] == [
+        ("node loss", "node b lost: its connection closed")
+    ]
+
+
+def test_bad_lines_are_named_and_the_rest_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "a", LEADER + WORKERS)
+    lines = path.read_text().splitlines()
+    lines[1:1] = ['{"event": "first_st', "[]", '{"event": "first_step", "clock": 11, "round": "x", "step": 1}']
+    lines.append('{"event": "of_a_newer_version", "clock": 70.0}')
+    lines.append('{"event": "run_ended", "clock": NaN}')
+    path.write_text("\n".join(lines) + "\n\udcff".encode(errors="surrogateescape").decode("latin-1"))
+    (tmp_path / "events-b.jsonl").mkdir()
+    assert main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "goodput 82.0 %" in out
+    said = [line.partition(": ")[2] for line in err.splitlines()]
+    assert said[0] == f'{path}, line 2: no JSON: \'{{"event": "first_st\''
+    assert said[1] == f"{path}, line 3: no event: '[]'"
+    assert said[2] == f"{path}, line 4: first_step.round is 'x', not of type int"
+    assert "clock is 'nan', not of type float" in said[3]
+    assert "no JSON" in said[4]
+    assert said[5] == f"{tmp_path / 'events-b.jsonl'} cannot be read: Is a directory"
+
+
+def test_of_several_runs_in_a_file_the_last_one_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "a", LEADER + WORKERS)
+    write(tmp_path, "a", [(100.0, LEADER[0][1]), (150.0, LEADER[-1][1])])
+    assert main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "0 incidents" in out
+    assert f"{path}: a further run begins in line 13" in err
+    path.unlink()
+    write(tmp_path, "a", LEADER)
+    write(tmp_path, "a", WORKERS)
+    assert main([str(tmp_path)]) == 0
+    assert "a further run begins in line 5" in capsys.readouterr().err, "the clock fell: the host was started anew"
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        ([], "has no events-*.jsonl"),
+        (["r1/events-a.jsonl", "r2/events-a.jsonl"], "has the events of 2 runs: r1, r2"),
+        (["events-a.jsonl"], "have no event that can be read"),
+    ],
+)
+def test_a_directory_that_is_not_a_runs_is_refused(
+    made: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in made:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert main([str(tmp_path)]) == 2
+    assert complaint in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+def test_the_only_run_of_a_log_directory_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "r1", "a", LEADER + WORKERS)
+    assert as_json(tmp_path, capsys)["node"] == "a"
+
+
+def test_fields_with_a_default_may_be_missing() -> None:
+    line = '{"event": "order_received", "clock": 3, "order": "form", "round": 1, "term": 1, "cause": "first"}'
+    assert parse(line) == (3, ev.OrderReceived("form", 1, 1, "first", ""))
+    with pytest.raises(ValueError, match="first_step has no step"):
+        parse('{"event": "first_step", "clock": 3, "round": 1}')
