@@ -24,7 +24,6 @@ from typing import Protocol
 
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous import codec
-from elastic_launch.rendezvous.messages import LineReader
 from elastic_launch.secret import Token, keyed
 
 __all__ = ["AuthenticationError", "Channel", "MissingTokenError", "Seal", "link_key"]
@@ -169,7 +168,7 @@ class Channel:
 
     def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES) -> None:
         self.unsent = bytearray()
-        self._reader = LineReader(limit)
+        self._reader = codec.LineReader(limit)
         self._side = side
         self._seal: Seal | None = None
         self._held: list[bytes] = []

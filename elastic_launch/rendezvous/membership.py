@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
@@ -73,12 +74,11 @@ class RendezvousLost:
     error: RendezvousError
 
 
-MembershipEvent = (
-    Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
-)
+MembershipEvent = Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.ToNode
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
+Beating = Callable[[], m.Beat | m.Progress]
 
 
 class Membership:
@@ -87,14 +87,24 @@ class Membership:
     Args:
         notify: called from the membership's thread with each event; must not block.
         reserve: called with the node's advertised address; returns the port of its next worker store.
+        beat: called from the membership's thread for each beat; returns what to say.
     """
 
-    def __init__(self, config: LaunchConfig, backend: Backend, clock: Clock, notify: Notify, reserve: Reserve) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        backend: Backend,
+        clock: Clock,
+        notify: Notify,
+        reserve: Reserve,
+        beat: Beating = m.Beat,
+    ) -> None:
         self._config = config
         self._backend = backend
         self._clock = clock
         self._notify = notify
         self._reserve = reserve
+        self._beat = beat
         self._lock = threading.Lock()
         self._outbox: deque[m.Report] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -140,6 +150,10 @@ class Membership:
         """
         report = m.Stopped(number, store_port, drained)
         self._say(report, store_port=store_port, holding=0, ready=False, done=False)
+
+    def saved(self, report: m.Saved) -> None:
+        """A state of the training was kept, or could not be."""
+        self._say(report)
 
     def leaving(self, reason: str, seconds: float = 0.0) -> None:
         """This node leaves the run.
@@ -202,6 +216,7 @@ class Membership:
             address=place.address,
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
+            work=config.work(),
         )
 
     def _stay(self) -> None:
@@ -308,7 +323,7 @@ class Membership:
             while not hearing.leader_lost:
                 if now >= next_beat:
                     next_beat = now + hearing.beat
-                    channel.send(m.pack(m.Beat()))
+                    channel.send(m.pack(self._beat()))
                 for report in self._take():
                     channel.send(m.pack(report))
                 if self._closing.is_set():
@@ -364,7 +379,7 @@ class Membership:
         try:
             for line in channel.feed(data):
                 order = m.unpack(line)
-                if not isinstance(order, m.Report):
+                if isinstance(order, m.Order):
                     self._answered = True
                     self._obey(order)
         except ProtocolError as error:
@@ -387,7 +402,7 @@ class Membership:
                 )
             self._hello = hello
         match order:
-            case m.Pulse():
+            case m.Pulse() | asking.Answer() | asking.Found():
                 return
             case m.Welcome():
                 self._former.close()
