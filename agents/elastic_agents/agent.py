@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agents import policy as p
-from elastic_agents.control import Control
+from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
@@ -100,7 +100,7 @@ class LocalElasticAgent(ElasticAgent):
         self._events = events
         self._make_processes = processes
         self._store: WorkerStore | None = None
-        self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve)
+        self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc,
@@ -219,6 +219,14 @@ class LocalElasticAgent(ElasticAgent):
                 self._member = not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
+            case m.Depart(reason=reason, seconds=seconds):
+                return self._depart(item, reason, seconds)
+            case m.SaveNow(round=number):
+                self._control.ask_save(number)
+                return None
+            case WorkerSaved(round=number, step=step, error=error, asked=asked):
+                self._membership.saved(m.Saved(number, step, error=error, asked=asked))
+                return None
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
@@ -228,6 +236,18 @@ class LocalElasticAgent(ElasticAgent):
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _depart(self, order: m.Depart, reason: str, seconds: float) -> p.Event | None:
+        self._events.emit(OrderReceived("depart", self._view.round, order.term, reason))
+        if self._view.leaving is not None:
+            return None  # it does so already, and told twice it would not drain
+        _log.info("%s: this node leaves the run", reason)
+        return p.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
+
+    def _beat(self) -> m.Beat | m.Progress:
+        """Called from the membership's thread."""
+        number, step = self._control.pace.reached
+        return m.Progress(number, step) if number else m.Beat()
 
     def _seconds_to_drain(self, left: float) -> float:
         """Return the seconds left, or 0 if a drain is sure to take longer."""
