@@ -40,6 +40,7 @@ from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.secret import ENV_TOKEN
 
@@ -100,6 +101,7 @@ class LocalElasticAgent(ElasticAgent):
         self._events = events
         self._make_processes = processes
         self._store: WorkerStore | None = None
+        self._run_file = RunFile(config.run_directory)
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         spec = WorkerSpec(
             role=config.role,
@@ -158,6 +160,8 @@ class LocalElasticAgent(ElasticAgent):
             if self._store is not None:
                 self._store.close()
             guard.close()
+            self._run_file.close()
+        self._run_file.end(self._outcome.code, self._outcome.cause)
         return self._result(self._outcome)
 
     def _secure(self) -> None:
@@ -261,6 +265,8 @@ class LocalElasticAgent(ElasticAgent):
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config
         self._hosting = hosting
+        where = ",".join(map(str, config.endpoints)) or endpoint
+        self._run_file.write(Whereabouts(config.run_id, config.backend, where, config.node_id))
         if hosting and config.announce:
             options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
             if config.limits.max_restarts != 3:
