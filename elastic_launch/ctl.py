@@ -121,15 +121,16 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
     if endpoint is None:
         found = _found(log_dir, run_id, environ)
         backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
+    leader = parse_endpoint(found.leader) if found is not None and found.leader else None
     backend = backend or LaunchConfig.backend
     if backend not in BACKENDS:
         raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
     if backend == "c10d":
-        return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token), found
+        return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
     if not run_id:
         raise UsageError("--rdzv-backend etcd keeps many runs.", "Name one with --rdzv-id ID.")
     endpoints = tuple(parse_endpoint(part, ETCD_PORT) for part in endpoint.split(","))
-    return Address(run_id, backend, endpoints, token), found
+    return Address(run_id, backend, endpoints, token, leader), found
 
 
 def _given(options: argparse.Namespace, name: str) -> str | None:
@@ -192,7 +193,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
 def _drain(options: argparse.Namespace, address: Address) -> int:
     seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
     with Inquiry(address) as inquiry:
-        if options.node and address.backend == "c10d" and options.node == inquiry.record.leader.node_id:
+        if options.node and address.backend == "c10d" and options.node == inquiry.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run's store: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, with its state saved.",

@@ -36,19 +36,18 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
-from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.secret import ENV_TOKEN
+from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
 
 __all__ = ["LocalElasticAgent", "Outcome"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
-_SECRETS = frozenset({ENV_TOKEN, ENV_USER, ENV_PASSWORD})
+_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
@@ -204,8 +203,9 @@ class LocalElasticAgent(ElasticAgent):
             case Opened(place=place):
                 self._opened(place.hosting, str(place.endpoint), place.address)
                 return None
-            case LinkUp():
+            case LinkUp(leader=leader):
                 self._member = True
+                self._run_file.led_from(leader)
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason):

@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from elastic_launch.config import Endpoint
-from elastic_launch.errors import ElasticLaunchError, EndpointError, ProtocolError, RefusedError, StoreError
+from elastic_launch.errors import (
+    ElasticLaunchError,
+    EndpointError,
+    ProtocolError,
+    RefusedError,
+    RendezvousError,
+    StoreError,
+)
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
-from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.store import ControlStore
-from elastic_launch.secret import Token
+from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, Token
 
 __all__ = ["Address", "Inquiry", "RunEndedError"]
 
@@ -50,12 +56,14 @@ class Address:
     Attributes:
         endpoints: one, or on etcd several members of the cluster.
         token: the run's, or None.
+        leader: where it may be, if somebody has said so.
     """
 
     run_id: str
     backend: str
     endpoints: tuple[Endpoint, ...]
     token: Token | None
+    leader: Endpoint | None = None
 
     def __str__(self) -> str:
         return f"{self.backend} {','.join(map(str, self.endpoints))}"
@@ -64,30 +72,37 @@ class Address:
 class Inquiry:
     """A link to a run's leader, which is no node's.
 
-    Attributes:
-        record: the control record by which the leader was found.
+    Raises:
+        RendezvousError: if the leader is not found, does not answer or refuses.
+        RunEndedError: if the run has ended.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self.record = _present_record(address)
-        if self.record.end is not None:
-            raise RunEndedError(address.run_id, self.record.end.code, self.record.end.cause)
-        self._where = Endpoint(self.record.leader.address, self.record.leader.port)
-        self._channel = Channel.of_node(link_key(address.token, address.run_id))
+        if address.leader is not None:
+            with contextlib.suppress(RendezvousError):  # it may have moved, and something else may listen there
+                self._call(address.leader)
+                return
+        record = _present_record(address)
+        if record.end is not None:
+            raise RunEndedError(address.run_id, record.end.code, record.end.cause)
+        self._call(Endpoint(record.leader.address, record.leader.port))
+
+    def _call(self, where: Endpoint) -> None:
+        self._where = where
+        self._channel = Channel.of_node(link_key(self._address.token, self._address.run_id))
         self._orders: deque[m.Order] = deque()
         self._patience = TIMEOUT
         try:
-            self._sock = socket.create_connection((self._where.host, self._where.port), TIMEOUT)
+            self._sock = socket.create_connection((where.host, where.port), TIMEOUT)
         except OSError as error:
-            leader = self.record.leader.node_id
             raise EndpointError(
-                f"The run's leader, node {leader}, cannot be reached at {self._where}: {error}.",
+                f"The run's leader cannot be reached at {where}: {error}.",
                 "If its process is gone, wait until another one leads; else check the network between the hosts.",
             ) from error
         try:
             self._sock.setblocking(False)
-            self._say(a.Caller(m.PROTOCOL_VERSION, address.run_id))
+            self._say(a.Caller(m.PROTOCOL_VERSION, self._address.run_id))
             welcome = self._next()
             if not isinstance(welcome, m.Welcome):
                 raise ProtocolError(f"The leader answered a call with {type(welcome).__name__}.")
@@ -203,7 +218,7 @@ def _present_record(address: Address) -> ControlRecord:
 
 
 def _open_store(address: Address) -> ControlStore:
-    # Each of the two imports much that the other does not need.
+    # Each of the two imports much that the other does not need: torch takes seconds.
     found: ControlStore
     if address.backend == "c10d":
         from elastic_launch.rendezvous.c10d import connect_store
@@ -212,7 +227,7 @@ def _open_store(address: Address) -> ControlStore:
     else:
         from elastic_launch.rendezvous.etcd import EtcdStore
 
-        user, password = os.environ.get(ENV_USER), os.environ.get(ENV_PASSWORD)
+        user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
         where = ",".join(map(str, address.endpoints))
         found = EtcdStore(where, address.run_id, user=user, password=password)
     return SealedStore(found, address.token, address.run_id)

@@ -52,7 +52,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The leader accepted this node's hello."""
+    """The leader accepted this node's hello.
+
+    Attributes:
+        leader: where its links listen.
+    """
+
+    leader: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +413,8 @@ class Membership:
             case m.Welcome():
                 self._former.close()
                 self._backend.reached()
-                self._notify(LinkUp())
+                assert self._record is not None
+                self._notify(LinkUp(str(Endpoint(self._record.leader.address, self._record.leader.port))))
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case _:

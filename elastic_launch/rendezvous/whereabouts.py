@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from elastic_launch.errors import ProtocolError
@@ -33,6 +33,8 @@ class Whereabouts:
     Attributes:
         endpoint: as ``--rdzv-endpoint`` takes it.
         node_id: of the agent that wrote this.
+        leader: where the leader's links listened last, empty if that was not known: who finds one there need not ask
+            the store.
         code, cause: how that agent ended, None while it is there.
     """
 
@@ -40,6 +42,7 @@ class Whereabouts:
     backend: str
     endpoint: str
     node_id: str
+    leader: str = ""
     code: int | None = None
     cause: str = ""
 
@@ -72,12 +75,16 @@ class RunFile:
             with contextlib.suppress(OSError):
                 new.unlink()
 
+    def led_from(self, leader: str) -> None:
+        """Note where the leader is."""
+        if self._written is not None and self._written.leader != leader:
+            self.write(replace(self._written, leader=leader))
+
     def end(self, code: int, cause: str) -> None:
         """Note how this agent ended, unless another agent's file is there by now."""
         mine, self._written = self._written, None
         if mine is not None and _read(self._path) == mine:
-            ended = Whereabouts(mine.run_id, mine.backend, mine.endpoint, mine.node_id, code, cause)
-            self.write(ended)
+            self.write(replace(mine, code=code, cause=cause))
         self.close()
 
     def close(self) -> None:
