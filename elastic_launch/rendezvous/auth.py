@@ -142,7 +142,7 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
         value = codec.loads(line)
     except ProtocolError as error:
         raise AuthenticationError(f"Instead of a {kind}, something else came over a link.") from error
-    if kind == "challenge" and value.get("type") == "hello":
+    if kind == "challenge" and value.get("type") in ("hello", "caller"):
         raise MissingTokenError("A node came without a token.")
     fields: dict[str, bytes] = {}
     for name, size in sizes.items():
