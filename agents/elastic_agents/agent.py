@@ -251,7 +251,8 @@ class LocalElasticAgent(ElasticAgent):
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
         number, step = self._control.pace.reached
-        return m.Progress(number, step) if number else m.Beat()
+        newest = self._keeper.newest
+        return m.Progress(number, step, newest.step if newest else None) if number else m.Beat()
 
     def _seconds_to_drain(self, left: float) -> float:
         """Return the seconds left, or 0 if a drain is sure to take longer."""

@@ -158,7 +158,7 @@ class Membership:
         self._say(report, store_port=store_port, holding=0, ready=False, done=False)
 
     def saved(self, report: m.Saved) -> None:
-        """A state of the training was kept, or could not be."""
+        """A checkpoint was written, or could not be."""
         self._say(report)
 
     def leaving(self, reason: str, seconds: float = 0.0) -> None:

@@ -128,26 +128,29 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """I am alive, and my workers of the round have done so many optimizer steps. Said instead of a beat."""
+    """I am alive, and my workers of the round have done so many optimizer steps. Said instead of a beat.
+
+    Attributes:
+        snapshot: steps in the newest snapshot in this node's memory, None if there is none.
+    """
 
     round: int
     step: int
+    snapshot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A state of the round's training was kept, or could not be.
+    """A checkpoint of the round's training was written, or could not be.
 
     Attributes:
         step: optimizer steps in it.
-        kind: ``checkpoint`` (durable) or ``snapshot`` (in memory).
-        error: why it is not kept; empty if it is.
+        error: why it is not written; empty if it is.
         asked: whether it is at least as new as the last SaveNow.
     """
 
     round: int
     step: int
-    kind: str = "checkpoint"
     error: str = ""
     asked: bool = False
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
@@ -56,7 +56,8 @@ class _Heard:
 
     round: int = 0
     step: int | None = None
-    saved: dict[str, tuple[int, float]] = field(default_factory=dict)
+    checkpoint: tuple[int, float] | None = None
+    snapshot: tuple[int, float] | None = None
 
 
 class Requests:
@@ -121,17 +122,18 @@ class Requests:
         if node is None or not node.active:
             return
         match report:
-            case m.Progress(round=round_number, step=step) if round_number == number:
+            case m.Progress(round=round_number, step=step, snapshot=snapshot) if round_number == number:
                 self._reached(number, step)
+                if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
+                    self._heard.snapshot = snapshot, now
             case m.Stopped(round=round_number, drained=step) if round_number == number and step >= 0:
                 self._reached(number, step)
                 for waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)
-            case m.Saved(round=round_number, step=step, kind=kind) if round_number == number:
+            case m.Saved(round=round_number, step=step) if round_number == number:
                 if not report.error:
-                    self._reached(number, step)
-                    self._heard.saved[kind] = (step, now)
-                if report.asked and kind == "checkpoint":
+                    self._heard.checkpoint = step, now
+                if report.asked:
                     self._wrote(report)
 
     def watch(self, instructions: Sequence[Instruction], now: float) -> list[Instruction]:
@@ -155,8 +157,8 @@ class Requests:
             max_restarts=machine.limits.max_restarts,
             nodes=tuple(self._node(node, now) for node in machine.nodes.values()),
             step=self._heard.step,
-            snapshot=self._last("snapshot", now),
-            checkpoint=self._last("checkpoint", now),
+            snapshot=_last(self._heard.snapshot, now),
+            checkpoint=_last(self._heard.checkpoint, now),
             incidents=tuple(a.Incident(text, round(now - at, 3)) for at, text in self._incidents),
         )
 
@@ -220,7 +222,9 @@ class Requests:
             case RoundDrained(step=step):
                 for waiting in self._pending():
                     waiting.step = step
-                self._settle(a.AskSave, lambda _: (True, f"saved after step {step}, as the round was drained"), step)
+                self._settle(
+                    a.AskSave, lambda _: (True, f"the round was drained: its state after step {step} is saved"), step
+                )
             case RoundBroken(cause=cause):
                 for waiting in self._pending():
                     waiting.broken = cause
@@ -279,13 +283,9 @@ class Requests:
     def _reached(self, number: int, step: int) -> None:
         heard = self._heard
         # A later round may go on from an earlier step; within one, nodes tell at different moments.
-        later = number > heard.round
-        heard.step = step if later or heard.step is None else max(heard.step, step)
-        heard.round = number
-
-    def _last(self, kind: str, now: float) -> a.LastSave | None:
-        step, at = self._heard.saved.get(kind, (0, None))
-        return None if at is None else a.LastSave(step, round(now - at, 3))
+        if number > heard.round:
+            heard.round, heard.step, heard.snapshot = number, step, None
+        heard.step = max(heard.step or 0, step)
 
     def _node(self, node: Node, now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
@@ -309,6 +309,10 @@ class Requests:
     def _flush(self) -> list[Instruction]:
         out, self._out = self._out, []
         return out
+
+
+def _last(save: tuple[int, float] | None, now: float) -> a.LastSave | None:
+    return None if save is None else a.LastSave(save[0], round(now - save[1], 3))
 
 
 def _before(waiting: _Waiting) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from harness import wait_for
 
 from elastic_agents.control import Control, WorkerSaved
+from elastic_agents.keeper import Keeper
 from elastic_agents.vocabulary import WorkerReady
 from elastic_launch import contract as c
 from elastic_launch.testing import FakeClock
@@ -24,9 +26,12 @@ def said() -> Said:
 
 @pytest.fixture
 def control(said: Said) -> Iterator[Control]:
-    control = Control(FakeClock(), said.put)
+    keeper = Keeper(lambda: True, lambda copied: None)
+    keeper.start()
+    control = Control(FakeClock(), keeper, said.put)
     yield control
     control.close()
+    keeper.close()
 
 
 def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> socket.socket:
@@ -34,7 +39,11 @@ def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> so
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(5)
     sock.connect("\0" + control.address[1:])
-    sock.sendall(c.pack(c.Ready(round_number, rank, rank, 5)))
+    sock.sendall(c.pack(c.Hello(round_number, rank, rank)) + c.pack(c.Ready(5)))
+    slots, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert isinstance(c.unpack(slots.strip()), c.Slots)
     assert said.get(timeout=5) == WorkerReady(round_number, rank)
     return sock
 

@@ -116,12 +116,13 @@ def test_a_status_tells_what_was_saved_and_how_long_ago() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.Saved(1, 20))
     run.advance(3.0)
-    run.report("b", m.Saved(1, 22, "snapshot"))
+    run.report("b", m.Progress(1, 22, 21))
+    run.report("a", m.Progress(1, 22, 20))
     run.report("a", m.Saved(1, 30, error="the disk is full"))
     run.report("a", m.Saved(0, 99))
     status = run.status()
     assert status.checkpoint == a.LastSave(20, 3.0)
-    assert status.snapshot == a.LastSave(22, 0.0)
+    assert status.snapshot == a.LastSave(21, 0.0)
     assert status.step == 22
 
 
@@ -367,7 +368,7 @@ def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
     run.hello("c")
     run.advance(2.0)
     run.drained("a", "b", step=9)
-    assert run.answer() == a.Answer(1, True, "saved after step 9, as the round was drained", 9)
+    assert run.answer() == a.Answer(1, True, "the round was drained: its state after step 9 is saved", 9)
 
 
 # Resize.

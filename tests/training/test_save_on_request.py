@@ -24,7 +24,7 @@ class Asking:
     def __init__(self, agent: socket.socket, worker: socket.socket) -> None:
         self._agent = agent
         self._heard = b""
-        self.link = AgentLink(worker, World())
+        self.link = AgentLink(worker)
         self.run = Run(World(), torch.device("cpu"), self.link)
         self.run.register("model", nn.Linear(1, 1))
 
@@ -65,7 +65,7 @@ def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_to
     assert not asking.run.boundary()
     assert not asking.run.boundary(2)
     assert not asking.run.boundary(3)
-    asking.run.finish_checkpoint()
+    asking.run.finish_training()
     assert step_of(tmp_path) == 2
     assert asking.saved() == [c.Saved(2, "")]
 
@@ -79,7 +79,7 @@ def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: 
             asking.ask()
         asking.run.boundary(step)
         due += [step] if not checkpoint.needs(step) else []
-    asking.run.finish_checkpoint()
+    asking.run.finish_training()
     assert due == [2, 5, 8]
 
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Aski
     directory.write_text("no directory")
     asking.ask()
     asking.run.boundary(1)
-    asking.run.finish_checkpoint()
+    asking.run.finish_training()
     (saved,) = asking.saved()
     assert saved.step == 1
     assert 0 < len(saved.error) <= LONGEST_ERROR
