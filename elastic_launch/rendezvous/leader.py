@@ -80,7 +80,7 @@ class LeaderMachine(Rounds):
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
-        if isinstance(report, m.Beat):
+        if isinstance(report, m.Beat | m.Progress):
             return []  # what is due by the clock is left to the next turn: beats are as many as nodes, each second
         current = self.record.round.number
         match report:
@@ -291,6 +291,10 @@ class LeaderMachine(Rounds):
             # Others crashed because its workers were ended before it could say so.
             self._broken.kind = min(self._broken.kind, Kind.PREEMPTION)
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
+
+    def node_at(self, link: int) -> Node | None:
+        """The node at the other end of a link."""
+        return self._by_link(link)
 
     def _by_link(self, link: int) -> Node | None:
         node = self.nodes.get(self._owners.get(link, ""))

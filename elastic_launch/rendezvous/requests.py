@@ -85,8 +85,9 @@ class Requests:
         if len(self._callers) >= MAX_CALLERS:
             return self._refuse(link, f"{MAX_CALLERS} others are asking already.", "Try again later.")
         self._callers[link] = None
-        beat, dead_after = self._machine.timing.beat, self._machine.timing.dead_after
-        self._send(link, m.Welcome(term, "", beat, dead_after))
+        timing = self._machine.timing
+        beat = timing.beat_among(self._machine.limits.max_nodes)
+        self._send(link, m.Welcome(term, "", beat, timing.dead_after))
         if self._machine.ended:
             self._send(link, self._machine.end_order())
         return self._flush()
@@ -117,7 +118,7 @@ class Requests:
 
     def heard(self, link: int, report: m.Report, now: float) -> None:
         """A node reported, of which the machine does not know yet."""
-        node = next((node for node in self._machine.nodes.values() if node.link == link), None)
+        node = self._machine.node_at(link)
         number = self._machine.record.round.number
         if node is None or not node.active:
             return

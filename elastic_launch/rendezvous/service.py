@@ -323,7 +323,7 @@ class LeaderService:
                 return False
             self._queue.clear()
             cause = f"{error.message} {error.hint}"
-            self._queue.extend(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
+            self._decided(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
             return True
         except StoreError as error:
             _log.error("the control record could not be written, this node leads no longer: %s", error)
