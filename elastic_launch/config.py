@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
@@ -67,6 +67,10 @@ class Limits:
             )
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}.", "Give 0 (never restart) or more.")
+
+    def resized(self, min_nodes: int, max_nodes: int) -> Limits:
+        """Return the same for other numbers of nodes."""
+        return replace(self, min_nodes=min_nodes, max_nodes=max_nodes)
 
     def __str__(self) -> str:
         return f"--nnodes {self.min_nodes}:{self.max_nodes} --max-restarts {self.max_restarts}"
@@ -199,7 +203,14 @@ class LaunchConfig:
 
     def digest(self) -> str:
         """SHA-256 over what must be equal on all nodes: the command and the limits."""
-        value = [list(self.command.display), str(self.limits), self.backend]
+        return self._digest(str(self.limits))
+
+    def work(self) -> str:
+        """SHA-256 over the same without the number of nodes, which may change while the run runs."""
+        return self._digest(str(self.limits.max_restarts))
+
+    def _digest(self, limits: str) -> str:
+        value = [list(self.command.display), limits, self.backend]
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 

@@ -22,6 +22,8 @@ __all__ = [
     "Noted",
     "Placement",
     "Ready",
+    "Save",
+    "Saved",
     "Slots",
     "StepDone",
     "Stop",
@@ -118,6 +120,14 @@ class Drained(Message):
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Saved(Message):
+    """A durable checkpoint is written, with so many optimizer steps in it; or is not, and the error says why."""
+
+    step: int
+    error: str
+
+
 # Agent to worker.
 
 
@@ -170,11 +180,19 @@ class Stop(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Save(Message):
+    """Have all ranks save a durable checkpoint after the same step, whatever their interval; only rank 0 is asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-_KINDS: tuple[type[Message], ...] = (Hello, Ready, StepDone, Stored, Drained, Slots, Use, Copied, Stop, Noted)
+_KINDS: tuple[type[Message], ...] = (
+    *(Hello, Ready, StepDone, Stored, Drained, Saved),
+    *(Slots, Use, Copied, Stop, Save, Noted),
+)
 Message.TYPES.update({kind.__name__.lower(): kind for kind in _KINDS})
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "RoundFormed",
     "RoundSteps",
     "RunEnded",
+    "RunResized",
     "TrainingBegun",
     "WorkerExited",
     "WorkerStarted",
@@ -275,6 +276,20 @@ class Parked(Event):
             f"parked with {counted(self.nodes, 'node')}, {self.min_nodes} needed; "
             f"goes on when they are there, ends in {self.min_wait_s:g} s otherwise"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunResized(Event):
+    """Somebody changed how many nodes the run may have."""
+
+    leader: ClassVar[bool] = True
+    min_nodes: int
+    max_nodes: int
+    had_min: int
+    had_max: int
+
+    def line(self) -> str:
+        return f"the run is resized to {self.min_nodes}:{self.max_nodes} nodes, from {self.had_min}:{self.had_max}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,24 @@ from typing import NoReturn
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["ENV_TOKEN", "HINT_TOKEN", "MIN_LENGTH", "Token", "keyed", "read_token"]
+__all__ = [
+    "ENV_ETCD_PASSWORD",
+    "ENV_ETCD_USER",
+    "ENV_TOKEN",
+    "HINT_TOKEN",
+    "MIN_LENGTH",
+    "Token",
+    "keyed",
+    "read_token",
+]
 
 _log = logging.getLogger(__name__)
 
 ENV_TOKEN = "ELASTIC_LAUNCH_TOKEN"
+
+ENV_ETCD_USER = "ELASTIC_LAUNCH_ETCD_USER"
+ENV_ETCD_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
+"""Never flags: the command line of a process can be read by everybody on its host."""
 
 MIN_LENGTH = 16
 """Characters. What crosses the network allows guessing at leisure, so a token should be random, not thought up."""

@@ -110,6 +110,8 @@ MESSAGES = [
     c.Use(1),
     c.Copied(101, 7, 1.5, "/checkpoints/step-101", "abc", 1000, "", ""),
     c.Stop("node b leaves"),
+    c.Save(),
+    c.Saved(7, "the disk is full"),
     c.Noted(),
 ]
 

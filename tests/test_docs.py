@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from dataclasses import fields
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import dist, events
+from elastic_launch import ctl, dist, events
 from elastic_launch.config import Timing
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, event_name
 from elastic_launch.flags import FLAGS, Flag, split
+from elastic_launch.rendezvous import asking
 from elastic_launch.settings import CONF_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +39,16 @@ def rows(text: str) -> list[list[str]]:
 def names(cell: str) -> list[str]:
     """What a cell has in backticks."""
     return [name.replace("\\|", "|") for name in NAME.findall(cell)]
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for language, text in BLOCK.findall(page.read_text()):
+            if language == "sh":
+                lines = text.replace("\\\n", " ").splitlines()
+                found += [(page.name, line.removeprefix("$ ")) for line in lines]
+    return found
 
 
 def kinds_of_events() -> list[type[Event]]:
@@ -73,6 +85,36 @@ def test_a_flag_is_shown_with_its_value_default_and_variables(flag: Flag) -> Non
     assert names(variables) == list(flag.variables)
     assert not flag.default or default.strip("`") == flag.default
     assert meaning
+
+
+def test_every_command_and_flag_of_elasticctl_is_shown_and_no_other() -> None:
+    page = sections(REFERENCE / "elasticctl.md", "##")
+    top = ctl.parser()
+    (commands,) = [action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+    assert {title.partition(" ")[2] for title in page if title.startswith("elasticctl ")} == commands.keys()
+
+    def shown(title: str) -> set[str]:
+        return {name for row in rows(page[title]) for name in re.findall(r"(?<![\w-])--[a-z][\w-]+", row[0])}
+
+    for name, command in commands.items():
+        flags = {option for action in command._actions for option in action.option_strings} - {"-h", "--help"}
+        assert shown("Which run") | shown(f"elasticctl {name}") == flags, name
+        for action in command._actions:
+            if not action.option_strings:
+                assert f"`elasticctl {name} {action.metavar}`" in page[f"elasticctl {name}"]
+
+
+@pytest.mark.parametrize("line", [c[1] for c in commands() if c[1].startswith("elasticctl ")])
+def test_command_lines_of_elasticctl_are_understood(line: str) -> None:
+    assert callable(ctl.parser().parse_args(shlex.split(line)[1:]).act)
+
+
+def test_the_fields_of_a_status_are_shown() -> None:
+    section = sections(REFERENCE / "elasticctl.md", "##")["elasticctl status"]
+    shown = {name for row in rows(section) for name in names(row[0])} - {"field", "--json", "--watch"}
+    assert shown == {"backend", *(item.name for item in fields(asking.Status))}
+    for kind in (asking.NodeStatus, asking.LastSave, asking.Incident):
+        assert {item.name for item in fields(kind)} <= {name for row in rows(section) for name in names(row[1])}, kind
 
 
 def test_the_keys_of_rdzv_conf_are_shown_with_their_defaults() -> None:
@@ -147,16 +189,6 @@ def test_the_index_has_every_page() -> None:
     index = DOCS / "README.md"
     linked = {(DOCS / target).resolve() for target in LINK.findall(index.read_text())}
     assert linked >= {page.resolve() for page in DOCS.glob("**/*.md")} - {index.resolve()}
-
-
-def commands() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for language, text in BLOCK.findall(page.read_text()):
-            if language == "sh":
-                lines = text.replace("\\\n", " ").splitlines()
-                found += [(page.name, line.removeprefix("$ ")) for line in lines]
-    return found
 
 
 @pytest.mark.parametrize(("page", "line"), [c for c in commands() if c[1].startswith("elastic-launch ")])

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agents import policy as p
-from elastic_agents.control import Control
+from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
@@ -36,12 +36,12 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
-from elastic_launch.rendezvous.choice import ENV_PASSWORD, ENV_USER
 from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.secret import ENV_TOKEN
+from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
 
 __all__ = ["LocalElasticAgent", "Outcome"]
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("elastic_launch.agent")
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
 
-_SECRETS = frozenset({ENV_TOKEN, ENV_USER, ENV_PASSWORD})
+_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
@@ -110,7 +110,8 @@ class LocalElasticAgent(ElasticAgent):
         self._events = events
         self._make_processes = processes
         self._store: WorkerStore | None = None
-        self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve)
+        self._run_file = RunFile(config.run_directory)
+        self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc,
@@ -168,6 +169,8 @@ class LocalElasticAgent(ElasticAgent):
             if self._store is not None:
                 self._store.close()
             guard.close()
+            self._run_file.close()
+        self._run_file.end(self._outcome.code, self._outcome.cause)
         return self._result(self._outcome)
 
     def _secure(self) -> None:
@@ -210,8 +213,9 @@ class LocalElasticAgent(ElasticAgent):
             case Opened(place=place):
                 self._opened(place.hosting, str(place.endpoint), place.address)
                 return None
-            case LinkUp():
+            case LinkUp(leader=leader):
                 self._member = True
+                self._run_file.led_from(leader)
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason):
@@ -232,6 +236,14 @@ class LocalElasticAgent(ElasticAgent):
                 self._member = not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
+            case m.Depart(reason=reason, seconds=seconds):
+                return self._depart(item, reason, seconds)
+            case m.SaveNow(round=number):
+                self._control.ask_save(number)
+                return None
+            case WorkerSaved(round=number, step=step, error=error, asked=asked):
+                self._membership.saved(m.Saved(number, step, error=error, asked=asked))
+                return None
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
@@ -241,6 +253,19 @@ class LocalElasticAgent(ElasticAgent):
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _depart(self, order: m.Depart, reason: str, seconds: float) -> p.Event | None:
+        self._events.emit(OrderReceived("depart", self._view.round, order.term, reason))
+        if self._view.leaving is not None:
+            return None  # it does so already, and told twice it would not drain
+        _log.info("%s: this node leaves the run", reason)
+        return p.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
+
+    def _beat(self) -> m.Beat | m.Progress:
+        """Called from the membership's thread."""
+        number, step = self._control.pace.reached
+        newest = self._keeper.newest
+        return m.Progress(number, step, newest.step if newest else None) if number else m.Beat()
 
     def _seconds_to_drain(self, left: float) -> float:
         """Return the seconds left, or 0 if a drain is sure to take longer."""
@@ -254,6 +279,8 @@ class LocalElasticAgent(ElasticAgent):
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config
         self._hosting = hosting
+        where = ",".join(map(str, config.endpoints)) or endpoint
+        self._run_file.write(Whereabouts(config.run_id, config.backend, where, config.node_id))
         if hosting and config.announce:
             options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
             if config.limits.max_restarts != 3:

@@ -24,11 +24,26 @@ from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.events import EventSink
 
-__all__ = ["Control"]
+__all__ = ["Control", "WorkerSaved"]
 
 _log = logging.getLogger(__name__)
 
-Say = Callable[[WorkerReady | WorkerDrained], None]
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaved:
+    """A worker said that a checkpoint of the round is written; the error says why, if not.
+
+    Attributes:
+        asked: whether it is at least as new as the last request for one.
+    """
+
+    round: int
+    step: int
+    error: str
+    asked: bool
+
+
+Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved], None]
 
 
 @dataclass(slots=True)
@@ -70,6 +85,7 @@ class Control:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._lock = threading.Lock()
+        self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -87,6 +103,14 @@ class Control:
             for peer in self._peers.values():
                 if peer.hello is not None and peer.hello.local_rank == 0:
                     self._send(peer, copied)
+
+    def ask_save(self, round_number: int) -> None:
+        """Ask the round's first local rank, which is to be its rank 0, to have all ranks save a checkpoint."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
+                    self._save_asked = self.pace.done
+                    self._send(peer, c.Save())
 
     def close(self) -> None:
         self._wake_out.close()
@@ -170,6 +194,8 @@ class Control:
                 self._diary.step(number, step)
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
+            case c.Saved(step=step, error=error):
+                self._say(WorkerSaved(number, step, error, self._answers(step)))
             case c.Drained(step=step, seconds=seconds):
                 self.pace.saved(seconds)
                 self._say(WorkerDrained(number, local_rank, step))
@@ -181,6 +207,14 @@ class Control:
             socket.send_fds(peer.sock, [c.pack(slots)], descriptors)
         except OSError as error:
             _log.warning("a worker does not hear: %s", error)
+
+    def _answers(self, step: int) -> bool:
+        """Whether a checkpoint of so many steps has all that were done when one was asked for."""
+        with self._lock:
+            answers = self._save_asked is not None and step >= self._save_asked
+            if answers:
+                self._save_asked = None
+        return answers
 
     def _send(self, peer: _Peer, message: c.Message) -> None:
         try:

@@ -48,6 +48,12 @@ class Pace:
             self._saving = seconds
 
     @property
+    def reached(self) -> tuple[int, int]:
+        """The last round in which a worker began to train, and the optimizer steps done in all; 0 before."""
+        with self._lock:
+            return self._round, self._step
+
+    @property
     def done(self) -> int:
         """Optimizer steps done."""
         with self._lock:

@@ -22,7 +22,8 @@ def refusal(hello: Hello, record: ControlRecord, limits: Limits, command: str) -
             f"node {hello.node_id} belongs to run {hello.run_id!r}, this endpoint serves run {record.run_id!r}.",
             "Give both the same --rdzv-id, or another --rdzv-endpoint.",
         )
-    if hello.digest == record.digest:
+    resized = record.size is not None and hello.limits == str(limits) and hello.work == record.work
+    if hello.digest == record.digest or resized:
         return None
     if hello.limits != str(limits):
         return (

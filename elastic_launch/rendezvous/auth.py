@@ -24,7 +24,6 @@ from typing import Protocol
 
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous import codec
-from elastic_launch.rendezvous.messages import LineReader
 from elastic_launch.secret import Token, keyed
 
 __all__ = ["AuthenticationError", "Channel", "MissingTokenError", "Seal", "link_key"]
@@ -143,7 +142,7 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
         value = codec.loads(line)
     except ProtocolError as error:
         raise AuthenticationError(f"Instead of a {kind}, something else came over a link.") from error
-    if kind == "challenge" and value.get("type") == "hello":
+    if kind == "challenge" and value.get("type") in ("hello", "caller"):
         raise MissingTokenError("A node came without a token.")
     fields: dict[str, bytes] = {}
     for name, size in sizes.items():
@@ -169,7 +168,7 @@ class Channel:
 
     def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES) -> None:
         self.unsent = bytearray()
-        self._reader = LineReader(limit)
+        self._reader = codec.LineReader(limit)
         self._side = side
         self._seal: Seal | None = None
         self._held: list[bytes] = []

@@ -121,7 +121,7 @@ class C10dBackend:
             hosted = host_store(listener, host, config.run_id, config.timing.read_timeout)
             store = SealedStore(hosted, config.token, config.run_id)
             leader = Leader(config.node_id, incarnation, address, int(links.getsockname()[1]))
-            record = ControlRecord(config.run_id, config.digest(), 1, leader).renewed()
+            record = ControlRecord(config.run_id, config.digest(), 1, leader, work=config.work()).renewed()
             if not store.compare_and_set(None, record.encode(), config.timing.read_timeout):
                 raise StoreError("the new store holds a control record already.")
             undo.pop_all()

@@ -10,12 +10,9 @@ from elastic_launch.events import EventSink
 from elastic_launch.rendezvous.backend import Backend, C10dBackend
 from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER
 
-__all__ = ["ENV_PASSWORD", "ENV_USER", "backend_of"]
-
-ENV_USER = "ELASTIC_LAUNCH_ETCD_USER"
-ENV_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
-"""Never flags: the command line of a process can be read by everybody on its host."""
+__all__ = ["backend_of"]
 
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
@@ -29,7 +26,7 @@ def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend
     where = ",".join(map(str, config.endpoints))
 
     def open_store() -> ControlStore:
-        user, password = os.environ.get(ENV_USER), os.environ.get(ENV_PASSWORD)
+        user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
         return SealedStore(EtcdStore(where, config.run_id, user=user, password=password), config.token, config.run_id)
 
     return ElectedBackend(config, clock, events, open_store)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["MAX_BYTES", "decode", "dumps", "loads"]
+__all__ = ["MAX_BYTES", "LineReader", "decode", "dumps", "loads"]
 
 MAX_BYTES = 4 * 1024 * 1024
 """Largest value or line that is read, in bytes; about 16,000 members of 250 bytes."""
@@ -102,3 +102,27 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint:
         raise ProtocolError(f"{where}: {hint.__name__} was expected, found {type(value).__name__}.")
     return value
+
+
+class LineReader:
+    """Cuts a byte stream into lines, holding at most ``limit`` bytes of an unfinished one."""
+
+    def __init__(self, limit: int = MAX_BYTES) -> None:
+        self.limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add what was received and return the lines that it completes.
+
+        Raises:
+            ProtocolError: if a line exceeds the limit.
+        """
+        self._pending += data
+        lines: list[bytes] = []
+        # Only what is new can end a line: to look at all of it again would let single bytes cost a whole line each.
+        if b"\n" in data:
+            *whole, self._pending = self._pending.split(b"\n")
+            lines = [bytes(line) for line in whole if line]
+        if len(self._pending) > self.limit:
+            raise ProtocolError(f"A line of more than {self.limit} bytes came over a link.")
+        return lines

@@ -72,8 +72,9 @@ class ElectedBackend:
         assert self._store is not None
         value = self._look(timeout)
         if value is None:
-            digest = self._config.digest()
-            return self._take(None, ControlRecord(self._config.run_id, digest, 1, self._candidate()), timeout, "first")
+            digest, work = self._config.digest(), self._config.work()
+            record = ControlRecord(self._config.run_id, digest, 1, self._candidate(), work=work)
+            return self._take(None, record, timeout, "first")
         record = ControlRecord.parse(value)
         leading = self._reign is not None and self._reign.alive
         takeover = self._succession.decide(record, self._clock.now(), leading=leading)

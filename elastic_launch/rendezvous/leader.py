@@ -21,11 +21,13 @@ from elastic_launch.events import (
     NodeJoined,
     NodeLeft,
     NodeRefused,
+    RunResized,
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.admission import refusal
 from elastic_launch.rendezvous.instructions import Close, Instruction, Node
-from elastic_launch.rendezvous.rounds import COLLECT, Rounds
+from elastic_launch.rendezvous.record import Size
+from elastic_launch.rendezvous.rounds import COLLECT, MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.verdict import Kind, kind_of
 
 __all__ = ["TURN_CAP", "LeaderMachine"]
@@ -57,7 +59,7 @@ class LeaderMachine(Rounds):
             self._emit(NodeRefused(hello.node_id, reason[0]))
             return self._flush()
         if self.record.end is not None:
-            self._send(link, self._end_order())
+            self._send(link, self.end_order())
             return self._flush()
         if self._is_replaced(hello):
             self._evict_for_good(link, hello.node_id)
@@ -80,7 +82,7 @@ class LeaderMachine(Rounds):
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
-        if isinstance(report, m.Beat):
+        if isinstance(report, m.Beat | m.Progress):
             return []  # what is due by the clock is left to the next turn: beats are as many as nodes, each second
         current = self.record.round.number
         match report:
@@ -165,6 +167,42 @@ class LeaderMachine(Rounds):
                 self._broken.at += slept
             if self._parked_at is not None:
                 self._parked_at += slept
+
+    # What users ask for.
+
+    def depart(self, node_id: str, reason: str, seconds: float | None) -> list[Instruction]:
+        """Tell a node that is there to leave after a drain; seconds None: however long it takes."""
+        limit = MOST_SECONDS if seconds is None else seconds
+        self._send(self.nodes[node_id].link, m.Depart(self.record.term, reason, limit))
+        return self._flush()
+
+    def stop(self, reason: str, seconds: float | None, now: float) -> list[Instruction]:
+        """Drain the round, if there is one, and end the run with 143."""
+        if not self.ended and not self._ending:
+            self._ending = f"stopped by {reason}"
+            if self._running:
+                self._stop_round(Kind.PREEMPTION, reason, seconds, now)
+            self._consider(now)
+        return self._flush()
+
+    def save(self) -> list[Instruction]:
+        """Have the present round write a checkpoint; its first member is to be there."""
+        number, first = self.record.round.number, self.record.round.members[0]
+        self._send(self.nodes[first.node_id].link, m.SaveNow(self.record.term, number))
+        return self._flush()
+
+    def resize(self, min_nodes: int, max_nodes: int, now: float) -> list[Instruction]:
+        """Change how many nodes the run may have; a round that has too many or could have more is drained for it.
+
+        Raises:
+            UsageError: if there is no such number of nodes.
+        """
+        was, self._limits = self._limits, self._limits.resized(min_nodes, max_nodes)
+        if self._limits != was:
+            self._commit(replace(self.record, size=Size(min_nodes, max_nodes)))
+            self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))
+            self._consider(now)
+        return self._flush()
 
     # Members come and go.
 
@@ -276,6 +314,10 @@ class LeaderMachine(Rounds):
             # Others crashed because its workers were ended before it could say so.
             self._broken.kind = min(self._broken.kind, Kind.PREEMPTION)
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
+
+    def node_at(self, link: int) -> Node | None:
+        """The node at the other end of a link."""
+        return self._by_link(link)
 
     def _by_link(self, link: int) -> Node | None:
         node = self.nodes.get(self._owners.get(link, ""))

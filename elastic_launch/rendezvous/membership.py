@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
@@ -45,7 +46,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The leader accepted this node's hello."""
+    """The leader accepted this node's hello.
+
+    Attributes:
+        leader: where its links listen.
+    """
+
+    leader: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +74,11 @@ class RendezvousLost:
     error: RendezvousError
 
 
-MembershipEvent = (
-    Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
-)
+MembershipEvent = Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.ToNode
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
+Beating = Callable[[], m.Beat | m.Progress]
 
 
 class Membership:
@@ -81,14 +87,24 @@ class Membership:
     Args:
         notify: called from the membership's thread with each event; must not block.
         reserve: called with the node's advertised address; returns the port of its next worker store.
+        beat: called from the membership's thread for each beat; returns what to say.
     """
 
-    def __init__(self, config: LaunchConfig, backend: Backend, clock: Clock, notify: Notify, reserve: Reserve) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        backend: Backend,
+        clock: Clock,
+        notify: Notify,
+        reserve: Reserve,
+        beat: Beating = m.Beat,
+    ) -> None:
         self._config = config
         self._backend = backend
         self._clock = clock
         self._notify = notify
         self._reserve = reserve
+        self._beat = beat
         self._lock = threading.Lock()
         self._side = NodeSide()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -135,6 +151,10 @@ class Membership:
             drained: optimizer steps done, if they have stopped by agreement, else -1.
         """
         self._say(m.Stopped(number, store_port, drained))
+
+    def saved(self, report: m.Saved) -> None:
+        """A checkpoint was written, or could not be."""
+        self._say(report)
 
     def leaving(self, reason: str, seconds: float = 0.0) -> None:
         """This node leaves the run.
@@ -197,6 +217,7 @@ class Membership:
             address=place.address,
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
+            work=config.work(),
         )
 
     def _stay(self) -> None:
@@ -297,7 +318,7 @@ class Membership:
             while not hearing.leader_lost:
                 if now >= next_beat:
                     next_beat = now + hearing.beat
-                    channel.send(m.pack(m.Beat()))
+                    channel.send(m.pack(self._beat()))
                 for report in self._take():
                     channel.send(m.pack(report))
                 if self._closing.is_set():
@@ -352,7 +373,7 @@ class Membership:
         try:
             for line in channel.feed(data):
                 order = m.unpack(line)
-                if not isinstance(order, m.Report):
+                if isinstance(order, m.Order):
                     self._answered = True
                     self._obey(order)
         except ProtocolError as error:
@@ -366,12 +387,13 @@ class Membership:
             if not self._side.obey(order):
                 return
         match order:
-            case m.Pulse():
+            case m.Pulse() | asking.Answer() | asking.Found():
                 return
             case m.Welcome():
                 self._former.close()
                 self._backend.reached()
-                self._notify(LinkUp())
+                assert self._record is not None
+                self._notify(LinkUp(str(Endpoint(self._record.leader.address, self._record.leader.port))))
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case _:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous import codec
+from elastic_launch.rendezvous import asking, codec
 from elastic_launch.rendezvous.record import Round
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Beat",
     "Break",
+    "Depart",
     "Done",
     "Drain",
     "Evicted",
@@ -26,16 +27,20 @@ __all__ = [
     "Hello",
     "Joined",
     "Leaving",
-    "LineReader",
     "Message",
     "Notice",
     "Order",
+    "Progress",
     "Pulse",
     "Ready",
     "Refused",
     "Report",
     "RunEnd",
+    "SaveNow",
+    "Saved",
+    "Spoken",
     "Stopped",
+    "ToNode",
     "Welcome",
     "pack",
     "unpack",
@@ -89,6 +94,7 @@ class Hello:
 
     Attributes:
         command, limits: in words, so that a refusal can say what differs.
+        work: as of the control record.
         wanted_rank: rank that the node asks for, or None.
         holding: number of the round whose workers it still has, 0 for none.
         joined, ready, done: whether all of these are started; can be drained; have finished.
@@ -115,11 +121,41 @@ class Hello:
     seen_term: int = 0
     seen_round: int = 0
     seen_restarts: int = 0
+    work: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """I am alive (node to leader)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """I am alive, and my workers of the round have done so many optimizer steps. Said instead of a beat.
+
+    Attributes:
+        snapshot: steps in the newest snapshot in this node's memory, None if there is none.
+    """
+
+    round: int
+    step: int
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of the round's training was written, or could not be.
+
+    Attributes:
+        step: optimizer steps in it.
+        error: why it is not written; empty if it is.
+        asked: whether it is at least as new as the last SaveNow.
+    """
+
+    round: int
+    step: int
+    error: str = ""
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +220,7 @@ class Leaving:
     seconds: float = 0.0
 
 
-Report = Hello | Beat | Joined | Ready | Failed | Stopped | Done | Leaving
+Report = Hello | Beat | Progress | Saved | Joined | Ready | Failed | Stopped | Done | Leaving
 
 # Orders: leader to node.
 
@@ -262,6 +298,23 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
+class Depart:
+    """This node is to leave the run after a drain, with the seconds that it has for that."""
+
+    term: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow:
+    """Have the round's ranks write a durable checkpoint; only the first member is told: its rank tells all."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted:
     """This node is no longer a member: kill its workers. ``final``: another agent took its place, do not come again."""
 
@@ -293,11 +346,14 @@ class RunEnd:
     failure: Failure | None = None
 
 
-Order = Welcome | Refused | Pulse | Form | Drain | Break | Evicted | Notice | RunEnd
+ToNode = Form | Drain | Break | Depart | SaveNow | Evicted | Notice | RunEnd
+Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Found
 
 _REPORTS: dict[str, type[Any]] = {
     "hello": Hello,
     "beat": Beat,
+    "progress": Progress,
+    "saved": Saved,
     "joined": Joined,
     "ready": Ready,
     "failed": Failed,
@@ -312,19 +368,24 @@ _ORDERS: dict[str, type[Any]] = {
     "form": Form,
     "drain": Drain,
     "break": Break,
+    "depart": Depart,
+    "save": SaveNow,
     "evicted": Evicted,
     "notice": Notice,
     "end": RunEnd,
 }
-_NAMES = {kind: name for table in (_REPORTS, _ORDERS) for name, kind in table.items()}
+_KINDS = {**_REPORTS, **_ORDERS, **asking.NAMES}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+Spoken = Report | Order | asking.Caller | asking.Request
 
 
-def pack(message: Report | Order) -> bytes:
+def pack(message: Spoken) -> bytes:
     """Encode a message as one line."""
     return codec.dumps(message, type=_NAMES[type(message)]) + b"\n"
 
 
-def unpack(line: bytes) -> Report | Order:
+def unpack(line: bytes) -> Spoken:
     """Read one line.
 
     Raises:
@@ -332,32 +393,8 @@ def unpack(line: bytes) -> Report | Order:
     """
     value = codec.loads(line)
     name = value.get("type")
-    kind = _REPORTS.get(name) or _ORDERS.get(name) if isinstance(name, str) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"A message of the unknown type {str(name)[:50]!r} came over a link.")
-    message: Report | Order = codec.decode(kind, value)
+    message: Spoken = codec.decode(kind, value)
     return message
-
-
-class LineReader:
-    """Cuts a byte stream into lines, holding at most ``limit`` bytes of an unfinished one."""
-
-    def __init__(self, limit: int = codec.MAX_BYTES) -> None:
-        self.limit = limit
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add what was received and return the lines that it completes.
-
-        Raises:
-            ProtocolError: if a line exceeds the limit.
-        """
-        self._pending += data
-        lines: list[bytes] = []
-        # Only what is new can end a line: to look at all of it again would let single bytes cost a whole line each.
-        if b"\n" in data:
-            *whole, self._pending = self._pending.split(b"\n")
-            lines = [bytes(line) for line in whole if line]
-        if len(self._pending) > self.limit:
-            raise ProtocolError(f"A line of more than {self.limit} bytes came over a link.")
-        return lines

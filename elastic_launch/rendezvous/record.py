@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous import codec
 
-__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round"]
+__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round", "Size"]
 
 SCHEMA = 1
 
@@ -69,11 +69,21 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """How many nodes the run may have."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ControlRecord:
     """All that a run must not forget.
 
     Attributes:
         digest: SHA-256 over command and limits; a node with another one is refused.
+        work: the same without the number of nodes.
+        size: what the run was resized to while it ran, None if it was not; a node that comes with it is not refused.
         term: a leader's reign; nodes ignore whatever comes from a lower one.
         restarts: restarts charged to the budget so far.
         last_step: last optimizer step known, or None.
@@ -88,6 +98,8 @@ class ControlRecord:
     restarts: int = 0
     last_step: int | None = None
     end: End | None = None
+    work: str = ""
+    size: Size | None = None
     nonce: str = ""
     schema: int = SCHEMA
 

@@ -17,6 +17,7 @@ from elastic_launch.events import (
     RoundDraining,
     RoundFormed,
     RunEnded,
+    counted,
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import Budget
@@ -36,13 +37,13 @@ from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
 from elastic_launch.rendezvous.verdict import Kind
 
-__all__ = ["COLLECT", "Rounds"]
+__all__ = ["COLLECT", "MOST_SECONDS", "Rounds"]
 
 COLLECT = 0.2
 """Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
 
 MOST_SECONDS = 86400.0
-"""A drain's limit is taken as so much at most."""
+"""A drain's limit of so much, or more, is none."""
 
 
 class Rounds:
@@ -66,7 +67,7 @@ class Rounds:
         self._budget = Budget(record.restarts, limits.max_restarts)
         self._prices = Prices()
         self._skipped: tuple[str, ...] = ()  # who was told that no resize is made for it
-        self._limits = limits
+        self._limits = limits.resized(record.size.min_nodes, record.size.max_nodes) if record.size else limits
         self._timing = timing
         self._command = command
         self._began = now
@@ -83,6 +84,7 @@ class Rounds:
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
         self._departing = False
+        self._ending = ""  # why the run ends as soon as no worker is left
         self._incarnations: dict[str, list[str]] = {}
         self._out: list[Instruction] = []
 
@@ -95,6 +97,31 @@ class Rounds:
     def restarts(self) -> int:
         """Restarts charged so far."""
         return self._budget.spent
+
+    @property
+    def limits(self) -> Limits:
+        """The run's limits as they are now."""
+        return self._limits
+
+    @property
+    def timing(self) -> Timing:
+        """The run's deadlines."""
+        return self._timing
+
+    @property
+    def running(self) -> bool:
+        """Whether a round trains; it may be draining."""
+        return self._running
+
+    @property
+    def draining(self) -> bool:
+        """Whether the present round is being drained."""
+        return self._drain is not None
+
+    @property
+    def outlook(self) -> str:
+        """What comes next, in words."""
+        return self._outlook()
 
     def too_large(self, standing: ControlRecord, cause: str, now: float) -> list[Instruction]:
         """The store holds ``standing`` and will never take the last commit: the run ends, as every round would fail."""
@@ -118,7 +145,7 @@ class Rounds:
     def _stop_round(self, kind: Kind, cause: str, seconds: float | None, now: float) -> None:
         """Drain the round if all can within the seconds (None: however long it takes), else break it."""
         in_time = seconds is None or seconds > 0  # and no NaN
-        deadline = None if seconds is None else now + min(seconds, MOST_SECONDS)
+        deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if self._drain is not None and in_time:
             self._drain.deadline = min((x for x in (self._drain.deadline, deadline) if x is not None), default=None)
         elif in_time and self._can_drain():
@@ -202,6 +229,9 @@ class Rounds:
                 late = [node for node in members if not node.joined]
                 names = ", ".join(node.hello.node_id for node in late)
                 self._break(Kind.NODE_LOSS, f"node {names} did not start its workers within join_timeout", now)
+        elif len(members) == size > self._limits.max_nodes and not any(node.done for node in members):
+            self._stop_round(Kind.MEMBERSHIP, f"resize: at most {counted(self._limits.max_nodes, 'node')}", None, now)
+            self._consider(now)
         elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
             if not self._resize_pays(now):
                 self._skip_resize(now)
@@ -223,6 +253,8 @@ class Rounds:
             self._running, self._drain = False, None
             self._broken = Broken(drain.at, drain.kind, drain.cause, judged=True)
             took = round(now - drain.at, 6)
+            if self._ending:
+                self._ending += f" after step {drain.step}, its state saved"
             self._emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self._outlook()))
             self._consider(now)
         elif len(left) == everybody and all(node.done for node in left):
@@ -280,6 +312,9 @@ class Rounds:
 
     def _gather(self, now: float) -> None:
         """Form the next round as soon as everybody it may expect is there."""
+        if self._ending:
+            self._end(ExitCode.TERMINATED, self._ending, now)
+            return
         if self._departing:
             return
         waiting = self._waiting()
@@ -338,10 +373,11 @@ class Rounds:
         self._running = False
         self._commit(replace(self.record, restarts=self._budget.spent, end=End(int(code), cause)))
         for node in self.nodes.values():
-            self._send(node.link, self._end_order())
+            self._send(node.link, self.end_order())
         self._emit(RunEnded(int(code), cause, self._budget.spent, self.record.round.number, now - self._began))
 
-    def _end_order(self) -> m.RunEnd:
+    def end_order(self) -> m.RunEnd:
+        """What nodes are told of the run's end, which is recorded."""
         assert self.record.end is not None
         failure = self._failure if self.record.end.code else None
         return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self._budget.spent, failure)

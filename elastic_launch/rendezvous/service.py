@@ -15,13 +15,14 @@ from elastic_launch.clock import Clock
 from elastic_launch.config import Limits, Timing
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
 from elastic_launch.events import EventSink
-from elastic_launch.rendezvous import codec
+from elastic_launch.rendezvous import asking, codec
 from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, MissingTokenError
 from elastic_launch.rendezvous.leader import LeaderMachine
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.requests import Requests
 from elastic_launch.rendezvous.store import ControlStore
 from elastic_launch.secret import HINT_TOKEN
 
@@ -87,6 +88,7 @@ class LeaderService:
         self._beat = timing.beat_among(limits.max_nodes)
         self._events = events
         self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
+        self._requests = Requests(self._machine)
         self._key = key
         self._once = Once(_log)
         self._links: dict[int, _Link] = {}
@@ -153,6 +155,7 @@ class LeaderService:
             if self._stop.is_set():
                 give_up = give_up if give_up is not None else now + (self._linger if machine.ended else 0)
                 if now >= give_up or not self._links or self._deposed:
+                    self._hear_last_words()
                     self._flush_all()
                     return
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
@@ -162,7 +165,7 @@ class LeaderService:
             if self._news or now >= next_turn:
                 # Not after every beat: a turn looks at all nodes.
                 self._news = False
-                self._carry_out(machine.turn(now))
+                self._decided(machine.turn(now))
                 next_turn = now + machine.wait(now)
             if now >= next_pulse and not self._deposed:
                 next_pulse = now + self._beat
@@ -246,20 +249,30 @@ class LeaderService:
         link.closing = True
         self._flush(number)
 
-    def _handle(self, number: int, link: _Link, report: m.Report | m.Order) -> None:
+    def _handle(self, number: int, link: _Link, report: m.Spoken) -> None:
         now = self._clock.now()
-        self._news = self._news or not isinstance(report, m.Beat)
-        if isinstance(report, m.Hello):
+        self._news = self._news or not isinstance(report, m.Beat | m.Progress)
+        if isinstance(report, m.Hello | asking.Caller):
             link.greeted = True
             self._strangers.pop(number, None)
             link.channel.allow(LONGEST_LINE)
-            self._carry_out(self._machine.hello(number, report, now))
+        if isinstance(report, m.Hello):
+            self._decided(self._machine.hello(number, report, now))
+        elif isinstance(report, asking.Caller):
+            self._carry_out(self._requests.call(number, report))
+        elif link.greeted and isinstance(report, asking.Request):
+            self._carry_out(self._requests.ask(number, report, now))
         elif not link.greeted or not isinstance(report, m.Report):
             text = "a link from %s was closed: it sent %s before its hello"
             self._once.warn("no hello", text, link.peer, type(report).__name__)
             self._drop(number, tell=False)
         else:
-            self._carry_out(self._machine.report(number, report, now))
+            self._requests.heard(number, report, now)
+            self._decided(self._machine.report(number, report, now))
+
+    def _decided(self, instructions: list[to_do.Instruction]) -> None:
+        """Carry out what the machine decided, and tell who asked for it."""
+        self._carry_out(self._requests.watch(instructions, self._clock.now()))
 
     def _carry_out(self, instructions: list[to_do.Instruction]) -> None:
         """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
@@ -312,7 +325,7 @@ class LeaderService:
                 return False
             self._queue.clear()
             cause = f"{error.message} {error.hint}"
-            self._queue.extend(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
+            self._decided(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
             return True
         except StoreError as error:
             _log.error("the control record could not be written, this node leads no longer: %s", error)
@@ -362,6 +375,12 @@ class LeaderService:
         except OSError:
             return
 
+    def _hear_last_words(self) -> None:
+        """Take in what has come: what this node's own agent said before it closed, others may be waiting for."""
+        if not self._deposed:
+            for key, _ in self._selector.select(0):
+                self._ready(key)
+
     def _flush_all(self) -> None:
         for number in list(self._links):
             self._flush(number)
@@ -373,6 +392,7 @@ class LeaderService:
         self._strangers.pop(number, None)
         self._selector.unregister(link.sock)
         link.sock.close()
+        self._requests.hung_up(number)
         if tell and link.greeted:
             self._news = True
-            self._carry_out(self._machine.closed(number, self._clock.now()))
+            self._decided(self._machine.closed(number, self._clock.now()))

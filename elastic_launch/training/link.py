@@ -23,6 +23,9 @@ BUSY_TIMEOUT = 2.0
 
 _DESCRIPTORS = 16
 
+LONGEST_ERROR = 1000
+"""Characters of an error that the agent is told."""
+
 
 class AgentLink:
     """Tells the agent how training goes, and learns what it asks; nothing here can fail the training.
@@ -47,6 +50,7 @@ class AgentLink:
         self._use: int | None = None
         self._noted = False
         self._copies: list[c.Copied] = []
+        self._save_asked = False
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
@@ -108,6 +112,16 @@ class AgentLink:
     def alive(self) -> bool:
         """Whether the agent is there."""
         return self._sock is not None
+
+    def save_asked(self) -> bool:
+        """Whether the agent has asked for a checkpoint since the last call. Does not wait."""
+        self._hear(0.0)
+        asked, self._save_asked = self._save_asked, False
+        return asked
+
+    def saved(self, step: int, error: str = "") -> None:
+        """A checkpoint is written, or could not be."""
+        self._say(c.Saved(step, error[:LONGEST_ERROR]))
 
     def drained(self, step: int, seconds: float) -> None:
         """All ranks have stopped after this step, and saving took so long; returns once the agent knows."""
@@ -183,5 +197,7 @@ class AgentLink:
                     self._copies.append(copied)
                 case c.Stop(cause=cause):
                     self._stop_asked = cause
+                case c.Save():
+                    self._save_asked = True
                 case c.Noted():
                     self._noted = True

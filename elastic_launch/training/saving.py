@@ -91,7 +91,8 @@ class Saver:
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
         """Return what this rank wants, each wish once: the first rank's clock and costs count for all."""
-        save = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
+        timed = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
+        save = self._asked(step, checkpoint) or timed
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
         first = self._world.rank == 0
         wishes = Wishes(
@@ -137,7 +138,7 @@ class Saver:
         self._posted = Wishes(save=self._posted.save and not agreed.save, keep=self._posted.keep and not agreed.keep)
         durable = False
         if checkpoint is not None:
-            due = agreed.save if checkpoint.by_clock else checkpoint.due(step)
+            due = agreed.save or (not checkpoint.by_clock and checkpoint.due(step))
             durable = (due or last) and checkpoint.needs(step)
         if not durable and not agreed.keep and not (draining and self._world.round):
             return
@@ -220,6 +221,16 @@ class Saver:
         self._kept = False
         _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
 
+    def _asked(self, step: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether the agent asks for a checkpoint; it is told at once if there will be none."""
+        if self._link is None or not self._link.save_asked():
+            return False
+        if checkpoint is None:
+            self._link.saved(step, "the script saves no checkpoints")
+        return checkpoint is not None
+
     def _tell(self, outcome: snapshot.Outcome) -> None:
+        if self._link is not None:
+            self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
         for listener in self._listeners:
             listener(outcome)

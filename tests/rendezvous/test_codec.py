@@ -262,7 +262,7 @@ def test_any_bytes_are_understood_or_refused(data: bytes) -> None:
 
 
 def test_lines_are_cut_wherever_the_pieces_end() -> None:
-    reader = m.LineReader()
+    reader = codec.LineReader()
     assert reader.feed(b"one\ntw") == [b"one"]
     assert reader.feed(b"o") == []
     assert reader.feed(b"\n\n\nthree\nfour\n") == [b"two", b"three", b"four"]
@@ -274,7 +274,7 @@ def test_lines_are_cut_wherever_the_pieces_end() -> None:
 def test_any_pieces_give_the_same_lines(lines: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(line + b"\n" for line in lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    reader = m.LineReader()
+    reader = codec.LineReader()
     found = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += reader.feed(stream[start:end])
@@ -282,7 +282,7 @@ def test_any_pieces_give_the_same_lines(lines: list[bytes], data: st.DataObject)
 
 
 def test_a_line_without_end_is_given_up_at_the_limit() -> None:
-    reader = m.LineReader(limit=100)
+    reader = codec.LineReader(limit=100)
     assert reader.feed(b"x" * 60) == []
     assert reader.feed(b"x" * 40) == []
     with pytest.raises(ProtocolError, match="more than 100 bytes"):
@@ -290,5 +290,5 @@ def test_a_line_without_end_is_given_up_at_the_limit() -> None:
 
 
 def test_many_short_lines_are_no_long_one() -> None:
-    reader = m.LineReader(limit=10)
+    reader = codec.LineReader(limit=10)
     assert len(reader.feed(b"short\n" * 1000)) == 1000

@@ -1,0 +1,241 @@
+"""elasticctl against real agents, links and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_servers import cluster, endpoints
+from harness import SCRIPTS, Agent, Job, free_port, wait_for
+
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
+TOKEN = "correct-horse-battery-staple"
+
+
+def ctl(*arguments: str, timeout: float = 60.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+
+
+def told(job: Job, *arguments: str) -> str:
+    """What a command that must do what it is asked for prints."""
+    command, *rest = arguments
+    done = ctl(command, "--log-dir", str(job.logs), *rest)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def status(job: Job) -> dict[str, Any]:
+    return dict(json.loads(told(job, "status", "--json")))
+
+
+def digits(job: Job, *options: str) -> list[str]:
+    """A training that saves by itself at the end only, and is slow until :func:`hurry`."""
+    saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000"]
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS]
+    return [*paced, "--exact", "--step-time", "0.4", *saving, "--result", str(job.directory / "result.json"), *options]
+
+
+def hurry(job: Job) -> None:
+    (job.directory / "hurry").touch()
+
+
+def result_of(job: Job) -> dict[str, Any]:
+    return dict(json.loads((job.directory / "result.json").read_text()))
+
+
+def trains(job: Job, world_size: int) -> None:
+    """Wait until the newest round, of that world size, has done steps."""
+
+    def probe() -> bool:
+        formed = job.events("round_formed")
+        if not formed or formed[-1]["world_size"] != world_size:
+            return False
+        printed = job.logs.glob(f"*/round_{formed[-1]['round']}/0/stdout.log")
+        return any("step" in path.read_text() for path in printed)
+
+    wait_for(f"steps of a round of world size {world_size}", probe, 60)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> None:
+    nodes = [job.node(name, nnodes="1:2", command=digits(job)) for name in "abc"]
+    trains(job, 2)
+
+    text = told(job, "checkpoint")
+    (written,) = (job.directory / "checkpoints").glob("step-*")
+    assert text == f"checkpoint of step {written.name.split('-')[1].split('.')[0]} written"
+    seen = status(job)
+    assert sorted(node["state"] for node in seen["nodes"]) == ["spare", "training", "training"]
+    assert (seen["world_size"], seen["max_nodes"], seen["restarts"]) == (2, 2, 0)
+    assert f"checkpoint of step {seen['checkpoint']['step']} written" == text
+    assert seen["step"] >= seen["checkpoint"]["step"]
+    assert 0 < seen["snapshot"]["step"] <= seen["step"]
+
+    assert "world size 3 on 3 nodes" in told(job, "resize", "1:3")
+    trains(job, 3)
+    assert "world size 2 on 2 nodes" in told(job, "resize", "1:2")
+    last = job.events("round_formed")[-1]["nodes"]
+    (spare,) = {"a", "b", "c"} - set(last)
+    trains(job, 2)
+    goes = next(node for node in last if node != seen["leader"])
+    text = told(job, "drain", goes)
+    assert re.match(rf"node {goes} left: it was drained after step \d+; ", text)
+    assert nodes["abc".index(goes)].wait(30) == 143
+    wait_for("the spare's round", lambda: spare in job.events("round_formed")[-1]["nodes"])
+
+    hurry(job)
+    others = [node for node in nodes if node.name != goes]
+    assert [node.wait(60) for node in others] == [0, 0]
+    assert job.events("round_broken") == []
+    drained = job.events("round_drained")
+    assert len(drained) == 3
+    assert result_of(job)["resumed_step"] == drained[-1]["step"]
+    assert result_of(job)["worlds"] == [2, 3, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_drained_exits_with_143_everywhere_and_goes_on_where_it_was(job: Job) -> None:
+    nodes = [job.node(name, command=digits(job)) for name in "ab"]
+    trains(job, 2)
+    text = told(job, "drain")
+    found = re.fullmatch(
+        r"the run has ended with 143: stopped by elasticctl drain after step (\d+), its state saved", text
+    )
+    assert found, text
+    assert [node.wait(30) for node in nodes] == [143, 143]
+    assert all("its state saved" in node.output for node in nodes)
+    over = ctl("status", "--log-dir", str(job.logs))
+    assert over.returncode == 1
+    assert "has ended with exit code 143: stopped by elasticctl drain" in over.stderr
+
+    hurry(job)
+    resumed = job.launch("--standalone", command=digits(job), name="resumed")
+    assert resumed.wait(100) == 0, resumed.output
+    assert result_of(job)["resumed_step"] == int(found[1])
+
+
+def test_plain_scripts_have_a_status_and_neither_checkpoint_nor_drain(job: Job) -> None:
+    first = job.node("a", "--rdzv-id", "plain")
+    job.world(1)
+    shown = told(job, "status")
+    assert "run plain at c10d" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert re.search(r"^a +127\.0\.0\.1 +1  training ", shown, re.MULTILINE)
+    assert "no step reported" in shown
+
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id"]
+    saved = ctl("checkpoint", *endpoint, "plain")
+    assert (saved.returncode, "cannot be asked" in saved.stdout) == (1, True)
+    other = ctl("status", *endpoint, "other")
+    assert (other.returncode, "serves run 'plain', not 'other'" in other.stderr) == (95, True)
+    hosts = ctl("drain", "a", *endpoint, "plain")
+    assert (hosts.returncode, "hosts the run's store" in hosts.stderr) == (2, True)
+    stopped = ctl("drain", *endpoint, "plain")
+    assert (stopped.returncode, "the round was broken" in stopped.stdout) == (1, True)
+    assert first.wait(30) == 143
+
+
+def test_a_run_with_a_token_answers_only_who_knows_it(job: Job) -> None:
+    agent = job.launch("--standalone", "--rdzv-id", "kept", env={"ELASTIC_LAUNCH_TOKEN": TOKEN})
+    job.world(1)
+    where = ["--log-dir", str(job.logs)]
+    assert "run kept at" in ctl("status", *where, env={"ELASTIC_LAUNCH_TOKEN": TOKEN}).stdout
+    for env, message in [({}, "The token is missing"), ({"ELASTIC_LAUNCH_TOKEN": TOKEN[::-1]}, "The token differs")]:
+        refused = ctl("drain", *where, env=env)
+        assert refused.returncode == 95
+        assert message in refused.stderr
+    assert TOKEN not in "".join(path.read_text() for path in job.logs.rglob("run.json"))
+    job.finish()
+    assert agent.wait(60) == 0
+
+
+def test_watching_ends_with_the_run(job: Job) -> None:
+    agent = job.launch("--standalone", "--rdzv-id", "seen")
+    job.world(1)
+    command = [sys.executable, "-m", "elastic_launch.ctl", "status", "--watch", "--json", "--log-dir", str(job.logs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
+        try:
+            assert watcher.stdout is not None
+            seen = [json.loads(watcher.stdout.readline()) for _ in range(2)]
+            assert {status["run_id"] for status in seen} == {"seen"}
+            job.finish()
+            assert agent.wait(60) == 0
+            *_, last = watcher.communicate(timeout=30)[0].splitlines()
+        finally:
+            watcher.kill()
+    assert json.loads(last) == {"ended": 0}
+    assert watcher.returncode == 0
+
+
+def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: Job) -> None:
+    env = {"XDG_STATE_HOME": str(job.directory / "state")}
+
+    def launch(name: str) -> Agent:
+        command = [str(SCRIPTS / "loop.py"), str(job.work)]
+        agent = Agent(["--standalone", "--rdzv-id", name, *command], job.directory, name, env)
+        job.agents.append(agent)
+        wait_for(f"the whereabouts of {name}", lambda: list((job.directory / "state").glob(f"*/*/{name}/run.json")))
+        return agent
+
+    nothing = ctl("status", env=env)
+    assert (nothing.returncode, "There is no run in" in nothing.stderr) == (95, True)
+    gone = launch("one")
+    gone.signal(signal.SIGTERM)
+    assert gone.wait(30) == 143
+    ended = ctl("status", env=env)
+    assert ended.returncode == 95
+    assert "the last one, one, ended with exit code 143: stopped by SIGTERM" in ended.stderr
+    launch("two")
+    assert "run two at" in ctl("status", env=env).stdout
+    third = launch("three")
+    several = ctl("status", env=env)
+    assert several.returncode == 2
+    assert "There are 2 runs" in several.stderr
+    assert "run three at" in ctl("status", "--rdzv-id", "three", env=env).stdout
+    third.kill()
+    assert "run two at" in ctl("status", env=env).stdout
+
+
+def test_where_nothing_listens_the_endpoint_is_named() -> None:
+    port = free_port()
+    done = ctl("status", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    assert done.returncode == 95
+    assert f"Nothing answers at the rendezvous endpoint 127.0.0.1:{port}" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_leader_on_etcd_can_be_drained_and_an_ended_run_tells_its_end(job: Job, tmp_path: Path) -> None:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as members:
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(members), "--rdzv-id", "run"]
+        command = digits(job)
+        nodes = {
+            name: job.launch("--nnodes", "1:3", "--node-id", name, *where, name=name, command=command) for name in "ab"
+        }
+        trains(job, 2)
+        leader = json.loads(ctl("status", "--json", *where).stdout)["leader"]
+        done = ctl("drain", leader, *where)
+        assert done.returncode == 0, done
+        found = re.search(r"it was drained after step (\d+); ", done.stdout)
+        assert found, done
+        assert list((job.directory / "checkpoints").glob(f"step-{found[1]}.*"))
+        assert nodes.pop(leader).wait(30) == 143
+        trains(job, 1)
+        (left,) = nodes
+        assert json.loads(ctl("status", "--json", *where).stdout)["leader"] == left
+        assert "may have 2:3 nodes" in ctl("resize", "2:3", *where).stdout
+        assert ctl("drain", *where).returncode == 0
+        assert nodes[left].wait(30) == 143
+        over = ctl("status", *where)
+        assert (over.returncode, "exit code 143: stopped by elasticctl drain" in over.stderr) == (1, True)
+        missing = ctl("status", *where[:-1], "another")
+        assert (missing.returncode, "There is no run 'another'" in missing.stderr) == (95, True)

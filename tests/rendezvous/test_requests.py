@@ -1,0 +1,472 @@
+"""What users ask of a leader: the machine with its requests, without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from leader_run import Run
+
+from elastic_launch.config import Command, LaunchConfig, Limits
+from elastic_launch.events import RoundBroken, RoundDrained, RunResized
+from elastic_launch.rendezvous import asking as a
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.instructions import Close, Instruction, Send
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Size
+from elastic_launch.rendezvous.requests import LATE, MAX_CALLERS, Requests
+
+CALLER = 1000
+"""The links of callers count up from here."""
+
+
+class Asked(Run):
+    """A leader that is asked; see :class:`leader_run.Run` for the nodes."""
+
+    def __init__(self, nodes: str = "1:2", **arguments: Any) -> None:
+        super().__init__(nodes, **arguments)
+        self.requests = Requests(self.machine)
+        self.answers: dict[int, list[m.Order]] = {}
+        self.closed: list[int] = []
+
+    def call(self, link: int = CALLER, *, version: int = m.PROTOCOL_VERSION, run_id: str = "run") -> None:
+        self._tell(self.requests.call(link, a.Caller(version, run_id)))
+
+    def ask(self, request: a.Request, link: int = CALLER) -> None:
+        self._tell(self.requests.ask(link, request, self.clock.now()))
+
+    def report(self, node_id: str, report: m.Report) -> None:
+        self.requests.heard(self.links[node_id], report, self.clock.now())
+        super().report(node_id, report)
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        self._tell(self.requests.watch(instructions, self.clock.now()))
+
+    def _tell(self, instructions: Sequence[Instruction]) -> None:
+        """Take out what goes to callers."""
+        others = []
+        for instruction in instructions:
+            if isinstance(instruction, Send) and instruction.link >= CALLER:
+                assert instruction.order.term == self.record.term
+                self.answers.setdefault(instruction.link, []).append(instruction.order)
+            elif isinstance(instruction, Close) and instruction.link >= CALLER:
+                self.closed.append(instruction.link)
+            else:
+                others.append(instruction)
+        super()._do(others)
+
+    def waits(self, link: int = CALLER) -> bool:
+        """Whether a caller has got no answer."""
+        return not any(isinstance(order, a.Answer) for order in self.answers.get(link, []))
+
+    def answer(self, link: int = CALLER) -> a.Answer:
+        """The last answer."""
+        return [order for order in self.answers[link] if isinstance(order, a.Answer)][-1]
+
+    def status(self) -> a.Status:
+        self.ask(a.AskStatus())
+        found = self.answers[CALLER][-1]
+        assert isinstance(found, a.Found)
+        return found.status
+
+    def drained(self, *node_ids: str, step: int = 7) -> None:
+        for node_id in node_ids:
+            self.report(node_id, m.Stopped(self.number, 7000, step))
+
+
+def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) -> Asked:
+    """A first round of the nodes trains, all of whose workers can be drained; somebody has called."""
+    run = Asked(nodes, **arguments)
+    run.hello(*node_ids)
+    run.advance(2.1)
+    run.join(*node_ids)
+    for node_id in node_ids if ready else "":
+        run.report(node_id, m.Ready(run.number))
+    run.call()
+    return run
+
+
+# Status.
+
+
+def test_a_status_tells_of_every_node_and_counts_no_caller() -> None:
+    run = asked("1:2", "ab")
+    run.hello("c")
+    run.report("b", m.Progress(1, 40))
+    run.report("a", m.Progress(1, 41))
+    run.report("b", m.Progress(1, 40))
+    status = run.status()
+    assert [(node.node_id, node.state, node.workers) for node in status.nodes] == [
+        ("a", "training", 1),
+        ("b", "training", 1),
+        ("c", "spare", 1),
+    ]
+    assert (status.round, status.world_size, status.step, status.leader) == (1, 2, 41, "a")
+    assert (status.min_nodes, status.max_nodes, status.restarts, status.max_restarts) == (1, 2, 0, 3)
+    assert status.next == "round is full, 1 spare"
+    assert len(run.machine.nodes) == 3
+
+
+def test_what_nobody_has_reported_is_none() -> None:
+    status = asked("1:2", "ab").status()
+    assert (status.step, status.checkpoint, status.snapshot) == (None, None, None)
+
+
+def test_a_status_tells_what_was_saved_and_how_long_ago() -> None:
+    run = asked("1:2", "ab")
+    run.report("a", m.Saved(1, 20))
+    run.advance(3.0)
+    run.report("b", m.Progress(1, 22, 21))
+    run.report("a", m.Progress(1, 22, 20))
+    run.report("a", m.Saved(1, 30, error="the disk is full"))
+    run.report("a", m.Saved(0, 99))
+    status = run.status()
+    assert status.checkpoint == a.LastSave(20, 3.0)
+    assert status.snapshot == a.LastSave(21, 0.0)
+    assert status.step == 22
+
+
+def test_a_later_round_may_go_on_from_an_earlier_step() -> None:
+    run = asked("1:2", "ab")
+    run.report("a", m.Progress(1, 40))
+    run.fail("a")
+    run.stop("a", "b")
+    run.join("a", "b")
+    run.report("a", m.Progress(2, 31))
+    run.report("b", m.Progress(1, 41))
+    assert run.status().step == 31
+
+
+def test_the_last_decisions_are_told_with_their_age() -> None:
+    run = asked("1:2", "ab")
+    run.advance(5.0)
+    incidents = run.status().incidents
+    assert incidents[-1].text.startswith("round 1 formed")
+    assert incidents[-1].ago == pytest.approx(7.1, abs=0.2)
+    assert [incident.text.split(";")[0] for incident in incidents[:1]] == ["node a joined from host-a with 1 worker"]
+
+
+def test_a_node_whose_workers_are_being_ended_is_stopping_and_one_that_goes_is_leaving() -> None:
+    run = asked("1:3", "abc", ready=False)
+    run.fail("a")
+    run.leave("c")
+    assert [node.state for node in run.status().nodes] == ["stopping", "stopping", "leaving"]
+    assert run.status().world_size == 0
+
+
+# Who may ask.
+
+
+def test_a_caller_of_another_version_or_run_is_sent_away() -> None:
+    run = asked("1:2", "ab")
+    run.call(CALLER + 1, version=99)
+    run.call(CALLER + 2, run_id="other")
+    for link, word in [(CALLER + 1, "version 99"), (CALLER + 2, "'other'")]:
+        (refused,) = run.answers[link]
+        assert isinstance(refused, m.Refused)
+        assert word in refused.reason
+    assert run.closed == [CALLER + 1, CALLER + 2]
+
+
+def test_no_more_than_so_many_ask_at_once() -> None:
+    run = asked("1:2", "ab")
+    for number in range(1, MAX_CALLERS):
+        run.call(CALLER + number)
+    run.call(CALLER + MAX_CALLERS)
+    assert run.closed == [CALLER + MAX_CALLERS]
+    run.requests.hung_up(CALLER + 1)
+    run.call(CALLER + MAX_CALLERS + 1)
+    assert run.closed == [CALLER + MAX_CALLERS]
+
+
+def test_who_did_not_call_gets_no_answer() -> None:
+    run = asked("1:2", "ab")
+    run.ask(a.AskDrain(), CALLER + 5)
+    run.ask(a.AskStatus(), CALLER + 5)
+    assert CALLER + 5 not in run.answers
+    assert run.machine.running
+    assert not run.machine.draining
+
+
+def test_a_caller_of_an_ended_run_hears_of_its_end() -> None:
+    run = asked("1:2", "ab")
+    run.done("a", "b")
+    assert isinstance(run.answers[CALLER][-1], m.RunEnd)
+    run.call(CALLER + 1)
+    assert isinstance(run.answers[CALLER + 1][-1], m.RunEnd)
+
+
+# Drain.
+
+
+def leaves(run: Asked, node_id: str, seconds: float = 86400.0) -> None:
+    """The node obeys its order."""
+    (order,) = run.orders(node_id, m.Depart)
+    run.report(node_id, m.Leaving(order.reason, seconds))
+
+
+def test_a_drained_node_has_left_when_the_round_is_drained() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain("b"))
+    leaves(run, "b")
+    assert run.orders("a", m.Drain)[0].seconds is None
+    run.drained("b", "a")
+    assert run.waits()
+    run.drained("c", step=8)
+    assert (run.answer().done, run.answer().step) == (True, 8)
+    assert run.answer().text.startswith("node b left: it was drained after step 8; ")
+    assert run.members == "ac"
+    assert run.told(RoundBroken) == []
+
+
+def test_a_deadline_goes_to_the_node_as_seconds() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain("b", 12.0))
+    assert run.orders("b", m.Depart)[0].seconds == 12.0
+
+
+def test_a_node_that_leaves_without_a_drain_was_not_drained() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain("b", 1.0))
+    leaves(run, "b", 0.0)
+    run.close("b")
+    run.stop("a", "c")
+    answer = run.answer()
+    assert not answer.done
+    assert "node b leaves (elasticctl drain)" in answer.text
+
+
+def test_a_spare_leaves_at_once() -> None:
+    run = asked("1:2", "ab")
+    run.hello("c")
+    run.ask(a.AskDrain("c"))
+    leaves(run, "c")
+    run.close("c")
+    answer = run.answer()
+    assert answer.done
+    assert "it had no workers" in answer.text
+    assert run.number == 1
+
+
+def test_a_node_that_does_not_obey_is_not_waited_for_beyond_the_deadline() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain("b", 5.0))
+    run.advance(5.0 + LATE - 1.0)
+    assert run.waits()
+    run.advance(2.0)
+    assert (run.answer().done, run.answer().text) == (False, "node b has not left in time")
+
+
+def test_the_leaders_own_node_has_left_when_its_own_workers_have_stopped() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain("a"))
+    leaves(run, "a")
+    run.drained("a")
+    assert (run.answer().done, run.answer().step) == (True, 7)
+
+
+def test_a_node_that_is_not_there_cannot_be_drained() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskDrain("x"))
+    assert (run.answer().done, run.answer().text) == (False, "there is no node 'x' in the run; there are: a, b")
+
+
+def test_a_node_that_is_asked_for_twice_is_told_once_while_it_leaves() -> None:
+    run = asked("1:3", "abc")
+    run.call(CALLER + 1)
+    run.ask(a.AskDrain("b"))
+    leaves(run, "b")
+    run.ask(a.AskDrain("b"), CALLER + 1)
+    run.drained("a", "b", "c")
+    assert len(run.orders("b", m.Depart)) == 1
+    for link in (CALLER, CALLER + 1):
+        answer = run.answer(link)
+        assert answer.done
+
+
+def test_a_run_that_is_drained_ends_with_143_and_the_step() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskDrain())
+    assert [len(run.orders(node_id, m.Drain)) for node_id in "abc"] == [1, 1, 1]
+    run.drained("a", "b", "c", step=12)
+    assert run.end == (143, "stopped by elasticctl drain after step 12, its state saved")
+    assert [order.code for node_id in "abc" for order in run.orders(node_id, m.RunEnd)] == [143, 143, 143]
+    assert (run.answer().done, run.answer().step) == (True, 12)
+
+
+def test_a_run_of_plain_scripts_is_stopped_and_the_answer_says_that_nothing_was_drained() -> None:
+    run = asked("1:3", "ab", ready=False)
+    run.ask(a.AskDrain())
+    run.stop("a", "b")
+    assert run.end == (143, "stopped by elasticctl drain")
+    assert not run.answer().done
+    assert run.told(RoundDrained) == []
+
+
+def test_a_run_that_waits_for_nodes_is_stopped_at_once() -> None:
+    run = Asked("2:3")
+    run.hello("a")
+    run.call()
+    run.ask(a.AskDrain())
+    assert run.code == 143
+    assert run.answer().done
+
+
+def test_a_run_that_is_drained_takes_in_nobody_more() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskDrain())
+    run.hello("c")
+    run.advance(5.0)
+    run.drained("a", "b")
+    assert run.code == 143
+    assert run.number == 1
+
+
+# Checkpoint.
+
+
+def test_a_checkpoint_is_asked_of_the_first_member_and_answered_when_written() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskSave())
+    assert [len(run.orders(node_id, m.SaveNow)) for node_id in "abc"] == [1, 0, 0]
+    run.report("a", m.Saved(1, 10))
+    assert run.waits(), "that one was under way before"
+    run.report("a", m.Saved(1, 12, asked=True))
+    assert run.answer() == a.Answer(1, True, "checkpoint of step 12 written", 12)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_checkpoint() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskSave())
+    run.report("a", m.Saved(1, 12, error="the disk is full", asked=True))
+    assert run.answer() == a.Answer(1, False, "no checkpoint was written: the disk is full")
+    assert run.status().checkpoint is None
+
+
+def test_a_checkpoint_needs_workers_that_can_be_asked() -> None:
+    run = asked("1:3", "ab", ready=False)
+    run.ask(a.AskSave())
+    assert not run.answer().done
+    run.fail("a")
+    run.ask(a.AskSave())
+    answer = run.answer()
+    assert "no round trains" in answer.text
+    assert run.orders("a", m.SaveNow) == []
+
+
+def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskSave())
+    run.fail("b")
+    answer = run.answer()
+    assert (answer.done, "broke before" in answer.text) == (False, True)
+    run.stop("a", "b")
+    run.join("a", "b")
+    for node_id in "ab":
+        run.report(node_id, m.Ready(2))
+    run.ask(a.AskSave())
+    run.hello("c")
+    run.advance(2.0)
+    run.drained("a", "b", step=9)
+    assert run.answer() == a.Answer(1, True, "the round was drained: its state after step 9 is saved", 9)
+
+
+# Resize.
+
+
+def test_a_larger_maximum_takes_in_the_spares() -> None:
+    run = asked("1:2", "ab")
+    run.hello("c")
+    run.advance(5.0)
+    run.ask(a.AskResize(1, 3))
+    assert run.waits()
+    run.drained("a", "b")
+    assert (run.number, run.members) == (2, "abc")
+    answer = run.answer()
+    assert answer.done
+    assert answer.text.startswith("drained after step 7; round 2 formed")
+    assert run.record.size == Size(1, 3)
+    assert run.told(RunResized) == [RunResized(1, 3, 1, 2)]
+
+
+def test_a_smaller_maximum_leaves_out_the_last_ranks_which_become_spares() -> None:
+    run = asked("1:3", "abc")
+    run.ask(a.AskResize(1, 2))
+    run.drained("a", "b", "c")
+    assert (run.number, run.members) == (2, "ab")
+    assert [node.state for node in run.status().nodes] == ["training", "training", "spare"]
+
+
+def test_a_higher_minimum_counts_for_the_next_round_only() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskResize(3, 3))
+    assert run.machine.running
+    assert not run.machine.draining
+    assert run.answer().done
+    run.fail("b")
+    run.stop("a", "b")
+    run.advance(3.0)
+    assert run.number == 1
+    run.hello("c")
+    assert (run.number, run.members) == (2, "abc")
+
+
+def test_a_lower_minimum_ends_the_wait_for_nodes() -> None:
+    run = Asked("2:3")
+    run.hello("a")
+    run.advance(5.0)
+    run.call()
+    run.ask(a.AskResize(1, 3))
+    run.advance(0.1)
+    assert run.members == "a"
+
+
+def test_the_same_limits_change_nothing() -> None:
+    run = asked("1:3", "ab")
+    commits = len(run.commits)
+    run.ask(a.AskResize(1, 3))
+    assert run.answer().done
+    assert len(run.commits) == commits
+
+
+def test_limits_that_are_none_are_refused() -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskResize(3, 2))
+    assert not run.answer().done
+    assert run.record.size is None
+
+
+def test_a_new_leader_knows_the_limits_and_drains_a_round_that_is_too_large() -> None:
+    first = asked("1:3", "abc")
+    first.ask(a.AskResize(1, 2))
+    run = Asked("1:3", record=first.record)
+    run.hello("a", "b", "c", holding=1, ready=True, seen_round=1, seen_term=1)
+    assert run.machine.limits == Limits(1, 2)
+    assert len(run.orders("c", m.Drain)) == 1
+    run.drained("a", "b", "c")
+    assert run.members == "ab"
+
+
+def config(nnodes: tuple[int, int], script: str = "train.py") -> LaunchConfig:
+    return LaunchConfig(Command((script,), (script,)), limits=Limits(*nnodes))
+
+
+def hello_of(run: Asked, node_id: str, of: LaunchConfig) -> None:
+    run.hello(node_id, digest=of.digest(), work=of.work(), limits=str(of.limits))
+
+
+def test_nodes_with_the_limits_of_the_start_and_those_of_now_join_and_no_others() -> None:
+    started, now, other = config((1, 2)), config((1, 4)), config((1, 3))
+    record = ControlRecord("run", started.digest(), 1, Leader("a", "a1", "10.0.0.1", 1), work=started.work())
+    run = Asked("1:2", record=record.renewed())
+    hello_of(run, "a", started)
+    hello_of(run, "b", now)
+    assert list(run.machine.nodes) == ["a"]
+    run.call()
+    run.ask(a.AskResize(1, 4))
+    hello_of(run, "c", now)
+    hello_of(run, "d", started)
+    hello_of(run, "e", other)
+    hello_of(run, "f", config((1, 4), "another.py"))
+    assert list(run.machine.nodes) == ["a", "c", "d"]
+    assert [len(run.orders(node_id, m.Refused)) for node_id in "bef"] == [1, 1, 1]

@@ -1,0 +1,73 @@
+"""The file by which elasticctl finds a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_launch.rendezvous.whereabouts import FILE, RunFile, Whereabouts, find
+
+
+def whereabouts(run_id: str, node_id: str = "a") -> Whereabouts:
+    return Whereabouts(run_id, "c10d", "10.0.0.1:29400", node_id)
+
+
+def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
+    files = {name: RunFile(tmp_path / name) for name in ("one", "two")}
+    for name, file in files.items():
+        file.write(whereabouts(name))
+    runs, alive = find(tmp_path, None, depth=1)
+    assert ({run.run_id for run in runs}, alive) == ({"one", "two"}, True)
+    files["one"].close()
+    assert find(tmp_path, None, depth=1) == ([whereabouts("two")], True)
+    assert find(tmp_path, "one", depth=1) == ([whereabouts("one")], False)
+    files["two"].close()
+    assert find(tmp_path, None, depth=1)[1] is False
+
+
+def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
+    file = RunFile(tmp_path)
+    file.write(whereabouts("one"))
+    file.led_from("10.0.0.1:4000")
+    assert find(tmp_path, None, depth=0)[0][0].leader == "10.0.0.1:4000"
+    file.end(91, "all 3 restarts spent")
+    ((run,), alive) = find(tmp_path, None, depth=0)
+    assert (run.leader, run.code, run.cause, alive) == ("10.0.0.1:4000", 91, "all 3 restarts spent", False)
+
+
+def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None:
+    first, second = RunFile(tmp_path), RunFile(tmp_path)
+    first.write(whereabouts("one", "a"))
+    second.write(whereabouts("one", "b"))
+    first.end(143, "stopped by SIGTERM")
+    assert find(tmp_path, None, depth=0) == ([whereabouts("one", "b")], True)
+    second.close()
+
+
+def test_several_agents_of_one_run_are_one_run(tmp_path: Path) -> None:
+    files = [RunFile(tmp_path / stamp / "one") for stamp in ("first", "second")]
+    for file, node_id in zip(files, "ab", strict=True):
+        file.write(whereabouts("one", node_id))
+    runs, alive = find(tmp_path, None, depth=2)
+    assert (len(runs), alive) == (1, True)
+    for file in files:
+        file.close()
+
+
+def test_what_is_no_such_file_is_passed_over(tmp_path: Path) -> None:
+    for name, text in {"empty": "", "list": "[]", "other": json.dumps({"run_id": 3})}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_text(text)
+    assert find(tmp_path, None, depth=1) == ([], False)
+
+
+def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    file = RunFile(tmp_path / "file" / "run")
+    file.write(whereabouts("one"))
+    file.led_from("10.0.0.1:4000")
+    file.end(0, "all workers finished")
+    assert "cannot be written" in caplog.text
+    assert len(caplog.records) == 1

@@ -1,0 +1,102 @@
+"""A checkpoint that the agent asks for: the worker's end of a real socket, the test at the other."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch import contract as c
+from elastic_launch.snapshot import newest
+from elastic_launch.training.link import LONGEST_ERROR, AgentLink
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+
+class Asking:
+    """A run in this process, and its agent's end of the link."""
+
+    def __init__(self, agent: socket.socket, worker: socket.socket) -> None:
+        self._agent = agent
+        self._heard = b""
+        self.link = AgentLink(worker)
+        self.run = Run(World(), torch.device("cpu"), self.link)
+        self.run.register("model", nn.Linear(1, 1))
+
+    def ask(self) -> None:
+        self._agent.sendall(c.pack(c.Save()))
+
+    def saved(self) -> list[c.Saved]:
+        """What the worker has said of checkpoints so far."""
+        try:
+            while data := self._agent.recv(4096, socket.MSG_DONTWAIT):
+                self._heard += data
+        except BlockingIOError:
+            pass
+        messages = [c.unpack(line) for line in self._heard.splitlines()]
+        return [message for message in messages if isinstance(message, c.Saved)]
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    agent, worker = socket.socketpair()
+    with agent, worker:
+        asking = Asking(agent, worker)
+        yield asking
+        asking.run.release()
+
+
+def step_of(directory: Path) -> int:
+    loaded = newest(directory)
+    return -1 if loaded is None else loaded.step
+
+
+def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_told(
+    asking: Asking, tmp_path: Path
+) -> None:
+    asking.run.resume(el.Checkpoint(tmp_path, every=1000))
+    assert not asking.run.boundary(1)
+    asking.ask()
+    assert not asking.run.boundary()
+    assert not asking.run.boundary(2)
+    assert not asking.run.boundary(3)
+    asking.run.finish_training()
+    assert step_of(tmp_path) == 2
+    assert asking.saved() == [c.Saved(2, "")]
+
+
+def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: Asking, tmp_path: Path) -> None:
+    checkpoint = el.Checkpoint(tmp_path, every=3)
+    asking.run.resume(checkpoint)
+    due = []
+    for step in range(1, 9):
+        if step == 2:
+            asking.ask()
+        asking.run.boundary(step)
+        due += [step] if not checkpoint.needs(step) else []
+    asking.run.finish_training()
+    assert due == [2, 5, 8]
+
+
+def test_where_nothing_is_saved_the_agent_is_told_at_once(asking: Asking) -> None:
+    asking.run.begin(0)
+    asking.ask()
+    asking.run.boundary(1)
+    assert asking.saved() == [c.Saved(1, "the script saves no checkpoints")]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Asking, tmp_path: Path) -> None:
+    directory = tmp_path / "file"
+    asking.run.resume(el.Checkpoint(directory, every=1000))
+    directory.write_text("no directory")
+    asking.ask()
+    asking.run.boundary(1)
+    asking.run.finish_training()
+    (saved,) = asking.saved()
+    assert saved.step == 1
+    assert 0 < len(saved.error) <= LONGEST_ERROR
