@@ -65,6 +65,7 @@ def trains(job: Job, world_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> None:
     nodes = [job.node(name, nnodes="1:2", command=digits(job)) for name in "abc"]
     trains(job, 2)
@@ -131,14 +132,14 @@ def test_plain_scripts_have_a_status_and_neither_checkpoint_nor_drain(job: Job) 
     assert re.search(r"^a +127\.0\.0\.1 +1  training ", shown, re.MULTILINE)
     assert "no step reported" in shown
 
-    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id"]
-    saved = ctl("checkpoint", *endpoint, "plain")
+    where = ["--log-dir", str(job.logs)]
+    saved = ctl("checkpoint", *where)
     assert (saved.returncode, "cannot be asked" in saved.stdout) == (1, True)
-    other = ctl("status", *endpoint, "other")
+    other = ctl("status", "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id", "other")
     assert (other.returncode, "serves run 'plain', not 'other'" in other.stderr) == (95, True)
-    hosts = ctl("drain", "a", *endpoint, "plain")
+    hosts = ctl("drain", "a", *where)
     assert (hosts.returncode, "hosts the run's store" in hosts.stderr) == (2, True)
-    stopped = ctl("drain", *endpoint, "plain")
+    stopped = ctl("drain", *where)
     assert (stopped.returncode, "the round was broken" in stopped.stdout) == (1, True)
     assert first.wait(30) == 143
 
