@@ -72,6 +72,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.RoundDraining,
         ev.RoundFormed,
         ev.RunEnded,
+        ev.RunResized,
     }
 
 

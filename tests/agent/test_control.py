@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -14,7 +15,16 @@ from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.keeper import Keeper
 from elastic_agents.vocabulary import WorkerReady
 from elastic_launch import contract as c
+from elastic_launch.events import Event
 from elastic_launch.testing import FakeClock
+
+
+class Nowhere:
+    """Takes events, and forgets them."""
+
+    def emit(self, event: Event) -> None:
+        del event
+
 
 Said = queue.SimpleQueue[object]
 
@@ -28,10 +38,8 @@ def said() -> Said:
 def control(said: Said) -> Iterator[Control]:
     keeper = Keeper(lambda: True, lambda copied: None)
     keeper.start()
-    control = Control(FakeClock(), keeper, said.put)
-    yield control
-    control.close()
-    keeper.close()
+    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, Nowhere())) as control:
+        yield control
 
 
 def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> socket.socket:
