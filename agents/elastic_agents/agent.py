@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     ElasticAgent,
     RunResult,
-    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -27,21 +24,21 @@ from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
 from elastic_agents.keeper import Keeper
 from elastic_agents.output import OutputPump
+from elastic_agents.placing import arguments, environment, place, placements
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.telling import tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.contract import Copied, Placement, worker_environment
+from elastic_launch.contract import Copied, Placement
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted, counted
+from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
-from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
 
 __all__ = ["LocalElasticAgent", "Outcome"]
 
@@ -49,9 +46,6 @@ _log = logging.getLogger("elastic_launch.agent")
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
-
-_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
-"""What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +123,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._hosting = False
         self._member = False
-        self._where = (0, 0, "", 0)  # group rank, nodes, master address and port of the present round
+        self._rank = 0  # among the members of the present round
 
     @property
     def outcome(self) -> Outcome:
@@ -281,17 +275,7 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
         self._run_file.write(Whereabouts(config.run_id, config.backend, where, config.node_id))
-        if hosting and config.announce:
-            options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
-            if config.limits.max_restarts != 3:
-                options.append(f"--max-restarts {config.limits.max_restarts}")
-            options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
-            command = " ".join(["elastic-launch", *options, shlex.join(config.command.display)])
-            secret = "" if config.token is None else " and the same token"
-            _log.info("this node hosts the run; the others join with%s:\n    %s", secret, command)
-        elif config.limits.max_nodes > 1:
-            role = "hosts the run's store" if hosting else "joins"
-            _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
+        tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
         kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
@@ -303,23 +287,8 @@ class LocalElasticAgent(ElasticAgent):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
         if isinstance(order, m.Form):
             self._restarts = order.restarts
-        if self._hosting:
-            return  # the leader's own events tell it already
-        match order:
-            case m.Form(round=formed):
-                nodes = counted(len(formed.members), "node")
-                _log.info(
-                    "round %d formed: world size %d on %s; workers start",
-                    number,
-                    formed.world_size,
-                    nodes,
-                )
-            case m.Drain():
-                _log.info("round %d drains: %s; the workers stop after the same step and save", number, cause)
-            case m.Break():
-                _log.info("round %d broken: %s; a new round forms", number, cause)
-            case m.Evicted():
-                _log.warning("this node is no longer a member (%s); its workers are killed", cause)
+        if not self._hosting:  # there the leader's own events tell it already
+            tell_order(order, number, cause)
 
     def _exited(self, pid: int, exit_code: int) -> p.Event | None:
         reaped = self._workers.reap(pid, exit_code)
@@ -368,7 +337,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._membership.failed(self._workers.failure(local_rank, preempted))
             case p.ReportReady(round=number):
                 self._membership.ready(number)
-                if self._where[0] == 0:  # one member's word is enough
+                if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
             case p.ReportStopped(round=number, drained=drained):
                 self._end_round(number, drained)
@@ -398,83 +367,32 @@ class LocalElasticAgent(ElasticAgent):
         self._membership.stopped(number, self._store.reserve(), drained)
 
     def _start(self, form: m.Form) -> None:
+        assert self._store is not None
         self._local_failures.clear()
-        self._place(form.round)
-        for worker in self._group.workers:
-            placement = self._placement(worker)
+        self._rank = place(self._group, form.round, self._config.node_id)
+        if self._rank == 0:
+            self._store.serve(self._config.timing.read_timeout)
+        for worker, placement in zip(self._group.workers, placements(self._group, form.round), strict=True):
             began = self._clock.now()
             try:
-                directory = self._workers.directory(form.round.number, placement.rank)
-                env = self._environment(form, placement, str(directory / "error.json"))
-                pid = self._workers.start(form.round.number, placement, self._argv(placement), env, directory)
+                worker.id = self._start_one(form, placement)
             except OSError as error:
                 cause = f"worker {placement.rank} cannot be started: {error}"
                 self._react(p.StartFailed(cause, frozenset(range(worker.local_rank))))
                 return
-            worker.id = pid
             took = round(self._clock.now() - began, 6)
             self._events.emit(
-                WorkerStarted(form.round.number, placement.rank, placement.local_rank, pid, form.cause, took)
+                WorkerStarted(form.round.number, placement.rank, placement.local_rank, worker.id, form.cause, took)
             )
         self._group.state = WorkerState.HEALTHY
         self._membership.joined(form.round.number)
 
-    def _argv(self, placement: Placement) -> list[str]:
-        program, *arguments = self._config.command.argv
-        # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
-        return [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in arguments)]
-
-    def _place(self, formed: Round) -> None:
-        """Give the group's workers their ranks in a round; serve its worker store if this node is its first member."""
-        assert self._store is not None
-        group = self._group
-        me = next(rank for rank, member in enumerate(formed.members) if member.node_id == self._config.node_id)
-        first = sum(member.workers for member in formed.members[:me])
-        master = formed.members[0]
-        self._where = (me, len(formed.members), master.address, master.store_port)
-        # torch annotates none of these beyond their initial None.
-        for name, value in zip(
-            ("group_rank", "group_world_size", "master_addr", "master_port"), self._where, strict=True
-        ):
-            setattr(group, name, value)
-        if me == 0:
-            self._store.serve(self._config.timing.read_timeout)
-        for worker in group.workers:
-            worker.global_rank = worker.role_rank = first + worker.local_rank
-            worker.world_size = worker.role_world_size = formed.world_size
-
-    def _placement(self, worker: Worker) -> Placement:
-        group_rank, group_world_size, master_addr, master_port = self._where
-        return Placement(
-            rank=worker.global_rank,
-            local_rank=worker.local_rank,
-            group_rank=group_rank,
-            world_size=worker.world_size,
-            local_world_size=self._config.nproc,
-            group_world_size=group_world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-        )
-
-    def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
-        env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-        env.update(
-            worker_environment(
-                placement,
-                run_id=self._config.run_id,
-                role=self._config.role,
-                restarts=form.restarts,
-                max_restarts=self._config.limits.max_restarts,
-                round_number=form.round.number,
-                reason=form.cause,
-                error_file=error_file,
-                socket=self._control.address,
-                nccl_async_error_handling=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            )
-        )
-        if self._config.nproc > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
-        return env
+    def _start_one(self, form: m.Form, placement: Placement) -> int:
+        config, number = self._config, form.round.number
+        directory = self._workers.directory(number, placement.rank)
+        error_file = str(directory / "error.json")
+        env = environment(config, form, placement, error_file=error_file, socket=self._control.address)
+        return self._workers.start(number, placement, arguments(config, placement), env, directory)
 
     def _result(self, outcome: Outcome) -> RunResult:
         if outcome.code == ExitCode.DONE:

@@ -1,0 +1,87 @@
+"""What a worker is started with: its place in the round, its command and its environment."""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from elastic_launch.config import LaunchConfig
+from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.record import Round
+from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
+
+__all__ = ["arguments", "environment", "place", "placements"]
+
+_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
+"""What workers are not told: they take no part in the rendezvous, and run other people's code."""
+
+
+def place(group: WorkerGroup, formed: Round, node_id: str) -> int:
+    """Give a group's workers their ranks in a round, and return the node's rank among the members."""
+    me = next(rank for rank, member in enumerate(formed.members) if member.node_id == node_id)
+    first = sum(member.workers for member in formed.members[:me])
+    master = formed.members[0]
+    # torch annotates none of these beyond their initial None.
+    values = {
+        "group_rank": me,
+        "group_world_size": len(formed.members),
+        "master_addr": master.address,
+        "master_port": master.store_port,
+    }
+    for name, value in values.items():
+        setattr(group, name, value)
+    for worker in group.workers:
+        worker.global_rank = worker.role_rank = first + worker.local_rank
+        worker.world_size = worker.role_world_size = formed.world_size
+    return me
+
+
+def placements(group: WorkerGroup, formed: Round) -> list[Placement]:
+    """Return where the workers of a group stand that has its ranks in the round."""
+    master = formed.members[0]
+    return [
+        Placement(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            group_rank=int(group.group_rank),  # type: ignore[call-overload]
+            world_size=worker.world_size,
+            local_world_size=len(group.workers),
+            group_world_size=len(formed.members),
+            master_addr=master.address,
+            master_port=master.store_port,
+        )
+        for worker in group.workers
+    ]
+
+
+def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
+    """Return a worker's command."""
+    program, *rest = config.command.argv
+    # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
+    return [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
+
+
+def environment(
+    config: LaunchConfig, form: m.Form, placement: Placement, *, error_file: str, socket: str
+) -> dict[str, str]:
+    """Return a worker's environment: the agent's, less its secrets, and what the contract adds."""
+    env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    env.update(
+        worker_environment(
+            placement,
+            run_id=config.run_id,
+            role=config.role,
+            restarts=form.restarts,
+            max_restarts=config.limits.max_restarts,
+            round_number=form.round.number,
+            reason=form.cause,
+            error_file=error_file,
+            socket=socket,
+            nccl_async_error_handling=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        )
+    )
+    if config.nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
+    return env

@@ -1,0 +1,47 @@
+"""What an agent tells people on its console, beside the leader's decisions."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+
+from elastic_launch.config import LaunchConfig
+from elastic_launch.events import counted
+from elastic_launch.rendezvous import messages as m
+
+__all__ = ["tell_opened", "tell_order"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+def tell_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
+    """Say where this node belongs, and on the host what the others are to be started with."""
+    if hosting and config.announce:
+        options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
+        if config.limits.max_restarts != 3:
+            options.append(f"--max-restarts {config.limits.max_restarts}")
+        options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
+        command = " ".join(["elastic-launch", *options, shlex.join(config.command.display)])
+        secret = "" if config.token is None else " and the same token"
+        _log.info("this node hosts the run; the others join with%s:\n    %s", secret, command)
+    elif config.limits.max_nodes > 1:
+        role = "hosts the run's store" if hosting else "joins"
+        _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
+
+
+def tell_order(order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd, number: int, cause: str) -> None:
+    """Say what the leader has ordered; its end is told by the summary.
+
+    Args:
+        number: of the round.
+    """
+    match order:
+        case m.Form(round=formed):
+            nodes = counted(len(formed.members), "node")
+            _log.info("round %d formed: world size %d on %s; workers start", number, formed.world_size, nodes)
+        case m.Drain():
+            _log.info("round %d drains: %s; the workers stop after the same step and save", number, cause)
+        case m.Break():
+            _log.info("round %d broken: %s; a new round forms", number, cause)
+        case m.Evicted():
+            _log.warning("this node is no longer a member (%s); its workers are killed", cause)
