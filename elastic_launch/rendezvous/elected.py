@@ -17,15 +17,16 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.errors import ProtocolError, RefusedError, StoreError
+from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, StoreError
 from elastic_launch.events import EventSink, LeaderElected
 from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Place
 from elastic_launch.rendezvous.net import listen, source_address
-from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
 
@@ -46,12 +47,12 @@ class _Doubt:
 
     Attributes:
         since: when that was first seen.
-        refused: whether its host says that nobody listens: then the process is dead.
+        refused_since: since when its host says, without a break, that nobody listens, or None: the process is dead.
     """
 
     term: int
     since: float
-    refused: bool
+    refused_since: float | None
 
 
 class ElectedBackend:
@@ -74,16 +75,20 @@ class ElectedBackend:
         self._doubt: _Doubt | None = None
         self._blind = False  # whether the store was out of reach since the leader was last tried
         self._reign: _Reign | None = None
+        self._came = False  # to a run: an end that this node finds from then on is that run's
 
     def open(self) -> Place:
         config = self._config
-        assert config.endpoint is not None
-        self._address = config.local_addr or source_address(config.endpoint)
+        self._address = config.local_addr or _address(config)
         self._store = self._open_store()
         return Place(self._address, self._incarnation, config.endpoint, hosting=False)
 
     def find_leader(self, timeout: float) -> ControlRecord:
-        """Return the present record, or, if there is no leader, write one as the leader and return that."""
+        """Return the present record, or, if there is no leader, write one as the leader and return that.
+
+        Raises:
+            RefusedError: if nobody leads, and this node's command or limits are not the record's.
+        """
         assert self._store is not None
         value = self._look(timeout)
         if value is None:
@@ -91,21 +96,28 @@ class ElectedBackend:
             return self._take(None, ControlRecord(self._config.run_id, digest, 1, self._candidate()), timeout, "first")
         record = ControlRecord.parse(value)
         if record.end is not None:
+            if self._config.reuse and not self._came:
+                return self._begin_anew(value, record, timeout)
             return record
+        self._came = True
         if record.leader.incarnation == self._incarnation:
-            if self._reign is not None and self._reign.alive:
-                return record
+            if self._reign is not None:
+                if self._reign.alive:
+                    return record
+                record = replace(record, restarts=max(record.restarts, self._reign.restarts))
             return self._succeed(value, record, timeout, "this node led before")
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             return record
         if self._blind:
             return record  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
-        waited = self._clock.now() - doubt.since
-        if waited < (GONE_AFTER if doubt.refused else self._config.timing.dead_after):
+        now = self._clock.now()
+        waited = now - doubt.since
+        dead = doubt.refused_since is not None and now - doubt.refused_since >= GONE_AFTER
+        if not dead and waited < self._config.timing.dead_after:
             return record
-        how = "its process is gone" if doubt.refused else f"it could not be reached for {waited:.1f} s"
-        return self._succeed(value, record, timeout, f"leader {record.leader.node_id} lost: {how}", dead=doubt.refused)
+        how = "its process is gone" if dead else f"it could not be reached for {waited:.1f} s"
+        return self._succeed(value, record, timeout, f"leader {record.leader.node_id} lost: {how}", dead=dead)
 
     def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
         """Take note that a record's leader cannot be reached.
@@ -115,14 +127,15 @@ class ElectedBackend:
             silent_for: seconds for which its link was silent already.
         """
         self._blind = False
-        doubt = self._doubt
+        now, doubt = self._clock.now(), self._doubt
         if doubt is None or doubt.term != record.term:
-            self._doubt = _Doubt(record.term, self._clock.now() - silent_for, refused)
-        elif refused != doubt.refused:
-            self._doubt = replace(doubt, refused=refused)
+            doubt = _Doubt(record.term, now - silent_for, None)
+        # One refusal between timeouts may be a firewall's. However they take turns, dead_after counts from the first.
+        since = (now if doubt.refused_since is None else doubt.refused_since) if refused else None
+        self._doubt = replace(doubt, refused_since=since)
 
     def reached(self) -> None:
-        """Take note that the leader has answered."""
+        """Take note that the leader lives: it has said something."""
         self._doubt = None
 
     def unsure_for(self) -> float:
@@ -148,6 +161,12 @@ class ElectedBackend:
         self._blind = self._blind or self._clock.now() - began > GONE_AFTER
         return value
 
+    def _begin_anew(self, value: bytes, ended: ControlRecord, timeout: float) -> ControlRecord:
+        """Put a new run in the place of an ended one; terms and rounds go on, so that nothing old can be mistaken."""
+        term, last = ended.term + 1, Round(ended.round.number)
+        begun = ControlRecord(ended.run_id, self._config.digest(), term, self._candidate(), round=last, first_term=term)
+        return self._take(value, begun, timeout, f"a new run under the id {ended.run_id}")
+
     def _candidate(self) -> Leader:
         """Return this node as leader; the port follows with its listener."""
         return Leader(self._config.node_id, self._incarnation, self._address, 0)
@@ -155,6 +174,13 @@ class ElectedBackend:
     def _succeed(
         self, value: bytes, record: ControlRecord, timeout: float, cause: str, *, dead: bool = False
     ) -> ControlRecord:
+        if record.digest != self._config.digest():
+            raise RefusedError(
+                f"Nobody leads run {record.run_id!r}, and this node came with another command or other limits than it "
+                "was begun with.",
+                "Give the same command, --nnodes and --max-restarts to go on with it; for another run give another "
+                f"--rdzv-id, or remove its record: etcdctl del /elastic-launch/runs/{record.run_id}/record",
+            )
         following = replace(record, term=record.term + 1, leader=self._candidate())
         return self._take(value, following, timeout, cause, dead=record.leader.incarnation if dead else "")
 
@@ -163,15 +189,13 @@ class ElectedBackend:
     ) -> ControlRecord:
         """Try to write a record with this node as its leader, and lead; return what stands there then."""
         assert self._store is not None
-        if self._reign is not None:
-            self._reign.close()
-            self._reign = None
         with contextlib.ExitStack() as undo:
             watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
             links = undo.enter_context(contextlib.closing(listen(self._address)))
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
             if not self._store.compare_and_set(expected, record.encode(), timeout):
+                self._came = True
                 value = self._store.load(timeout)
                 if value is None:
                     raise StoreError(
@@ -179,6 +203,8 @@ class ElectedBackend:
                     )
                 return ControlRecord.parse(value)
             undo.pop_all()
+        if self._reign is not None:
+            self._reign.close()
         command = " ".join(self._config.command.display)
         limits, timing = self._config.limits, self._config.timing
         service = LeaderService(
@@ -193,13 +219,36 @@ class ElectedBackend:
             dead=frozenset({dead} - {""}),
             key=link_key(self._config.token, self._config.run_id),
         )
-        self._doubt = None
+        self._doubt, self._came = None, True
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
         look = min(WATCH, timing.dead_after / 5)
         self._reign = _Reign(service, watched, written, record, self._clock, look)
-        self._reign.start()
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
+        self._reign.start()
         return record
+
+
+def _address(config: LaunchConfig) -> str:
+    """Return this host's address on the route to the first endpoint that has one.
+
+    It may be loopback, if the store is on this host; but a proxy of the store may listen there on every host.
+
+    Raises:
+        EndpointError: if no endpoint has a route.
+    """
+    assert config.endpoint is not None
+    error: EndpointError | None = None
+    for endpoint in config.endpoints or (config.endpoint,):
+        try:
+            found = source_address(endpoint)
+        except EndpointError as failed:
+            error = failed
+            continue
+        if config.limits.max_nodes > 1 and ip_address(found).is_loopback:
+            _log.warning("others are told this node's address %s; if some run on other hosts, give --local-addr", found)
+        return found
+    assert error is not None
+    raise error
 
 
 class _Reign:
@@ -227,6 +276,10 @@ class _Reign:
     @property
     def alive(self) -> bool:
         return self._service.alive
+
+    @property
+    def restarts(self) -> int:
+        return self._service.restarts
 
     def start(self) -> None:
         self._service.start()

@@ -1,7 +1,7 @@
 """A node's side of the rendezvous: finds the leader, holds the link, comes back after an outage.
 
-One thread does all that blocks; what it learns goes to ``notify`` as the values below, what the node has to say comes
-in through the methods.
+One thread does all that blocks; what it learns goes to ``notify`` as the values of :mod:`happenings`, what the node has
+to say comes in through the methods.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.errors import DeniedError, EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.happenings import AT_ENDPOINT, LinkDown, LinkUp, MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff, Hearing
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
@@ -40,42 +41,6 @@ GONE_AFTER = 1.0
 
 LONGEST_COMMAND = 4096
 """Characters of the command that a hello shows; the digest is over all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The node knows its address."""
-
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
-    """The leader accepted this node's hello."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
-    """The leader cannot be reached.
-
-    Attributes:
-        gone: its process is gone, else it is only silent.
-    """
-
-    reason: str
-    gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousLost:
-    """No use to go on trying."""
-
-    error: RendezvousError
-
-
-MembershipEvent = (
-    Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.Form | m.Drain | m.Break | m.Evicted | m.Notice | m.RunEnd
-)
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
@@ -209,7 +174,8 @@ class Membership:
         timing = self._config.timing
         deadline = self._clock.now() + timing.join_timeout
         lost_at: float | None = None
-        told = False
+        told = quiet = False
+        until = AT_ENDPOINT if self._config.backend == "c10d" else "a leader can be elected"
         while not self._closing.is_set():
             try:
                 patience = self._hearing.patience(self._clock.now(), NEXT_ATTEMPT)
@@ -217,15 +183,16 @@ class Membership:
             except (EndpointError, StoreError, OSError) as error:
                 now = self._clock.now()
                 self._judge(now)
-                if not told and (lost_at is None or now - lost_at >= GONE_AFTER):
+                if not told and (lost_at is None or quiet or now - lost_at >= GONE_AFTER):
                     told = True
                     reason = error.message if isinstance(error, RendezvousError) else str(error)
-                    self._notify(LinkDown(reason.rstrip("."), gone=lost_at is not None))
+                    gone = lost_at is not None and not quiet
+                    self._notify(LinkDown(reason.rstrip("."), gone=gone, until=until))
                 if now >= deadline:
                     raise
                 self._closing.wait(RETRY)
                 continue
-            told = self._answered = False
+            told = quiet = self._answered = False
             with contextlib.ExitStack() as link:
                 link.enter_context(sock)
                 silent = self._converse(sock)
@@ -235,14 +202,14 @@ class Membership:
             if self._answered:
                 lost_at = self._clock.now()
                 deadline = lost_at + timing.min_wait
-            elif not silent:
-                # Something listens there that closes the link, or was found not to be the leader.
-                self._doubt(deadline)
             if silent and not self._closing.is_set():
                 assert self._record is not None
                 self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
-                told = True
-                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
+                quiet = True  # why nobody succeeds it, if so, is still to be told
+                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False, until=until))
+            if not self._answered:
+                # Something listens there that is silent, closes the link, or was found not to be the leader.
+                self._doubt(deadline)
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
@@ -271,9 +238,19 @@ class Membership:
             self._closing.wait(0.02)
 
     def _connect(self, timeout: float) -> socket.socket:
-        record = self._backend.find_leader(timeout)
+        try:
+            record = self._backend.find_leader(timeout)
+        except DeniedError as error:
+            if self._record is not None:
+                raise
+            raise RefusedError(error.message, error.hint) from error
         if record.end is not None:
-            self._notify(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
+            cause = record.end.cause
+            if self._record is None:
+                cause = f"run {record.run_id!r} had ended before this node came: {cause}"
+                if self._config.backend == "etcd":
+                    cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
+            self._notify(m.RunEnd(record.term, record.end.code, cause, record.restarts))
             self._closing.set()
             raise StoreError("the run has ended.")
         self._record = record
@@ -386,12 +363,12 @@ class Membership:
                     hello, seen_round=order.round.number, seen_restarts=restarts, holding=order.round.number
                 )
             self._hello = hello
+        self._backend.reached()
         match order:
             case m.Pulse():
                 return
             case m.Welcome():
                 self._former.close()
-                self._backend.reached()
                 self._notify(LinkUp())
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)

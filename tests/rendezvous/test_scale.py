@@ -16,7 +16,7 @@ from etcd_servers import Member, cluster
 from harness import wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, LaunchConfig, Limits, Timing, parse_endpoint
+from elastic_launch.config import Command, LaunchConfig, Limits, Timing, parse_endpoint, parse_endpoints
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous import service
@@ -73,7 +73,7 @@ def close(nodes: list[Node]) -> None:
 @contextlib.contextmanager
 def etcd_of(directory: Path, *options: str) -> Iterator[Member]:
     with cluster(directory, options=options) as members:
-        EtcdStore(members[0].address, "first").close()
+        EtcdStore(parse_endpoints(members[0].address), "first").close()
         yield members[0]
 
 
