@@ -251,8 +251,8 @@ class EtcdStore:
                 if (await communicator.txn(write)).succeeded():
                     return True
             except etcd_client.ClientError:
-                # Refused now, for want of space perhaps, it may have been written before.
-                if again and await self._get(communicator) == value:
+                # Refused for want of space, it may have been written before, or just now: etcd checks once more after.
+                if await self._get(communicator) == value:
                     return True
                 raise
             return again and await self._get(communicator) == value
