@@ -23,6 +23,7 @@ from elastic_launch.config import (
     LaunchConfig,
     Limits,
     parse_endpoint,
+    parse_endpoints,
     parse_nnodes,
     state_directory,
     writable,
@@ -37,7 +38,6 @@ __all__ = ["console_main", "main", "parse"]
 log = logging.getLogger(__name__)
 
 BACKENDS = ("c10d", "etcd")
-ETCD_PORT = 2379
 
 
 def console_main() -> NoReturn:
@@ -125,7 +125,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         asked, backend = None, LaunchConfig.backend
     endpoints = _endpoints(asked, backend, values.text("--rdzv-id"))
     endpoint = endpoints[0] if endpoints else None
-    timing, is_host = read_timing(_layers(values))
+    timing, is_host, reuse = read_timing(_layers(values))
     if endpoint is None and is_host is False:
         raise UsageError(
             "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
@@ -146,6 +146,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         node_rank=values.integer("--node-rank"),
         local_addr=values.text("--local-addr"),
         is_host=is_host,
+        reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         log_dir=_log_dir(values),
@@ -169,7 +170,7 @@ def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[End
             "--rdzv-backend etcd needs a name for the run: its record outlives it.",
             "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
         )
-    return tuple(parse_endpoint(part, ETCD_PORT) for part in asked.split(","))
+    return parse_endpoints(asked)
 
 
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:

@@ -27,6 +27,7 @@ __all__ = [
     "Timing",
     "check_seconds",
     "parse_endpoint",
+    "parse_endpoints",
     "parse_nnodes",
     "state_directory",
     "writable",
@@ -37,6 +38,9 @@ LONGEST_WAIT = 1e6
 
 BEATS_PER_SECOND = 1000
 """Beats that a leader reads, and sends, in a second before nodes beat less often than ``beat`` says."""
+
+ETCD_PORT = 2379
+"""Where etcd listens for its clients unless configured."""
 
 ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 """The fields of :class:`Timing` that may be 0."""
@@ -156,6 +160,7 @@ class LaunchConfig:
         node_rank: wanted rank of this node, or None.
         local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
         is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
+        reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         token: the run's secret, or None; part of no output and of no digest.
@@ -174,6 +179,7 @@ class LaunchConfig:
     node_rank: int | None = None
     local_addr: str | None = None
     is_host: bool | None = None
+    reuse: bool = False
     role: str = "default"
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
@@ -280,6 +286,30 @@ def parse_endpoint(text: str, default_port: int = 29400) -> Endpoint:
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise UsageError(f"{asked} has the port {port!r}.", "A port is a number from 0 to 65535.")
     return Endpoint(host, int(port))
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """Parse the client addresses of an etcd cluster: several with commas, each as :func:`parse_endpoint` takes it.
+
+    ``http://`` before an address, as etcdctl takes it, does no harm. The port is 2379 unless given.
+
+    Raises:
+        UsageError: if text is none of these, or asks for TLS.
+    """
+    if "https://" in text:
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} asks for TLS, which the etcd client cannot do.",
+            "Start etcd grpc-proxy on this host with the certificates, and give its address.",
+        )
+    found = tuple(
+        parse_endpoint(part.strip().removeprefix("http://").rstrip("/"), ETCD_PORT) for part in text.split(",")
+    )
+    if any(endpoint.port == 0 for endpoint in found):
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} has port 0, where no etcd can be.",
+            "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379.",
+        )
+    return found
 
 
 def _is_v6(text: str) -> bool:

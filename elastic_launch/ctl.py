@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_launch import __version__
-from elastic_launch.cli import BACKENDS, ETCD_PORT
-from elastic_launch.config import LaunchConfig, parse_endpoint, parse_nnodes, state_directory
+from elastic_launch.cli import BACKENDS
+from elastic_launch.config import LaunchConfig, parse_endpoint, parse_endpoints, parse_nnodes, state_directory
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events import counted
 from elastic_launch.flags import Values
@@ -129,8 +129,7 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
         return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
     if not run_id:
         raise UsageError("--rdzv-backend etcd keeps many runs.", "Name one with --rdzv-id ID.")
-    endpoints = tuple(parse_endpoint(part, ETCD_PORT) for part in endpoint.split(","))
-    return Address(run_id, backend, endpoints, token, leader), found
+    return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
 
 
 def _given(options: argparse.Namespace, name: str) -> str | None:

@@ -8,7 +8,8 @@
         ├── EndpointError               cannot be resolved, reached or bound
         ├── RefusedError                this node does not fit the run
         ├── StoreError                  the control store failed or did not answer in time
-        │   └── RecordTooLargeError     it never takes a record of that size
+        │   ├── RecordTooLargeError     it never takes a record of that size
+        │   └── DeniedError             it does not let this node in
         └── ProtocolError               a message or record that cannot be understood
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 __all__ = [
+    "DeniedError",
     "ElasticLaunchError",
     "EndpointError",
     "ExitCode",
@@ -90,6 +92,10 @@ class StoreError(RendezvousError):
 
 class RecordTooLargeError(StoreError):
     """The control record is too large to be written, and would be every time."""
+
+
+class DeniedError(StoreError):
+    """The control store wants another user, password or right than it was given."""
 
 
 class ProtocolError(RendezvousError):

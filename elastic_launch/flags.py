@@ -313,7 +313,7 @@ def help_text() -> str:
         "",
         "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
-        "  join_timeout, read_timeout, is_host;",
+        "  join_timeout, read_timeout, is_host, reuse;",
         "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt",
         "",
         "Exit codes:",

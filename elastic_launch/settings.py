@@ -27,7 +27,7 @@ OF_TORCH = {
 TORCH_KEEP_ALIVE_INTERVAL = 5.0
 TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
 
-CONF_KEYS = (*TIMES, "is_host", *OF_TORCH)
+CONF_KEYS = (*TIMES, "is_host", "reuse", *OF_TORCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,14 @@ def default_node_id() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
-def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool | None]:
-    """Put the rendezvous' settings together; whether this node hosts the store is one of them.
+def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool | None, bool]:
+    """Put the rendezvous' settings together.
 
     Args:
         layers: settings by their keys, weakest first.
+
+    Returns:
+        the times, whether this node hosts the store (None: not said), and whether an ended run's id is used again.
 
     Raises:
         UsageError: on a value that is not what its key takes.
@@ -106,8 +109,8 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
     if interval or attempts:
         count = attempts.positive() if attempts else TORCH_KEEP_ALIVE_MAX_ATTEMPT
         times.setdefault("dead_after", times.get("beat", TORCH_KEEP_ALIVE_INTERVAL) * count)
-    host = settings.get("is_host")
-    return Timing(**times), host.truth() if host else None
+    host, reuse = settings.get("is_host"), settings.get("reuse")
+    return Timing(**times), host.truth() if host else None, reuse.truth() if reuse else False
 
 
 def parse_conf(asked: str, text: str) -> dict[str, Setting]:

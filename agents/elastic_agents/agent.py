@@ -36,7 +36,9 @@ from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerE
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.handler import MembershipHandler
-from elastic_launch.rendezvous.membership import CutOff, LinkDown, LinkUp, Membership, Opened, RendezvousLost
+from elastic_launch.rendezvous.happenings import LinkDown, LinkUp, Opened, RendezvousLost
+from elastic_launch.rendezvous.hearing import CutOff
+from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
 

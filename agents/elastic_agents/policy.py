@@ -51,7 +51,8 @@ from elastic_agents.vocabulary import (
 )
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
+from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.hearing import CutOff
 
 __all__ = [
     "HOLD",
@@ -89,8 +90,6 @@ __all__ = [
 
 
 Decision = tuple[View, list[Action]]
-
-_ON_RETURN = "this node goes on when an agent is back at the endpoint"
 
 _PREEMPTING = (-signal.SIGTERM, -signal.SIGINT)
 
@@ -270,11 +269,12 @@ def _link_down(view: View, event: LinkDown) -> Decision:
     if view.phase is Phase.WAITING:
         if not event.gone:
             return view, [Warn(f"waiting for the endpoint: {event.reason}")]
-        return view, [Warn(f"parked: the leader is gone ({event.reason}); {_ON_RETURN}")]
+        return view, [Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
     if event.gone or view.nodes == 1:
         # The host's workers died with it: the others would only hang. A node alone might train beside the others.
         view, actions = _stop(view)
-        return view, [Warn(f"parking: the leader is gone ({event.reason}); {_ON_RETURN}"), *actions]
+        text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
+        return view, [Warn(text), *actions]
     return view, [Warn(f"{event.reason}; the workers train on")]
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import CutOff, LinkDown, RendezvousLost
+from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.hearing import CutOff
 
 __all__ = [
     "HOLD",

@@ -22,6 +22,11 @@ def refusal(hello: Hello, record: ControlRecord, limits: Limits, command: str) -
             f"node {hello.node_id} belongs to run {hello.run_id!r}, this endpoint serves run {record.run_id!r}.",
             "Give both the same --rdzv-id, or another --rdzv-endpoint.",
         )
+    if 0 < hello.seen_term < record.first_term:
+        return (
+            f"node {hello.node_id} belongs to an earlier run {record.run_id!r}, which has ended.",
+            "Start it again to join the present one.",
+        )
     resized = record.size is not None and hello.limits == str(limits) and hello.work == record.work
     if hello.digest == record.digest or resized:
         return None

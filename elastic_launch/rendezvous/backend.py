@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def reached(self) -> None:
-        """Take note that the leader has answered."""
+        """Take note that the leader lives: it has said something."""
         ...
 
     def unsure_for(self) -> float:

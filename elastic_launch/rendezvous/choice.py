@@ -23,10 +23,10 @@ def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend
     from elastic_launch.rendezvous.elected import ElectedBackend
     from elastic_launch.rendezvous.etcd import EtcdStore
 
-    where = ",".join(map(str, config.endpoints))
+    user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
 
     def open_store() -> ControlStore:
-        user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
-        return SealedStore(EtcdStore(where, config.run_id, user=user, password=password), config.token, config.run_id)
+        store = EtcdStore(config.endpoints, config.run_id, user=user, password=password)
+        return SealedStore(store, config.token, config.run_id)
 
     return ElectedBackend(config, clock, events, open_store)

@@ -18,15 +18,16 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from ipaddress import ip_address
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.errors import ProtocolError, RefusedError, StoreError
+from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, StoreError
 from elastic_launch.events import EventSink, LeaderElected
 from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Place
 from elastic_launch.rendezvous.net import listen, source_address
-from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
 from elastic_launch.rendezvous.succession import Succession
@@ -59,16 +60,20 @@ class ElectedBackend:
         self._incarnation = secrets.token_hex(6)
         self._succession = Succession(self._incarnation, config.timing.dead_after)
         self._reign: _Reign | None = None
+        self._came = False  # to a run: an end that this node finds from then on is that run's
 
     def open(self) -> Place:
         config = self._config
-        assert config.endpoint is not None
-        self._address = config.local_addr or source_address(config.endpoint)
+        self._address = config.local_addr or _address(config)
         self._store = self._open_store()
         return Place(self._address, self._incarnation, config.endpoint, hosting=False)
 
     def find_leader(self, timeout: float) -> ControlRecord:
-        """Return the present record, or, if there is no leader, write one as the leader and return that."""
+        """Return the present record, or, if there is no leader, write one as the leader and return that.
+
+        Raises:
+            RefusedError: if nobody leads, and this node's command or limits are not the record's.
+        """
         assert self._store is not None
         value = self._look(timeout)
         if value is None:
@@ -76,10 +81,18 @@ class ElectedBackend:
             record = ControlRecord(self._config.run_id, digest, 1, self._candidate(), work=work)
             return self._take(None, record, timeout, "first")
         record = ControlRecord.parse(value)
+        if record.end is not None:
+            if self._config.reuse and not self._came:
+                return self._begin_anew(value, record, timeout)
+            return record
+        self._came = True
         leading = self._reign is not None and self._reign.alive
         takeover = self._succession.decide(record, self._clock.now(), leading=leading)
         if takeover is None:
             return record
+        self._check_same(record)
+        if record.leader.incarnation == self._incarnation and self._reign is not None:
+            record = replace(record, restarts=max(record.restarts, self._reign.restarts))
         following = replace(record, term=record.term + 1, leader=self._candidate())
         return self._take(value, following, timeout, takeover.cause, dead=takeover.dead)
 
@@ -93,7 +106,7 @@ class ElectedBackend:
         self._succession.unreachable(record.term, self._clock.now(), refused=refused, silent_for=silent_for)
 
     def reached(self) -> None:
-        """Take note that the leader has answered."""
+        """Take note that the leader lives: it has said something."""
         self._succession.reached()
 
     def unsure_for(self) -> float:
@@ -122,18 +135,35 @@ class ElectedBackend:
         self._succession.looked(self._clock.now() - began, failed=False)
         return value
 
+    def _begin_anew(self, value: bytes, ended: ControlRecord, timeout: float) -> ControlRecord:
+        """Put a new run in the place of an ended one; terms and rounds go on, so that nothing old can be mistaken."""
+        term, last = ended.term + 1, Round(ended.round.number)
+        config, leader = self._config, self._candidate()
+        begun = ControlRecord(
+            ended.run_id, config.digest(), term, leader, round=last, first_term=term, work=config.work()
+        )
+        return self._take(value, begun, timeout, f"a new run under the id {ended.run_id}")
+
     def _candidate(self) -> Leader:
         """Return this node as leader; the port follows with its listener."""
         return Leader(self._config.node_id, self._incarnation, self._address, 0)
+
+    def _check_same(self, record: ControlRecord) -> None:
+        config = self._config
+        resized = record.size is not None and record.work == config.work()
+        if record.digest != config.digest() and not resized:
+            raise RefusedError(
+                f"Nobody leads run {record.run_id!r}, and this node came with another command or other limits than it "
+                "was begun with.",
+                "Give the same command, --nnodes and --max-restarts to go on with it; for another run give another "
+                f"--rdzv-id, or remove its record: etcdctl del /elastic-launch/runs/{record.run_id}/record",
+            )
 
     def _take(
         self, expected: bytes | None, record: ControlRecord, timeout: float, cause: str, *, dead: str = ""
     ) -> ControlRecord:
         """Try to write a record with this node as its leader, and lead; return what stands there then."""
         assert self._store is not None
-        if self._reign is not None:
-            self._reign.close()
-            self._reign = None
         with contextlib.ExitStack() as undo:
             watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
             # Listens while the process lives, also when a write was made without an answer, or a leader steps down:
@@ -143,6 +173,7 @@ class ElectedBackend:
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
             if not self._store.compare_and_set(expected, record.encode(), timeout):
+                self._came = True
                 value = self._store.load(timeout)
                 if value is None:
                     raise StoreError(
@@ -150,6 +181,8 @@ class ElectedBackend:
                     )
                 return ControlRecord.parse(value)
             undo.pop_all()
+        if self._reign is not None:
+            self._reign.close()
         command = " ".join(self._config.command.display)
         limits, timing = self._config.limits, self._config.timing
         service = LeaderService(
@@ -165,12 +198,36 @@ class ElectedBackend:
             key=link_key(self._config.token, self._config.run_id),
         )
         self._succession.reached()
+        self._came = True
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
         look = min(WATCH, timing.dead_after / 5)
         self._reign = _Reign(service, watched, written, record, self._clock, look)
-        self._reign.start()
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
+        self._reign.start()
         return record
+
+
+def _address(config: LaunchConfig) -> str:
+    """Return this host's address on the route to the first endpoint that has one.
+
+    It may be loopback, if the store is on this host; but a proxy of the store may listen there on every host.
+
+    Raises:
+        EndpointError: if no endpoint has a route.
+    """
+    assert config.endpoint is not None
+    error: EndpointError | None = None
+    for endpoint in config.endpoints or (config.endpoint,):
+        try:
+            found = source_address(endpoint)
+        except EndpointError as failed:
+            error = failed
+            continue
+        if config.limits.max_nodes > 1 and ip_address(found).is_loopback:
+            _log.warning("others are told this node's address %s; if some run on other hosts, give --local-addr", found)
+        return found
+    assert error is not None
+    raise error
 
 
 class _Reign:
@@ -198,6 +255,10 @@ class _Reign:
     @property
     def alive(self) -> bool:
         return self._service.alive
+
+    @property
+    def restarts(self) -> int:
+        return self._service.restarts
 
     def start(self) -> None:
         self._service.start()

@@ -14,15 +14,23 @@ if TYPE_CHECKING:
         RendezvousParameters,
     )
 
-__all__ = ["c10d_handler_creator"]
+__all__ = ["c10d_handler_creator", "etcd_handler_creator"]
 
 
 def c10d_handler_creator() -> RendezvousHandlerCreator:
     """Return what makes a handler for ``--rdzv-backend elastic-c10d``."""
+    return _creator("c10d")
 
+
+def etcd_handler_creator() -> RendezvousHandlerCreator:
+    """Return what makes a handler for ``--rdzv-backend elastic-etcd``."""
+    return _creator("etcd")
+
+
+def _creator(backend: str) -> RendezvousHandlerCreator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
-        from elastic_launch.rendezvous.handler import C10dHandler
+        from elastic_launch.rendezvous.handler import TorchrunHandler
 
-        return C10dHandler(params)
+        return TorchrunHandler(params, backend)
 
     return create

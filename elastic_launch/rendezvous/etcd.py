@@ -15,16 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import etcd_client
 
-from elastic_launch.config import Endpoint, parse_endpoint
-from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UsageError
+from elastic_launch.config import Endpoint
+from elastic_launch.errors import DeniedError, EndpointError, RecordTooLargeError, StoreError
 
-__all__ = ["EtcdStore", "EtcdUnreachableError", "parse_endpoints"]
+__all__ = ["EtcdStore", "EtcdUnreachableError"]
 
 _PATIENCE = 1.0
 """Seconds given to a member at first, if there is time for that; doubled with every round of the members."""
@@ -39,22 +39,26 @@ _GRACE = 2.0
 """Seconds that a caller waits for the loop beyond a deadline that the loop itself keeps."""
 
 _HINT_ENDPOINT = "Check --rdzv-endpoint, and that an etcd member is up and reachable there."
-_HINT_USER = "Check the user and the password given for etcd (etcdctl --user USER:PASSWORD endpoint health)."
+_HINT_USER = "Check ELASTIC_LAUNCH_ETCD_USER and ELASTIC_LAUNCH_ETCD_PASSWORD (etcdctl --user U:P endpoint health)."
+_HINT_GIVE = "Set ELASTIC_LAUNCH_ETCD_USER and ELASTIC_LAUNCH_ETCD_PASSWORD."
+_HINT_UNSET = "Unset ELASTIC_LAUNCH_ETCD_USER."
+_HINT_GRANT = "Grant it readwrite on the prefix /elastic-launch/."
 _HINT_SIZE = "Start etcd with a larger --max-request-bytes, or fewer nodes: a write sends the old record and the new."
 _FINAL = (
-    ("user name is empty", "it asks for a user and a password", "Give a user and a password for etcd."),
-    ("authentication failed", "it refuses the user or the password", _HINT_USER),
-    ("authentication is not enabled", "a user was given, but it has none", "Give no user and password for etcd."),
-    ("permission denied", "the user has no right to the record", "Grant it readwrite on the prefix /elastic-launch/."),
-    ("request is too large", "the request is too large for it", _HINT_SIZE),
-    ("message larger than max", "the request is too large for it", _HINT_SIZE),
+    ("user name is empty", "it asks for a user and a password", _HINT_GIVE, DeniedError),
+    ("authentication failed", "it refuses the user or the password", _HINT_USER, DeniedError),
+    ("authentication is not enabled", "a user was given, but it has none", _HINT_UNSET, DeniedError),
+    ("permission denied", "the user has no right to the record", _HINT_GRANT, DeniedError),
+    ("request is too large", "the request is too large for it", _HINT_SIZE, RecordTooLargeError),
+    ("message larger than max", "the request is too large for it", _HINT_SIZE, RecordTooLargeError),
     (
         "database space exceeded",
         "it is out of space and takes no writes (alarm NOSPACE)",
         "Compact and defragment it, then etcdctl alarm disarm; or start it with a larger --quota-backend-bytes.",
+        StoreError,
     ),
 )
-"""Answers that every other member would give as well: a part of the message, what it means, what to do."""
+"""Answers that every other member would give as well: a part of the message, its meaning, what to do, the error."""
 
 _NO_ETCD = "what listens there does not speak etcd's v3 API"
 _HINT_NO_ETCD = "Give --rdzv-endpoint the client addresses of etcd 3.4 or later, without TLS."
@@ -85,6 +89,7 @@ class _Failure:
 
     reason: str
     hint: str = ""
+    kind: type[StoreError] = StoreError
     hopeless: bool = False
 
 
@@ -142,15 +147,14 @@ class EtcdStore:
     Making one connects nothing. May be used by several threads at once; one daemon thread serves them all.
 
     Args:
-        endpoints: client addresses of members, "h1:2379,h2:2379"; one is enough, but only those given are tried.
+        endpoints: client addresses of members; one is enough, but only those given are tried.
         user, password: of an etcd user who may read and write the key; both or none.
-
-    Raises:
-        EndpointError: if endpoints is no such list.
     """
 
-    def __init__(self, endpoints: str, run_id: str, *, user: str | None = None, password: str | None = None) -> None:
-        self._endpoints = parse_endpoints(endpoints)
+    def __init__(
+        self, endpoints: Sequence[Endpoint], run_id: str, *, user: str | None = None, password: str | None = None
+    ) -> None:
+        self._endpoints = endpoints
         self._key = f"/elastic-launch/runs/{run_id}/record".encode()
         self._credentials = (user, password or "") if user is not None else None
         self._current = 0
@@ -247,8 +251,8 @@ class EtcdStore:
                 if (await communicator.txn(write)).succeeded():
                     return True
             except etcd_client.ClientError:
-                # Refused now, for want of space perhaps, it may have been written before.
-                if again and await self._get(communicator) == value:
+                # Refused for want of space, it may have been written before, or just now: etcd checks once more after.
+                if await self._get(communicator) == value:
                     return True
                 raise
             return again and await self._get(communicator) == value
@@ -312,6 +316,8 @@ class EtcdStore:
 
         Raises:
             EtcdUnreachableError: as soon as all members were twice found to be none.
+            DeniedError: if the user or the password will not do.
+            RecordTooLargeError: if it is a write of more than a member takes.
             StoreError: if the answer is an error that others would repeat, or the time is over.
         """
         started, pause, hopeless = self._loop.time(), _PAUSE, 0
@@ -332,8 +338,7 @@ class EtcdStore:
                     return outcome
                 failures[member] = outcome
                 if outcome.hint:
-                    error = RecordTooLargeError if outcome.hint is _HINT_SIZE else StoreError
-                    raise error(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
+                    raise outcome.kind(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
                 if self._current == member:
                     self._current = (member + 1) % len(self._links)
             # With calls of several threads, one round may meet a member twice and another one not at all.
@@ -371,31 +376,15 @@ class EtcdStore:
         return StoreError(f"The etcd store at {self._where()} is closed.")
 
 
-def parse_endpoints(text: str) -> list[Endpoint]:
-    """Parse ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``, or several with commas. The port is 2379 unless given.
-
-    Raises:
-        EndpointError: if text is none of these.
-    """
-    hint = "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379."
-    if "https://" in text:
-        raise EndpointError(f"--rdzv-endpoint {text!r} asks for TLS, which the etcd client cannot do.", hint)
-    try:
-        endpoints = [parse_endpoint(part.strip().removeprefix("http://").rstrip("/"), 2379) for part in text.split(",")]
-    except UsageError as error:
-        raise EndpointError(error.message, hint) from error
-    if any(endpoint.port == 0 for endpoint in endpoints):
-        raise EndpointError(f"--rdzv-endpoint {text!r} has port 0, where no etcd can be.", hint)
-    return endpoints
-
-
 def _diagnosed(error: etcd_client.ClientError) -> _Failure:
     detail = error.args[0] if error.args else ""
     message = str(detail.get("message", "")) if isinstance(detail, dict) else str(detail)
-    for part, meaning, hint in _FINAL:
+    for part, meaning, hint, kind in _FINAL:
         if part in message:
-            return _Failure(meaning, hint)
+            return _Failure(meaning, hint, kind)
     for part, meaning in _HOPELESS:
         if part in message:
             return _Failure(meaning, hopeless=True)
+    if message == "transport error":
+        message = "it breaks connections off, as a server does that wants TLS or is just ending"
     return _Failure(message or type(error).__name__)

@@ -1,13 +1,15 @@
-"""The rendezvous behind torch's ``RendezvousHandler``, for plain torchrun with ``--rdzv-backend elastic-c10d``.
+"""The rendezvous behind torch's ``RendezvousHandler``, for plain torchrun: elastic-c10d and elastic-etcd.
 
 The agent of this project listens to its membership directly; torchrun's agent asks ``next_rendezvous`` for a round and
-polls ``num_nodes_waiting``, which is above 0 from the moment on at which the leader has broken the round.
+polls ``num_nodes_waiting``, which is above 0 from the moment on at which its workers must be restarted: the leader has
+broken the round, left this node out of it, or is gone.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import sys
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -22,16 +24,22 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, LaunchConfig, Limits, parse_endpoint
+from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
+from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.choice import backend_of
-from elastic_launch.rendezvous.membership import CutOff, Membership, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.happenings import LinkDown, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.hearing import CutOff
+from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.secret import read_token
 from elastic_launch.settings import Setting, check_keys, default_node_id, read_timing
 
-__all__ = ["C10dHandler", "MembershipHandler"]
+__all__ = ["MembershipHandler", "TorchrunHandler"]
+
+END_TIMEOUT = 10.0
+"""Seconds for which a node whose workers have finished waits until the run's end is recorded."""
 
 
 class MembershipHandler(RendezvousHandler):
@@ -73,33 +81,41 @@ class _NoEvents:
         return
 
 
-class C10dHandler(RendezvousHandler):
+class TorchrunHandler(RendezvousHandler):
     """One node's membership for torchrun's agent.
 
     Args:
         params: as torchrun makes them; its configuration takes the keys of ``--rdzv-conf``.
+        backend: ``c10d`` or ``etcd``.
+
+    Raises:
+        UsageError: if they cannot be a rendezvous.
     """
 
-    def __init__(self, params: RendezvousParameters) -> None:
+    def __init__(self, params: RendezvousParameters, backend: str) -> None:
         # torch's LaunchConfig always adds its `timeout`, which is that of handlers older than c10d.
         conf = {k: Setting(f"--rdzv-conf {k}=", str(v)) for k, v in params.config.items() if k != "timeout"}
         check_keys("--rdzv-conf", conf)
-        timing, is_host = read_timing([conf])
+        timing, is_host, reuse = read_timing([conf])
+        endpoints = _endpoints(params, backend)
         self._config = LaunchConfig(
             command=Command((), ("torchrun",)),
             limits=Limits(params.min_nodes, params.max_nodes),
             run_id=params.run_id,
-            endpoint=parse_endpoint(params.endpoint) if params.endpoint else None,
+            backend=backend,
+            endpoint=endpoints[0] if endpoints else None,
+            endpoints=endpoints if backend == "etcd" else (),
             timing=timing,
             node_id=default_node_id(),
             local_addr=params.local_addr,
             is_host=is_host,
+            reuse=reuse,
             token=read_token(None, os.environ),
         )
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
-        backend = backend_of(self._config, self._clock, _NoEvents())
-        self._membership = Membership(self._config, backend, self._clock, self._events.put, self._reserve)
+        way = backend_of(self._config, self._clock, _NoEvents())
+        self._membership = Membership(self._config, way, self._clock, self._events.put, self._reserve)
         self._store: WorkerStore | None = None
         self._started = False
         self._round = 0
@@ -108,7 +124,7 @@ class C10dHandler(RendezvousHandler):
         self._ended = False
 
     def get_backend(self) -> str:
-        return "elastic-c10d"
+        return f"elastic-{self._config.backend}"
 
     @property
     def use_agent_store(self) -> bool:
@@ -118,8 +134,9 @@ class C10dHandler(RendezvousHandler):
         """Wait for the next round; torchrun has stopped the workers of the last one before it asks.
 
         Raises:
-            RendezvousClosedError: the run has ended or refuses this node.
-            RendezvousConnectionError: the leader could not be reached.
+            SystemExit: the run has ended with 0, and needs nobody any more.
+            RendezvousClosedError: the run has ended otherwise, or another agent took this one's place.
+            RendezvousConnectionError: the leader could not be reached, or refuses this node.
             RendezvousTimeoutError: no round was formed within min_wait.
         """
         if not self._started:
@@ -140,7 +157,6 @@ class C10dHandler(RendezvousHandler):
                 return self._info(event)
 
     def is_closed(self) -> bool:
-        self._drain()
         return self._ended
 
     def set_closed(self) -> None:
@@ -154,8 +170,17 @@ class C10dHandler(RendezvousHandler):
         return self._config.run_id
 
     def shutdown(self) -> bool:
+        """Leave the run; if this node's workers have finished, stay until its end is recorded, within END_TIMEOUT.
+
+        torch does not say which it is. But it calls this from a ``finally`` that a failure, and nothing else, enters
+        with an exception; and after it has waited for the other nodes' workers.
+        """
         if self._started:
-            self._membership.leaving("shutdown")
+            if self._round and not self._ended and sys.exc_info()[0] is None:
+                self._membership.done(self._round)
+                self._await_end()
+            else:
+                self._membership.leaving("shutdown")
             self._membership.close()
         if self._store is not None:
             self._store.close()
@@ -164,6 +189,16 @@ class C10dHandler(RendezvousHandler):
     def _reserve(self, address: str) -> int:
         self._store = WorkerStore(address)
         return self._store.reserve()
+
+    def _await_end(self) -> None:
+        deadline = self._clock.now() + END_TIMEOUT
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+            except queue.Empty:
+                return
+            if isinstance(event, m.RunEnd | m.Break | m.Evicted | RendezvousLost):
+                return
 
     def _drain(self) -> None:
         while True:
@@ -176,13 +211,21 @@ class C10dHandler(RendezvousHandler):
         match event:
             case m.Break(round=number) if number == self._round:
                 self._restart_due = True
+            case m.Evicted(reason=reason, final=True):
+                raise RendezvousClosedError(reason)
             case m.Evicted():
                 self._restart_due = True
             case CutOff(certain=certain) if certain or self._alone:
                 self._restart_due = True
-            case m.RunEnd(cause=cause):
+            case LinkDown(gone=gone) if gone or self._alone:
+                # The leader's workers died with it. A node alone might train beside the others.
+                self._restart_due = True
+            case m.RunEnd(code=code, cause=cause):
                 self._ended = True
-                raise RendezvousClosedError(cause)
+                if code == ExitCode.DONE:
+                    # torch's own error for it, RendezvousGracefulExitError, makes its launcher (2.13) crash.
+                    raise SystemExit(0)
+                raise RendezvousClosedError(f"The run has ended with {code}: {cause}")
             case RendezvousLost(error=error):
                 raise RendezvousConnectionError(str(error)) from error
             case _:
@@ -209,3 +252,14 @@ class C10dHandler(RendezvousHandler):
         meeting = RendezvousStoreInfo(master.address, master.store_port)
         prefix = PrefixStore(f"elastic_launch/round_{self._round}", store)
         return RendezvousInfo(prefix, rank, len(form.round.members), meeting)
+
+
+def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
+    if backend != "etcd":
+        return (parse_endpoint(params.endpoint),) if params.endpoint else ()
+    if params.endpoint and params.run_id != "none":  # which torchrun's default is
+        return parse_endpoints(params.endpoint)
+    raise UsageError(
+        "--rdzv-backend elastic-etcd needs the addresses of the cluster and a name for the run.",
+        "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...] and --rdzv-id ID, the same on all nodes.",
+    )

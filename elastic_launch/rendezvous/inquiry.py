@@ -228,6 +228,5 @@ def _open_store(address: Address) -> ControlStore:
         from elastic_launch.rendezvous.etcd import EtcdStore
 
         user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
-        where = ",".join(map(str, address.endpoints))
-        found = EtcdStore(where, address.run_id, user=user, password=password)
+        found = EtcdStore(address.endpoints, address.run_id, user=user, password=password)
     return SealedStore(found, address.token, address.run_id)

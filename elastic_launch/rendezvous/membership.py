@@ -1,7 +1,7 @@
 """A node's side of the rendezvous: finds the leader, holds the link, comes back after an outage.
 
-One thread does all that blocks; what it learns goes to ``notify`` as the values below, what the node has to say comes
-in through the methods.
+One thread does all that blocks; what it learns goes to ``notify`` as the values of :mod:`happenings`, what the node has
+to say comes in through the methods.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.errors import DeniedError, EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
 from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.happenings import AT_ENDPOINT, LinkDown, LinkUp, MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff, Hearing
 from elastic_launch.rendezvous.node import NodeSide, Search
 from elastic_launch.rendezvous.once import Once
@@ -35,46 +35,6 @@ RETRY = 0.2
 
 LONGEST_COMMAND = 4096
 """Characters of the command that a hello shows; the digest is over all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The node knows its address."""
-
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
-    """The leader accepted this node's hello.
-
-    Attributes:
-        leader: where its links listen.
-    """
-
-    leader: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
-    """The leader cannot be reached.
-
-    Attributes:
-        gone: its process is gone, else it is only silent.
-    """
-
-    reason: str
-    gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousLost:
-    """No use to go on trying."""
-
-    error: RendezvousError
-
-
-MembershipEvent = Opened | LinkUp | LinkDown | CutOff | RendezvousLost | m.ToNode
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
@@ -224,6 +184,7 @@ class Membership:
         """Keep a link to the leader until closed."""
         timing, clock, hearing = self._config.timing, self._clock, self._hearing
         search = Search(timing, clock.now())
+        until = AT_ENDPOINT if self._config.backend == "c10d" else "a leader can be elected"
         while not self._closing.is_set():
             try:
                 sock = self._connect(search.attempt(hearing, clock.now()))
@@ -232,7 +193,7 @@ class Membership:
                 self._judge(now)
                 if search.failed(now):
                     reason = error.message if isinstance(error, RendezvousError) else str(error)
-                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone))
+                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone, until=until))
                 if search.over(now):
                     raise
                 self._closing.wait(RETRY)
@@ -247,14 +208,14 @@ class Membership:
             self._wait_released()
             if self._answered:
                 search.lost(clock.now())
-            elif not silent:
-                # Something listens there that closes the link, or was found not to be the leader.
-                self._doubt(search)
             if silent and not self._closing.is_set():
-                search.tell()
+                search.fell_silent()
                 assert self._record is not None
                 self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
-                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False))
+                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False, until=until))
+            if not self._answered:
+                # Something listens there that is silent, closes the link, or was found not to be the leader.
+                self._doubt(search)
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
@@ -283,9 +244,19 @@ class Membership:
             self._closing.wait(0.02)
 
     def _connect(self, timeout: float) -> socket.socket:
-        record = self._backend.find_leader(timeout)
+        try:
+            record = self._backend.find_leader(timeout)
+        except DeniedError as error:
+            if self._record is not None:
+                raise
+            raise RefusedError(error.message, error.hint) from error
         if record.end is not None:
-            self._notify(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
+            cause = record.end.cause
+            if self._record is None:
+                cause = f"run {record.run_id!r} had ended before this node came: {cause}"
+                if self._config.backend == "etcd":
+                    cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
+            self._notify(m.RunEnd(record.term, record.end.code, cause, record.restarts))
             self._closing.set()
             raise StoreError("the run has ended.")
         self._record = record
@@ -386,12 +357,12 @@ class Membership:
         with self._lock:
             if not self._side.obey(order):
                 return
+        self._backend.reached()
         match order:
             case m.Pulse() | asking.Answer() | asking.Found():
                 return
             case m.Welcome():
                 self._former.close()
-                self._backend.reached()
                 assert self._record is not None
                 self._notify(LinkUp(str(Endpoint(self._record.leader.address, self._record.leader.port))))
             case m.Refused(reason=reason, hint=hint):

@@ -98,6 +98,7 @@ class Search:
         self._deadline = now + timing.join_timeout
         self._lost_at: float | None = None
         self._told = False
+        self._quiet = False
 
     def attempt(self, hearing: Hearing, now: float) -> float:
         """Seconds that each of the calls of one attempt may take."""
@@ -105,12 +106,13 @@ class Search:
 
     @property
     def gone(self) -> bool:
-        """Whether there was a leader that is gone now; else none was found yet."""
-        return self._lost_at is not None
+        """Whether there was a leader that is gone now; else none was found yet, or it is only silent."""
+        return self._lost_at is not None and not self._quiet
 
     def failed(self, now: float) -> bool:
         """An attempt failed; say whether that is to be told now."""
-        if self._told or (self._lost_at is not None and now - self._lost_at < GONE_AFTER):
+        waits = self._lost_at is not None and not self._quiet and now - self._lost_at < GONE_AFTER
+        if self._told or waits:
             return False
         self._told = True
         return True
@@ -121,11 +123,11 @@ class Search:
 
     def linked(self) -> None:
         """Somebody listens where the leader should be."""
-        self._told = False
+        self._told = self._quiet = False
 
-    def tell(self) -> None:
-        """The user is told already."""
-        self._told = True
+    def fell_silent(self) -> None:
+        """The leader is silent, and the user knows; why nobody succeeds it, if so, is still to be told."""
+        self._quiet = True
 
     def lost(self, now: float) -> None:
         """The link to a leader that had answered ended."""

@@ -88,6 +88,7 @@ class ControlRecord:
         restarts: restarts charged to the budget so far.
         last_step: last optimizer step known, or None.
         nonce: random per write; tells two writers of otherwise equal records apart.
+        first_term: the term in which this run began; above 1 if another one had its id before.
     """
 
     run_id: str
@@ -101,6 +102,7 @@ class ControlRecord:
     work: str = ""
     size: Size | None = None
     nonce: str = ""
+    first_term: int = 1
     schema: int = SCHEMA
 
     def renewed(self) -> ControlRecord:

@@ -266,10 +266,14 @@ class Rounds:
             self._break(drain.kind, f"{drain.cause}; node {late} did not stop in time", now)
 
     def _room(self) -> bool:
-        """Whether a running round should be resized for nodes that wait: not when some are done already."""
+        """Whether a running round should be resized for nodes that wait: not when some are done already.
+
+        Nor before a new leader has all members back: the round could not be drained.
+        """
         members = [node for node in self.nodes.values() if node.active]
         finishing = any(node.done for node in members)
-        return bool(self._waiting()) and len(members) < self._limits.max_nodes and not finishing
+        everybody = len(members) == len(self.record.round.members)
+        return bool(self._waiting()) and everybody and len(members) < self._limits.max_nodes and not finishing
 
     def _sizes(self) -> tuple[int, int]:
         """Workers of the running round, and of one that is resized for the nodes that wait."""

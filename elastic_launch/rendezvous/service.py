@@ -118,6 +118,11 @@ class LeaderService:
         """Whether it leads."""
         return self._thread.is_alive() and not self._deposed
 
+    @property
+    def restarts(self) -> int:
+        """Restarts charged, also those that could not be recorded any more."""
+        return self._machine.restarts
+
     def depose(self, reason: str) -> None:
         """Stop leading at once: somebody else does."""
         _log.warning("this node leads no longer: %s", reason)
@@ -127,12 +132,16 @@ class LeaderService:
             self._wake_out.send(b"x")
 
     def close(self, linger: float) -> None:
-        """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it."""
+        """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it.
+
+        Up to here the port of a leader that stepped down is kept: who is refused there takes the process for dead.
+        """
         self._linger = linger
         self._stop.set()
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")  # the thread may have ended by itself
         self._thread.join(linger + 5)
+        self._listener.close()
         self._wake_out.close()
 
     def _run(self) -> None:
@@ -142,7 +151,8 @@ class LeaderService:
             for link in self._links.values():
                 link.sock.close()
             self._selector.close()
-            self._listener.close()
+            if not self._deposed:
+                self._listener.close()
             self._wake_in.close()
 
     def _serve(self) -> None:

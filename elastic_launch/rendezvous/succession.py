@@ -31,12 +31,12 @@ class _Doubt:
 
     Attributes:
         since: when that was first seen.
-        refused: whether its host says that nobody listens: then the process is dead.
+        refused_since: since when its host says, without a break, that nobody listens, or None.
     """
 
     term: int
     since: float
-    refused: bool
+    refused_since: float | None
 
 
 class Succession:
@@ -62,9 +62,10 @@ class Succession:
         self._blind = False
         doubt = self._doubt
         if doubt is None or doubt.term != term:
-            self._doubt = _Doubt(term, now - silent_for, refused)
-        elif refused != doubt.refused:
-            self._doubt = replace(doubt, refused=refused)
+            doubt = _Doubt(term, now - silent_for, None)
+        # One refusal between timeouts may be a firewall's. However they take turns, dead_after counts from the first.
+        since = (now if doubt.refused_since is None else doubt.refused_since) if refused else None
+        self._doubt = replace(doubt, refused_since=since)
 
     def reached(self) -> None:
         """Take note that the leader has answered, or that this node leads."""
@@ -86,8 +87,8 @@ class Succession:
         if self._blind:
             return None  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
         waited = now - doubt.since
-        if waited < (GONE_AFTER if doubt.refused else self._dead_after):
+        dead = doubt.refused_since is not None and now - doubt.refused_since >= GONE_AFTER
+        if not dead and waited < self._dead_after:
             return None
-        how = "its process is gone" if doubt.refused else f"it could not be reached for {waited:.1f} s"
-        dead = record.leader.incarnation if doubt.refused else ""
-        return Takeover(f"leader {record.leader.node_id} lost: {how}", dead)
+        how = "its process is gone" if dead else f"it could not be reached for {waited:.1f} s"
+        return Takeover(f"leader {record.leader.node_id} lost: {how}", record.leader.incarnation if dead else "")

@@ -10,7 +10,7 @@ from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE,
 from elastic_agents import policy as p
 from elastic_agents.policy import Phase, View, decide
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.membership import LinkDown
+from elastic_launch.rendezvous.happenings import LinkDown
 
 
 def view(*events: p.Event, nodes: int = 2) -> View:

@@ -128,12 +128,36 @@ def test_below_min_a_new_leader_parks_until_a_node_is_back(job: Job, servers: li
     assert [agent.wait() for agent in agents.values()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_to_an_ended_run_exits_with_its_code(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     first = run.node("a", "--max-restarts", "0", command=["--no-python", "sh", "-c", "exit 3"])
     assert first.wait(60) == 3
     second = run.node("b", "--max-restarts", "0", command=["--no-python", "sh", "-c", "exit 3"])
     assert second.wait(60) == 3
+    assert "run 'run' had ended before this node came" in second.output
+    assert "reuse=true" in second.output
+    # On request it begins a new run, whatever the old one's command was.
+    third = run.node("c", "--rdzv-conf", "reuse=true")
+    formed = job.world(1, after=1)
+    assert [event["term"] for event in job.events("leader_elected")] == [1, 2]
+    assert formed[0]["env"]["TORCHELASTIC_RESTART_COUNT"] == "0"
+    job.finish()
+    assert third.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_run_all_of_whose_nodes_were_killed_is_taken_over(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = [run.node(name) for name in "ab"]
+    job.world(2)
+    for agent in agents:
+        agent.kill()
+    again = run.node("c")
+    job.world(1, after=1)
+    job.finish()
+    assert again.wait(30) == 0
+    assert job.events("leader_elected")[-1]["term"] == 2
 
 
 @pytest.mark.parametrize(

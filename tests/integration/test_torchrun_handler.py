@@ -1,4 +1,4 @@
-"""Plain torchrun on this project's rendezvous."""
+"""Plain torchrun on this project's rendezvous, with either of its handlers."""
 
 from __future__ import annotations
 
@@ -6,40 +6,151 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from etcd_servers import cluster
 from harness import LOOP, Job, wait_for
 
-
-def _torchrun(job: Job, *flags: str) -> subprocess.Popen[bytes]:
-    endpoint = ["--rdzv-backend", "elastic-c10d", "--rdzv-id", "x", "--rdzv-endpoint", f"127.0.0.1:{job.port}"]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *endpoint, *options, *flags, LOOP, str(job.work)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+SETTLE = "join_settle=0.5,resize_delay=0.2"
 
 
-def _generation(job: Job, restarts: int) -> list[int]:
-    """Pids of a whole generation of two workers on both nodes, or nothing yet."""
-    found = [worker for worker in job.started() if int(worker["env"]["TORCHELASTIC_RESTART_COUNT"]) == restarts]
-    return [worker["pid"] for worker in found] if len(found) == 2 else []
+class Nodes:
+    """torchrun processes of one run."""
+
+    def __init__(self, job: Job, backend: str, endpoint: str) -> None:
+        self.job = job
+        self._where = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "x"]
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, nnodes: str, conf: str = SETTLE, restarts: int = 2) -> subprocess.Popen[bytes]:
+        options = ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", str(restarts), "--rdzv-conf", conf]
+        with self._output(len(self._processes)).open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *self._where, *options, LOOP, str(self.job.work)],
+                stdout=output,
+                stderr=output,
+            )
+        self._processes.append(process)
+        return process
+
+    def output(self, node: int) -> str:
+        return self._output(node).read_text(errors="replace")
+
+    def workers(self, size: int, after: int = 0) -> list[dict[str, Any]]:
+        """Wait until all workers of a world are there, beyond the first so many that were started."""
+
+        def probe() -> list[dict[str, Any]]:
+            found = [worker for worker in self.job.started()[after:] if worker["env"]["WORLD_SIZE"] == str(size)]
+            return found if {worker["env"]["RANK"] for worker in found} == set(map(str, range(size))) else []
+
+        try:
+            return wait_for(f"{size} workers", probe)
+        except AssertionError as error:
+            raise AssertionError("\n---\n".join([str(error), *map(self.output, range(len(self._processes)))])) from None
+
+    def exit_codes(self) -> list[int]:
+        return [process.wait(30) for process in self._processes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _output(self, node: int) -> Path:
+        return self.job.directory / f"torchrun{node}.out"
 
 
-@pytest.mark.timeout(120)
-def test_two_nodes_survive_a_killed_worker(job: Job) -> None:
-    agents = [_torchrun(job), _torchrun(job)]
-    try:
-        first = wait_for("two workers", lambda: _generation(job, 0))
-        os.kill(first[0], signal.SIGKILL)
+@pytest.fixture(params=["elastic-c10d", "elastic-etcd"])
+def nodes(job: Job, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
+    if request.param == "elastic-c10d":
+        nodes = Nodes(job, request.param, f"127.0.0.1:{job.port}")
+        try:
+            yield nodes
+        finally:
+            nodes.close()
+        return
+    (tmp_path / "etcd").mkdir()
+    with cluster(tmp_path / "etcd") as members:
+        nodes = Nodes(job, request.param, members[0].address)
+        try:
+            yield nodes
+        finally:
+            nodes.close()
 
-        # torchrun counts restarts per node, and only the failed node's is raised: two more workers have to start.
-        wait_for("two workers anew", lambda: len(job.started()) == 4)
-        assert {worker["env"]["WORLD_SIZE"] for worker in job.started()} == {"2"}
-        job.finish()
-        assert [agent.wait(30) for agent in agents] == [0, 0]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
+
+def test_two_nodes_survive_a_killed_worker(nodes: Nodes) -> None:
+    nodes.start("2")
+    nodes.start("2")
+    first = nodes.workers(2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    # torchrun counts restarts per node, and only the failed node's is raised.
+    again = nodes.workers(2, after=2)
+    assert sorted(worker["env"]["TORCHELASTIC_RESTART_COUNT"] for worker in again) == ["0", "1"]
+    nodes.job.finish()
+    assert nodes.exit_codes() == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_later_is_taken_in(nodes: Nodes) -> None:
+    nodes.start("1:2")
+    nodes.workers(1)
+    nodes.start("1:2")
+    grown = nodes.workers(2, after=1)
+    # A change of membership is no restart.
+    assert {worker["env"]["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
+    nodes.job.finish()
+    assert nodes.exit_codes() == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_others_go_on_when_a_node_is_killed(nodes: Nodes) -> None:
+    """Not the first one: on c10d it hosts the store."""
+    nodes.start("1:2")
+    nodes.workers(1)
+    lost = nodes.start("1:2")
+    worker = next(worker for worker in nodes.workers(2, after=1) if worker["env"]["GROUP_RANK"] == "1")
+    lost.kill()
+    os.kill(worker["pid"], signal.SIGKILL)  # torchrun's workers outlive it
+    nodes.workers(1, after=3)
+    nodes.job.finish()
+    assert nodes.exit_codes() == [0, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["elastic-etcd"], indirect=True)
+def test_a_run_id_whose_run_has_ended_is_used_again_on_request(nodes: Nodes) -> None:
+    nodes.start("1")
+    nodes.workers(1)
+    nodes.job.finish()
+    assert nodes.exit_codes() == [0]
+    nodes.start("1")
+    assert nodes.exit_codes() == [0, 0]
+    assert len(nodes.job.started()) == 1
+    nodes.start("1", conf="reuse=true")
+    assert nodes.exit_codes() == [0, 0, 0]
+    assert len(nodes.job.started()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["elastic-etcd"], indirect=True)
+def test_a_leader_that_is_killed_is_succeeded(nodes: Nodes) -> None:
+    first = nodes.start("1:2")
+    nodes.workers(1)
+    nodes.start("1:2")
+    worker = next(worker for worker in nodes.workers(2, after=1) if worker["env"]["GROUP_RANK"] == "0")
+    first.kill()
+    os.kill(worker["pid"], signal.SIGKILL)
+    nodes.workers(1, after=3)
+    nodes.job.finish()
+    assert nodes.exit_codes() == [-signal.SIGKILL, 0]
+
+
+@pytest.mark.parametrize("nodes", ["elastic-etcd"], indirect=True)
+def test_what_etcd_needs_is_said(nodes: Nodes) -> None:
+    nodes._where[-1] = "none"
+    nodes.start("1")
+    assert nodes.exit_codes() == [1]
+    assert "needs the addresses of the cluster and a name for the run" in nodes.output(0)

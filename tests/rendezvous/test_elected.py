@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from elected_nodes import TIMING, Nodes, View, backend_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
-from elastic_launch.errors import StoreError
-from elastic_launch.events import Event, LeaderElected, NodeJoined, RoundFormed
+from elastic_launch.config import Limits
+from elastic_launch.errors import RefusedError, StoreError
+from elastic_launch.events import LeaderElected, NodeJoined, RoundFormed
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.membership import Membership, MembershipEvent
-from elastic_launch.rendezvous.record import ControlRecord, End
-from elastic_launch.testing import MemoryStore
-
-TIMING = Timing(join_settle=0.3, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
-
-
-class View(MemoryStore):
-    """One node's view of a store that all share: closing it closes nothing."""
-
-    def __init__(self, shared: MemoryStore) -> None:
-        self._shared = shared
-
-    def load(self, timeout: float) -> bytes | None:
-        return self._shared.load(timeout)
-
-    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        return self._shared.compare_and_set(expected, value, timeout)
-
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        return self._shared.wait_changed(known, timeout)
-
-    def close(self) -> None:
-        return
+from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
+from elastic_launch.rendezvous.succession import GONE_AFTER
+from elastic_launch.testing import FakeClock
 
 
 class Cable(View):
@@ -63,102 +45,6 @@ class Unanswered(View):
         if not self.answers:
             raise StoreError("the write was not answered.")
         return written
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.seen.append(event)
-
-
-def _backend(name: str, store: MemoryStore, events: Sink, limits: Limits) -> tuple[LaunchConfig, ElectedBackend]:
-    config = LaunchConfig(
-        Command(("python", "train.py"), ("train.py",)),
-        limits=limits,
-        backend="etcd",
-        endpoint=Endpoint("127.0.0.1", 2379),
-        timing=TIMING,
-        node_id=name,
-    )
-    return config, ElectedBackend(config, MonotonicClock(), events, lambda: View(store))
-
-
-class Node:
-    """A node whose workers start and stop at once."""
-
-    def __init__(self, name: str, store: MemoryStore, events: Sink, limits: Limits) -> None:
-        self.name = name
-        self.config, self.backend = _backend(name, store, events, limits)
-        self.rounds: list[m.Form] = []
-        self.broken: list[int] = []
-        self.ends: list[int] = []
-        self.evictions = 0
-        self.deaf = False
-        self.membership = Membership(self.config, self.backend, MonotonicClock(), self.hear, lambda address: 29500)
-
-    def hear(self, event: MembershipEvent) -> None:
-        match event:
-            case m.Form():
-                self.rounds.append(event)
-                self.membership.joined(event.round.number)
-            case m.Break(round=number):
-                self.broken.append(number)
-                self.membership.stopped(number, 29500)
-            case m.Evicted():
-                self.evictions += 1
-                self.membership.stopped(self.rounds[-1].round.number if self.rounds else 0, 29500)
-            case m.RunEnd(code=code):
-                self.ends.append(code)
-
-    def members(self) -> list[str]:
-        return [member.node_id for member in self.rounds[-1].round.members] if self.rounds else []
-
-
-class Nodes:
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.events = Sink()
-        self.nodes: dict[str, Node] = {}
-
-    def start(self, *names: str, limits: Limits | None = None) -> None:
-        for name in names:
-            self.nodes[name] = Node(name, self.store, self.events, limits or Limits(1, 4, 3))
-            self.nodes[name].membership.start()
-
-    def leave(self, name: str) -> None:
-        """As a process that is killed: its sockets close, its leader's too."""
-        node = self.nodes.pop(name)
-        node.membership._closing.set()  # before it could lead anew
-        if node.backend._reign is not None:
-            node.backend._reign._service.depose("killed")  # or it would see its own node go, and act on that
-        node.membership.close()
-
-    @property
-    def record(self) -> ControlRecord:
-        value = self.store.load(1)
-        assert value is not None
-        return ControlRecord.parse(value)
-
-    def leader(self) -> str:
-        return self.record.leader.node_id
-
-    def until(self, what: str, probe: Callable[[], bool], timeout: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout
-        while not probe():
-            assert time.monotonic() < deadline, f"not seen: {what}; {self.events.seen}"
-            time.sleep(0.01)
-
-    def together(self, *names: str) -> None:
-        wanted = sorted(names)
-        self.until(
-            f"a round of {wanted}",
-            lambda: (
-                all(sorted(self.nodes[n].members()) == wanted for n in names)
-                and len({self.nodes[n].rounds[-1].round.number for n in names}) == 1
-            ),
-        )
 
 
 @pytest.fixture
@@ -214,7 +100,7 @@ def test_a_running_round_survives_a_new_leader_that_takes_over_from_a_live_one(n
     nodes.start("a", "b")
     nodes.together("a", "b")
     first, record = nodes.leader(), nodes.record
-    _, outsider = _backend("c", nodes.store, nodes.events, Limits(1, 4, 3))
+    _, outsider = backend_for("c", nodes.store, nodes.events, Limits(1, 4, 3))
     with contextlib.closing(outsider):
         outsider.open()
         outsider.unreachable(record, refused=False, silent_for=TIMING.dead_after)
@@ -241,7 +127,6 @@ def test_a_leader_that_answers_no_more_is_succeeded_after_its_silence(nodes: Nod
         value = nodes.store.load(1)
         assert nodes.store.compare_and_set(value, held.encode(), 1)
         nodes.until("b leads again", lambda: _elected(nodes)[-1].term == held.term + 1)
-        assert nodes.record.term == held.term + 1
         assert "could not be reached for" in _elected(nodes)[-1].cause
 
 
@@ -261,7 +146,7 @@ def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nod
     nodes.start("a")
     nodes.together("a")
     cable = Cable(nodes.store)
-    config, _ = _backend("b", nodes.store, nodes.events, Limits(1, 4, 3))
+    config, _ = backend_for("b", nodes.store, nodes.events, Limits(1, 4, 3))
     with contextlib.closing(ElectedBackend(config, MonotonicClock(), nodes.events, lambda: cable)) as backend:
         backend.open()
         record = backend.find_leader(1.0)
@@ -277,7 +162,7 @@ def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nod
 
 def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(nodes: Nodes) -> None:
     """Whoever finds the record names a leader that does not know it: it must be found listening, until it does."""
-    config, _ = _backend("a", nodes.store, nodes.events, Limits(1, 4, 3))
+    config, _ = backend_for("a", nodes.store, nodes.events, Limits(1, 4, 3))
     unanswered = Unanswered(nodes.store)
     backend = ElectedBackend(config, MonotonicClock(), nodes.events, lambda: unanswered)
     with contextlib.closing(backend):
@@ -289,3 +174,146 @@ def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(no
         unanswered.answers = True
         taken = backend.find_leader(1.0)
         assert (taken.term, taken.leader) == (2, leader)
+
+
+def _lone(nodes: Nodes, name: str, clock: FakeClock, **changes: Any) -> ElectedBackend:
+    """A node's way to the leader, without its membership."""
+    config = replace(backend_for(name, nodes.store, nodes.events, Limits(1, 4, 3))[0], **changes)
+    return ElectedBackend(config, clock, nodes.events, lambda: View(nodes.store))
+
+
+def _leave_record(nodes: Nodes, **changes: Any) -> ControlRecord:
+    """A record as left by a node that is no more."""
+    digest = backend_for("a", nodes.store, nodes.events, Limits(1, 4, 3))[0].digest()
+    members = (Member("a", "a1", 1, "127.0.0.1", 9),)
+    record = ControlRecord("none", digest, 3, Leader("a", "a1", "127.0.0.1", 9), Round(7, members), restarts=2)
+    record = replace(record, **changes).renewed()
+    assert nodes.store.compare_and_set(None, record.encode(), 1)
+    return record
+
+
+def test_a_leader_counts_as_gone_after_refusals_without_a_break(nodes: Nodes) -> None:
+    clock, record = FakeClock(), _leave_record(nodes)
+    with contextlib.closing(_lone(nodes, "b", clock)) as backend:
+        backend.open()
+        backend.unreachable(record, refused=False)
+        clock.advance(0.8 * TIMING.dead_after)
+        backend.unreachable(record, refused=True)
+        assert backend.find_leader(1.0).term == 3
+        clock.advance(0.1)
+        backend.unreachable(record, refused=False)  # not dead after all
+        backend.unreachable(record, refused=True)
+        assert backend.find_leader(1.0).term == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_answers_that_take_turns_do_not_put_a_succession_off(nodes: Nodes, first: bool) -> None:
+    clock, record = FakeClock(), _leave_record(nodes)
+    with contextlib.closing(_lone(nodes, "b", clock)) as backend:
+        backend.open()
+        refused = first
+        while backend.find_leader(1.0).term == 3:
+            assert clock.now() <= TIMING.dead_after
+            backend.unreachable(record, refused=refused)
+            refused = not refused
+            clock.advance(0.3)
+        assert "could not be reached for" in _elected(nodes)[-1].cause
+
+
+def test_a_leader_that_has_answered_is_not_doubted(nodes: Nodes) -> None:
+    clock, record = FakeClock(), _leave_record(nodes)
+    with contextlib.closing(_lone(nodes, "b", clock)) as backend:
+        backend.open()
+        backend.unreachable(record, refused=True)
+        clock.advance(TIMING.dead_after)
+        backend.reached()
+        assert backend.find_leader(1.0).term == 3
+
+
+def test_what_listens_in_the_place_of_a_dead_leader_and_hangs_up_does_not_stop_the_succession(nodes: Nodes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        _leave_record(nodes, leader=Leader("a", "a1", "127.0.0.1", other.getsockname()[1]))
+        hanging_up = threading.Thread(target=_hang_up, args=(other,))
+        hanging_up.start()
+        try:
+            nodes.start("b")
+            nodes.together("b")
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+            hanging_up.join()
+    assert nodes.record.term == 4
+    assert nodes.record.round.number == 8
+
+
+def _hang_up(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def test_a_run_whose_nodes_all_died_is_taken_over(nodes: Nodes) -> None:
+    _leave_record(nodes)
+    nodes.start("b")
+    nodes.together("b")
+    record = nodes.record
+    assert (record.term, record.round.number, record.restarts) == (4, 8, 2)
+
+
+def test_who_came_with_another_command_does_not_lead(nodes: Nodes) -> None:
+    clock, record = FakeClock(), _leave_record(nodes)
+    with contextlib.closing(_lone(nodes, "b", clock, limits=Limits(1, 5, 3), reuse=True)) as backend:
+        backend.open()
+        backend.unreachable(record, refused=True)
+        clock.advance(GONE_AFTER)
+        with pytest.raises(RefusedError, match="another command or other limits") as caught:
+            backend.find_leader(1.0)
+    assert "etcdctl del /elastic-launch/runs/none/record" in caught.value.hint
+    assert nodes.record == record
+
+
+def test_an_ended_run_is_followed_by_a_new_one_only_on_request(nodes: Nodes) -> None:
+    ended = _leave_record(nodes, end=End(0, "all workers finished"))
+    with contextlib.closing(_lone(nodes, "b", FakeClock())) as backend:
+        backend.open()
+        assert backend.find_leader(1.0) == ended
+    with contextlib.closing(_lone(nodes, "b", FakeClock(), reuse=True, limits=Limits(1, 9, 0))) as backend:
+        backend.open()
+        begun = backend.find_leader(1.0)
+        assert (begun.term, begun.first_term, begun.leader.node_id) == (4, 4, "b")
+        assert (begun.round, begun.restarts, begun.end) == (Round(7), 0, None)
+        # From here on, an end is this run's.
+        over = replace(begun, end=End(0, "all workers finished")).renewed()
+        assert nodes.store.compare_and_set(begun.encode(), over.encode(), 1)
+        assert backend.find_leader(1.0) == over
+
+
+def test_a_record_that_is_led_is_not_replaced(nodes: Nodes) -> None:
+    record = _leave_record(nodes)
+    with contextlib.closing(_lone(nodes, "b", FakeClock(), reuse=True)) as backend:
+        backend.open()
+        assert backend.find_leader(1.0) == record
+        assert nodes.record == record
+
+
+def test_of_several_nodes_that_use_an_id_again_one_begins_the_run(nodes: Nodes) -> None:
+    ended = _leave_record(nodes, end=End(91, "all 3 restarts spent"))
+    nodes.start("b", "c", "d", reuse=True)
+    nodes.together("b", "c", "d")
+    assert [event.term for event in _elected(nodes)] == [4]
+    assert nodes.record.round.number == ended.round.number + 1
+
+
+def test_a_node_left_over_from_the_ended_run_is_refused(nodes: Nodes) -> None:
+    _leave_record(nodes, end=End(0, "all workers finished"))
+    nodes.start("b", reuse=True)
+    nodes.together("b")
+    config = nodes.nodes["b"].config
+    command, limits = " ".join(config.command.display), str(config.limits)
+    left_over = m.Hello(
+        m.PROTOCOL_VERSION, "none", config.digest(), command, limits, "a", "a1", 1, "127.0.0.1", 9, seen_term=3
+    )
+    with socket.create_connection((nodes.record.leader.address, nodes.record.leader.port), timeout=10) as link:
+        link.sendall(m.pack(left_over))
+        answer = m.unpack(link.makefile("rb").readline())
+    assert isinstance(answer, m.Refused)
+    assert "earlier run 'none'" in answer.reason

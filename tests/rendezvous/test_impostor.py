@@ -17,7 +17,8 @@ from elastic_launch.events import Event, LeaderElected
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Place
 from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.membership import Membership, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.happenings import MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.store import ControlStore

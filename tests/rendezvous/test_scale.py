@@ -16,13 +16,14 @@ from etcd_servers import Member, cluster
 from harness import wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, LaunchConfig, Limits, Timing, parse_endpoint
+from elastic_launch.config import Command, LaunchConfig, Limits, Timing, parse_endpoint, parse_endpoints
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous import service
 from elastic_launch.rendezvous.choice import backend_of
 from elastic_launch.rendezvous.etcd import EtcdStore
-from elastic_launch.rendezvous.membership import Membership, MembershipEvent
+from elastic_launch.rendezvous.happenings import MembershipEvent
+from elastic_launch.rendezvous.membership import Membership
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
 TIMING = Timing(join_settle=0.3, beat=0.1, dead_after=2.0, min_wait=20.0, read_timeout=5.0)
@@ -73,7 +74,7 @@ def close(nodes: list[Node]) -> None:
 @contextlib.contextmanager
 def etcd_of(directory: Path, *options: str) -> Iterator[Member]:
     with cluster(directory, options=options) as members:
-        EtcdStore(members[0].address, "first").close()
+        EtcdStore(parse_endpoints(members[0].address), "first").close()
         yield members[0]
 
 

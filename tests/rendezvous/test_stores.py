@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from etcd_servers import Member, cluster
 
-from elastic_launch.config import Endpoint
+from elastic_launch.config import Endpoint, parse_endpoints
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
 from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
 from elastic_launch.rendezvous.etcd import EtcdStore
@@ -34,7 +34,9 @@ def libuv_pipe() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     with cluster(tmp_path_factory.mktemp("etcd")) as members:
-        EtcdStore(members[0].address, "first").close()  # the client's first use leaves descriptors for good
+        EtcdStore(
+            parse_endpoints(members[0].address), "first"
+        ).close()  # the client's first use leaves descriptors for good
         yield members[0]
 
 
@@ -67,7 +69,7 @@ def _open_etcd(member: Member) -> Iterator[Open]:
     run, opened = f"run{next(_runs)}", []
 
     def another() -> ControlStore:
-        opened.append(EtcdStore(member.address, run))
+        opened.append(EtcdStore(parse_endpoints(member.address), run))
         return opened[-1]
 
     yield another

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from elastic_agents import policy as p
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import Hearing
-from elastic_launch.rendezvous.membership import RETRY, LinkDown, RendezvousLost
+from elastic_launch.rendezvous.membership import RETRY
 from elastic_launch.rendezvous.node import NodeSide, Search
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.succession import Succession
@@ -174,15 +175,15 @@ class SimNode(Host):
             assert self._record is not None
             if self._answered:
                 search.lost(self.kernel.now)
-            elif not silent:
+            if silent and not self._closing:
+                search.fell_silent()
+                self._unreachable(self._record, refused=False, silent_for=timing.dead_after)
+                self.inbox.put(LinkDown("silent", gone=False))
+            if not self._answered:
                 self._unreachable(self._record, refused=False)
                 if search.over(self.kernel.now) and not self._closing:
                     raise StoreError("nobody answers as the leader.")
                 yield self.kernel.sleep(self, RETRY)
-            if silent and not self._closing:
-                search.tell()
-                self._unreachable(self._record, refused=False, silent_for=timing.dead_after)
-                self.inbox.put(LinkDown("silent", gone=False))
 
     def _hang_up(self, connection: Connection) -> None:
         connection.close(0)

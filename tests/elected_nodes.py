@@ -1,0 +1,135 @@
+"""Nodes that elect their leader: real links, leaders and threads, on a store in memory; workers that do nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.events import Event
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.happenings import MembershipEvent
+from elastic_launch.rendezvous.membership import Membership
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.testing import MemoryStore
+
+TIMING = Timing(join_settle=0.3, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
+
+
+class View(MemoryStore):
+    """One node's view of a store that all share: closing it closes nothing."""
+
+    def __init__(self, shared: MemoryStore) -> None:
+        self._shared = shared
+
+    def load(self, timeout: float) -> bytes | None:
+        return self._shared.load(timeout)
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        return self._shared.compare_and_set(expected, value, timeout)
+
+    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
+        return self._shared.wait_changed(known, timeout)
+
+    def close(self) -> None:
+        return
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.seen.append(event)
+
+
+def backend_for(
+    name: str, store: MemoryStore, events: Sink, limits: Limits, *, reuse: bool = False
+) -> tuple[LaunchConfig, ElectedBackend]:
+    config = LaunchConfig(
+        Command(("python", "train.py"), ("train.py",)),
+        limits=limits,
+        backend="etcd",
+        endpoint=Endpoint("127.0.0.1", 2379),
+        local_addr="127.0.0.1",
+        timing=TIMING,
+        node_id=name,
+        reuse=reuse,
+    )
+    return config, ElectedBackend(config, MonotonicClock(), events, lambda: View(store))
+
+
+class Node:
+    """A node whose workers start and stop at once."""
+
+    def __init__(self, name: str, store: MemoryStore, events: Sink, limits: Limits, *, reuse: bool) -> None:
+        self.name = name
+        self.config, self.backend = backend_for(name, store, events, limits, reuse=reuse)
+        self.rounds: list[m.Form] = []
+        self.broken: list[int] = []
+        self.ends: list[int] = []
+        self.evictions = 0
+        self.deaf = False
+        self.membership = Membership(self.config, self.backend, MonotonicClock(), self.hear, lambda address: 29500)
+
+    def hear(self, event: MembershipEvent) -> None:
+        match event:
+            case m.Form():
+                self.rounds.append(event)
+                self.membership.joined(event.round.number)
+            case m.Break(round=number):
+                self.broken.append(number)
+                self.membership.stopped(number, 29500)
+            case m.Evicted():
+                self.evictions += 1
+                self.membership.stopped(self.rounds[-1].round.number if self.rounds else 0, 29500)
+            case m.RunEnd(code=code):
+                self.ends.append(code)
+
+    def members(self) -> list[str]:
+        return [member.node_id for member in self.rounds[-1].round.members] if self.rounds else []
+
+
+class Nodes:
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.events = Sink()
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, *names: str, limits: Limits | None = None, reuse: bool = False) -> None:
+        for name in names:
+            self.nodes[name] = Node(name, self.store, self.events, limits or Limits(1, 4, 3), reuse=reuse)
+            self.nodes[name].membership.start()
+
+    def leave(self, name: str) -> None:
+        """Say so, lest a leader forms a round without itself before its own sockets close."""
+        node = self.nodes.pop(name)
+        node.membership.leaving("end of its part")
+        node.membership.close()
+
+    @property
+    def record(self) -> ControlRecord:
+        value = self.store.load(1)
+        assert value is not None
+        return ControlRecord.parse(value)
+
+    def leader(self) -> str:
+        return self.record.leader.node_id
+
+    def until(self, what: str, probe: Callable[[], bool], timeout: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not probe():
+            assert time.monotonic() < deadline, f"not seen: {what}; {self.events.seen}"
+            time.sleep(0.01)
+
+    def together(self, *names: str) -> None:
+        wanted = sorted(names)
+        self.until(
+            f"a round of {wanted}",
+            lambda: (
+                all(sorted(self.nodes[n].members()) == wanted for n in names)
+                and len({self.nodes[n].rounds[-1].round.number for n in names}) == 1
+            ),
+        )

@@ -1,0 +1,97 @@
+"""etcd that takes TLS with client certificates only, by way of etcd's own proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from etcd_servers import Certificates, GrpcProxy, Member, cluster
+from harness import Job, wait_for
+
+from elastic_launch.config import parse_endpoints
+from elastic_launch.errors import StoreError
+from elastic_launch.rendezvous.etcd import EtcdStore
+
+TIMEOUT = 20.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_use() -> None:
+    """The client's first use leaves descriptors for good: that is no leak of the first test."""
+    EtcdStore(parse_endpoints("127.0.0.1:9"), "first").close()
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates.make(tmp_path)
+
+
+@pytest.fixture
+def trio(tmp_path: Path, certificates: Certificates) -> Iterator[list[Member]]:
+    (tmp_path / "etcd").mkdir()
+    with cluster(tmp_path / "etcd", 3, tls=certificates) as members:
+        yield members
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, trio: list[Member], certificates: Certificates) -> Iterator[GrpcProxy]:
+    proxy = GrpcProxy(tmp_path, trio, certificates)
+    try:
+        wait_for("the proxy to be healthy", proxy.healthy)
+        yield proxy
+    finally:
+        proxy.kill()
+
+
+def opened(address: str) -> contextlib.closing[EtcdStore]:
+    return contextlib.closing(EtcdStore(parse_endpoints(address), "run"))
+
+
+def test_writes_and_watches_pass_through_the_proxy(proxy: GrpcProxy) -> None:
+    with opened(proxy.address) as one, opened(proxy.address) as two, ThreadPoolExecutor(1) as pool:
+        assert one.load(TIMEOUT) is None
+        waiting = pool.submit(two.wait_changed, None, TIMEOUT)
+        assert one.compare_and_set(None, b"one", TIMEOUT)
+        assert waiting.result(TIMEOUT) == b"one"
+        assert not two.compare_and_set(None, b"other", TIMEOUT)
+        assert two.compare_and_set(b"one", b"two", TIMEOUT)
+        assert one.load(TIMEOUT) == b"two"
+
+
+def test_the_store_goes_on_when_members_behind_the_proxy_are_lost(proxy: GrpcProxy, trio: list[Member]) -> None:
+    leader = next(member for member in trio if member.metric("etcd_server_is_leader"))
+    with opened(proxy.address) as one, opened(proxy.address) as two, ThreadPoolExecutor(1) as pool:
+        assert one.compare_and_set(None, b"one", TIMEOUT)
+        waiting = pool.submit(two.wait_changed, b"one", 2 * TIMEOUT)
+        leader.kill()
+        assert one.compare_and_set(b"one", b"two", TIMEOUT)
+        assert waiting.result(2 * TIMEOUT) == b"two"
+        next(member for member in trio if member is not leader).kill()
+        with pytest.raises(StoreError):
+            one.compare_and_set(b"two", b"three", 2.0)
+
+
+def test_a_server_that_wants_tls_is_recognized(trio: list[Member]) -> None:
+    with opened(trio[0].address) as store, pytest.raises(StoreError) as caught:
+        store.load(3.0)
+    assert "TLS" in str(caught.value)
+
+
+def test_a_run_goes_on_by_the_proxy_when_its_leader_is_killed(job: Job, proxy: GrpcProxy) -> None:
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", proxy.address, "--rdzv-id", "run", "--nnodes", "1:2"]
+    agents = {name: job.launch(*where, "--node-id", name, name=name) for name in "ab"}
+    job.world(2)
+    leader = wait_for("a leader", lambda: job.events("leader_elected"))[-1]["node"]
+    agents.pop(leader).kill()
+    job.world(1, after=1)
+    job.finish()
+    assert [agent.wait(30) for agent in agents.values()] == [0]

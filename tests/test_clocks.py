@@ -1,0 +1,64 @@
+"""The wall clock, which may jump, is only ever shown: nothing is decided by it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted([*(ROOT / "elastic_launch").rglob("*.py"), *(ROOT / "agents").rglob("*.py")])
+
+WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "asctime", "clock_gettime", "clock_gettime_ns"}
+"""What the module ``time`` tells by the wall clock."""
+
+FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "getmtime", "getctime"}
+
+KNOWN = {
+    "elastic_launch/clock.py": ["time.clock_gettime"],  # of CLOCK_BOOTTIME, which does not jump
+    "elastic_launch/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
+    "elastic_launch/rendezvous/whereabouts.py": ["path.stat().st_mtime"],  # which of several runs is the newest
+    "elastic_launch/cli.py": ["datetime.now"],  # the name of the log directory
+}
+
+
+def wall_clock_uses(source: str) -> Iterator[str]:
+    """What a module calls, passes on or imports that reads the wall clock."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from (f"time.{alias.name}" for alias in node.names if alias.name in WALL | {"*"})
+        elif isinstance(node, ast.Import):
+            yield from (
+                f"{alias.name} as {alias.asname}" for alias in node.names if alias.name == "time" and alias.asname
+            )
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            tells = owner == "time" and node.attr in WALL
+            dates = owner.split(".")[-1] in ("datetime", "date") and node.attr in ("now", "utcnow", "today")
+            if tells or dates or node.attr in FILE_TIMES:
+                yield f"{owner}.{node.attr}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_decision_rests_on_the_wall_clock(path: Path) -> None:
+    assert list(wall_clock_uses(path.read_text())) == KNOWN.get(str(path.relative_to(ROOT)), [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ntime.time()",
+        "import time\nf(time.time_ns)",
+        "from time import time",
+        "import time as t",
+        "from datetime import datetime\ndatetime.now()",
+        "import datetime\ndatetime.datetime.utcnow()",
+        "import datetime\ndatetime.date.today()",
+        "import os\nos.stat(p).st_mtime",
+        "import os\nos.path.getmtime(p)",
+    ],
+)
+def test_a_use_of_the_wall_clock_is_found(source: str) -> None:
+    assert len(list(wall_clock_uses(source))) == 1
