@@ -76,6 +76,11 @@ class Slot:
         os.close(self.tensors)
         os.close(self.head)
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that it takes."""
+        return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in (self.tensors, self.head))
+
     def header(self) -> Header | None:
         """Return what is in the slot; None if nothing is, or it is being written."""
         data = os.pread(self.head, _HEADER.size, 0)

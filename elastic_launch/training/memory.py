@@ -102,7 +102,6 @@ class MemorySnapshots:
         self._writing: Future[None] | None = None
         self._finish: Callable[[], None] | None = None
         self._stall = 0.0
-        self._bytes = 0
         self.writes = world.local_rank == 0 and bool(self._slots)
         """Whether this worker is its node's writer; not any more once there is no room."""
 
@@ -132,14 +131,14 @@ class MemorySnapshots:
             wait: end it here.
 
         Returns:
-            False if there is no room for it, or no agent: then nothing was taken.
+            False if nothing was taken: there is no room for it, then or later, or the agent does not answer.
         """
         began = time.monotonic()
         self.settle()
         draft = Draft(state, meta, stays)
-        number = self._link.slot_to_use() if self._has_room(draft.bytes) else None
+        self.writes = self._has_room(draft.bytes)
+        number = self._link.slot_to_use() if self.writes else None
         if number is None:
-            self.writes = False
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
@@ -181,7 +180,7 @@ class MemorySnapshots:
 
     def _has_room(self, size: int) -> bool:
         """Whether the memory that all slots take with snapshots of a size is there, or taken already."""
-        grows = max(0, size - self._bytes) * len(self._slots)
+        grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
         free = free_memory() if grows else 0
         if grows > (1 - RESERVE) * free:
             _log.warning(
@@ -193,7 +192,6 @@ class MemorySnapshots:
                 free / 2**30,
             )
             return False
-        self._bytes = max(self._bytes, size)
         return True
 
 

@@ -152,3 +152,9 @@ def test_version_1_counts(tmp_path: Path) -> None:
 
 def test_of_this_process_something_is_left() -> None:
     assert 0 < free_memory() < 1 << 50
+
+
+def test_what_a_slot_takes_is_known(slot: Slot) -> None:
+    assert slot.allocated == 0
+    write(slot, {"x": torch.zeros(1_000_000)})
+    assert 4_000_000 <= slot.allocated < 4_100_000
