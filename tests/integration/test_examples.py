@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = str(EXAMPLES / "digits" / "train.py")
 
 
+@pytest.mark.slow
 def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None:
     script = EXAMPLES / "torchrun_style" / "train.py"
     assert not re.search(r"^\s*(import|from)\s+elastic", script.read_text(), re.MULTILINE)

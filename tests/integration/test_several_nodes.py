@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 
+import pytest
 from harness import Job, alive, round_of, wait_for
 
 
@@ -96,6 +97,7 @@ def test_a_leaving_node_is_not_waited_for(job: Job) -> None:
     assert not job.events("restart_charged")
 
 
+@pytest.mark.slow
 def test_below_min_the_run_parks_and_ends_with_94(job: Job) -> None:
     flags = ["--min-wait", "12"]
     host = job.node("a", *flags, nnodes="2")

@@ -43,6 +43,7 @@ def node(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[N
         yield lambda *arguments, **options: start(where, *arguments, **options)
 
 
+@pytest.mark.slow
 def test_two_nodes_with_the_token_train_on_while_others_are_sent_away(job: Job, node: Node, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
@@ -109,6 +110,7 @@ def test_a_lost_leader_is_succeeded_under_the_token(job: Job, node: Node) -> Non
     assert survivor.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_record_forged_in_the_open_store_of_c10d_is_not_obeyed(job: Job) -> None:
     """The store can be written by whoever reaches its port: no order comes of it."""
     flags = ["--rdzv-id", "run"]

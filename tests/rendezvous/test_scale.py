@@ -118,7 +118,7 @@ def test_etcd_is_written_once_per_leader_and_round_and_never_in_between(
 
 
 def test_a_record_that_etcd_does_not_take_ends_the_run_and_says_why(tmp_path: Path, start: Callable[..., Node]) -> None:
-    with etcd_of(tmp_path, "--max-request-bytes", "1500") as member:
+    with etcd_of(tmp_path, "--max-request-bytes", "1900") as member:
         nodes = [start(letter * 190, member, "large", Limits(4, 4)) for letter in "abcd"]
         wait_for("the end", lambda: all(node.ends for node in nodes))
         assert not any(node.sizes for node in nodes)

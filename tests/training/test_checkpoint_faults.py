@@ -56,6 +56,7 @@ def checkpoints(trained: tuple[Path, str], tmp_path: Path) -> Path:
     return shutil.copytree(trained[0], tmp_path / "checkpoints")
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(job: Job) -> None:
     """In /sys nobody can make a directory, not even the superuser, whom modes don't hold."""
     agent, _ = _launch(job, 2, "/sys/elastic-launch-test", "--every", "5")

@@ -79,6 +79,7 @@ def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -
     assert result["worlds"] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", str(checkpoints), "--every", "5"]

@@ -71,6 +71,7 @@ def test_half_precision_is_exact_too(job: Job) -> None:
     assert _train(job, 2, "--precision", "fp16")["hash"] == _train(job, 3, "--precision", "fp16", name="b")["hash"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], pytest.param(["--default-mode"], marks=pytest.mark.slow)])
 def test_one_rank_without_memory_makes_all_halve_their_micro_batches(job: Job, mode: list[str]) -> None:
     poor = _train(job, 2, "--micro", "auto", "--poor-rank", "1", *mode)
@@ -86,6 +87,7 @@ def test_one_rank_without_memory_makes_all_halve_their_micro_batches(job: Job, m
         assert poor["hash"] == undisturbed["hash"]
 
 
+@pytest.mark.slow
 def test_one_rank_asks_and_all_stop_after_the_same_step_with_their_state_saved(job: Job, alone: dict[str, Any]) -> None:
     checkpoint = str(job.directory / "checkpoint")
     stopped = _train(job, 3, "--stop-after", "4", "--every", "50", "--checkpoint", checkpoint, name="first")
