@@ -50,18 +50,20 @@ class BackgroundWriter:
     nothing; they come out of ``poll`` or, if nobody polls, of ``close``.
 
     Args:
-        directory: where checkpoints are; made by the first write.
+        directory: where checkpoints are, or a URL; made by the first write.
         keep: after each write all but so many of the newest are removed, see ``prune``; None removes nothing.
+        owner: as for ``write``.
 
     Raises:
         UsageError: if ``keep`` is less than 1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None, owner: str = "") -> None:
         if keep is not None:
             check_keep(keep)
         self._directory = directory
         self._keep = keep
+        self._owner = owner
         self._changed = threading.Condition()
         self._waiting: _Request | None = None
         self._busy = False
@@ -173,7 +175,8 @@ class BackgroundWriter:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         try:
-            info = write(self._directory, request.state, step=request.step, round=request.round, meta=request.meta)
+            numbers = {"step": request.step, "round": request.round}
+            info = write(self._directory, request.state, **numbers, meta=request.meta, owner=self._owner)
             if self._keep is not None:
                 prune(self._directory, self._keep, request.round)
         except CheckpointError as error:

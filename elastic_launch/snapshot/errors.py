@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.snapshot.place import Place
 
 __all__ = [
     "CheckpointError",
@@ -70,10 +71,10 @@ class CheckpointReadError(CheckpointError):
     """A checkpoint, or the directory of checkpoints, is there and cannot be read.
 
     Attributes:
-        path: the directory.
+        path: the directory, or URL.
     """
 
-    def __init__(self, path: Path, message: str, hint: str) -> None:
+    def __init__(self, path: Place, message: str, hint: str) -> None:
         super().__init__(message, hint)
         self.path = path
 
@@ -81,7 +82,7 @@ class CheckpointReadError(CheckpointError):
 class DamagedCheckpointError(CheckpointReadError):
     """A checkpoint is not what its writer wrote: half-written, truncated or altered."""
 
-    def __init__(self, path: Path, found: str) -> None:
+    def __init__(self, path: Place, found: str) -> None:
         super().__init__(
             path,
             f"The checkpoint {path} is damaged: {found}.",
@@ -92,7 +93,7 @@ class DamagedCheckpointError(CheckpointReadError):
 class ForeignCheckpointError(CheckpointReadError):
     """A directory holds another format than this version reads."""
 
-    def __init__(self, path: Path, found: str) -> None:
+    def __init__(self, path: Place, found: str) -> None:
         super().__init__(
             path,
             f"The checkpoint {path} cannot be read: {found}.",
@@ -103,7 +104,7 @@ class ForeignCheckpointError(CheckpointReadError):
 class CheckpointGoneError(CheckpointReadError):
     """A checkpoint was removed, by a pruning writer for example, while it was being read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
 
 

@@ -1,14 +1,15 @@
-"""Checkpoints in a directory: found, without trust in what is there. Needs no torch."""
+"""Checkpoints in a directory, or behind a URL: found, without trust in what is there. Needs no torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_launch.snapshot import remote
 from elastic_launch.snapshot.errors import (
     CheckpointGoneError,
     CheckpointReadError,
@@ -20,6 +21,7 @@ from elastic_launch.snapshot.errors import (
 )
 from elastic_launch.snapshot.files import FileSum, open_regular, read_small
 from elastic_launch.snapshot.manifest import MANIFEST, MAX_MANIFEST_BYTES, STATE, TENSORS, Manifest, parse_name
+from elastic_launch.snapshot.place import Place, Url, place
 
 __all__ = ["SCANS", "CheckpointInfo", "OnDamaged", "check_size", "faults", "find", "inspect", "manifest_of"]
 
@@ -33,7 +35,7 @@ class CheckpointInfo:
     """A complete checkpoint, as its manifest describes it.
 
     Attributes:
-        path: its directory.
+        path: its directory, or URL.
         step: optimizer steps that the state has behind it.
         round: number of the round that saved it.
         digest: 64 hex digits, equal for checkpoints of equal content (state, step, round, meta), wherever they are.
@@ -41,7 +43,7 @@ class CheckpointInfo:
         meta: what the writer wanted known before the state is read.
     """
 
-    path: Path
+    path: Place
     step: int
     round: int
     digest: str
@@ -62,12 +64,12 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
         CheckpointReadError: if the directory cannot be listed.
         CheckpointGoneError: if other processes keep removing what is there.
     """
-    directory = Path(directory)
+    where = place(directory)
     for _ in range(SCANS):
-        listed = _candidates(directory)
+        listed = _candidates(where)
         found, damaged, gone = _inspect_all(listed)
         # Somebody may have written one and removed another meanwhile, of which the listing then has neither.
-        if gone is None and _candidates(directory) == listed:
+        if gone is None and _candidates(where) == listed:
             break
     if gone is not None and not found:
         raise gone
@@ -86,28 +88,39 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         CheckpointGoneError: if there is no such directory.
         CheckpointReadError: if it cannot be read.
     """
-    path = Path(path)
-    with faults(path):
-        manifest, digest = manifest_of(path)
-        numbers = parse_name(path.name)
-        if numbers is not None and numbers != (manifest.step, manifest.round):
-            raise MalformedError(f"its manifest is of step {manifest.step}, round {manifest.round}")
-        for name, expected in ((TENSORS, manifest.tensors), (STATE, manifest.state)):
-            with open_regular(path / name) as descriptor:
-                check_size(name, os.fstat(descriptor).st_size, expected)
+    where = place(path)
+    if isinstance(where, Url):
+        with remote.faults(where):
+            manifest, digest = _named(where, *remote.manifest_of(where))
+            sizes = remote.sizes(where)
+            for name, expected in ((TENSORS, manifest.tensors), (STATE, manifest.state)):
+                check_size(name, sizes.get(name, 0), expected)
+    else:
+        with faults(where):
+            manifest, digest = _named(where, *manifest_of(where))
+            for name, expected in ((TENSORS, manifest.tensors), (STATE, manifest.state)):
+                with open_regular(where / name) as descriptor:
+                    check_size(name, os.fstat(descriptor).st_size, expected)
     size = manifest.tensors.bytes + manifest.state.bytes
-    return CheckpointInfo(path, manifest.step, manifest.round, digest, size, manifest.meta)
+    return CheckpointInfo(where, manifest.step, manifest.round, digest, size, manifest.meta)
+
+
+def _named(path: Place, manifest: Manifest, digest: str) -> tuple[Manifest, str]:
+    numbers = parse_name(path.name)
+    if numbers is not None and numbers != (manifest.step, manifest.round):
+        raise MalformedError(f"its manifest is of step {manifest.step}, round {manifest.round}")
+    return manifest, digest
 
 
 def _inspect_all(
-    paths: list[Path],
+    paths: Sequence[Place],
 ) -> tuple[list[CheckpointInfo], list[CheckpointReadError], CheckpointGoneError | None]:
     found: list[CheckpointInfo] = []
     damaged: list[CheckpointReadError] = []
     gone: CheckpointGoneError | None = None
     for path in paths:
         try:
-            if path.is_symlink():
+            if isinstance(path, Path) and path.is_symlink():
                 raise DamagedCheckpointError(path, "it is a symbolic link")
             found.append(inspect(path))
         except CheckpointGoneError as error:
@@ -117,7 +130,9 @@ def _inspect_all(
     return found, damaged, gone
 
 
-def _candidates(directory: Path) -> list[Path]:
+def _candidates(directory: Place) -> Sequence[Place]:
+    if isinstance(directory, Url):
+        return sorted(remote.candidates(directory))
     with reading(directory):
         try:
             names = os.listdir(directory)

@@ -1,17 +1,18 @@
-"""Checkpoints in a directory: loaded, without trust in what is there."""
+"""Checkpoints in a directory, or behind a URL: loaded, without trust in what is there."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_launch.snapshot import tensorfile, tree
+from elastic_launch.snapshot import remote, tensorfile, tree
 from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
 from elastic_launch.snapshot.files import FileSum, open_regular, read_small, sum_of
 from elastic_launch.snapshot.listing import (
@@ -23,7 +24,9 @@ from elastic_launch.snapshot.listing import (
     find,
     manifest_of,
 )
-from elastic_launch.snapshot.manifest import MAX_STATE_BYTES, STATE, TENSORS, parse_json
+from elastic_launch.snapshot.manifest import MAX_STATE_BYTES, STATE, TENSORS, Manifest, parse_json
+from elastic_launch.snapshot.place import Place, Url
+from elastic_launch.snapshot.storage import Storage
 
 __all__ = ["LoadedCheckpoint", "load", "newest"]
 
@@ -66,12 +69,17 @@ def load(info: CheckpointInfo) -> LoadedCheckpoint:
         CheckpointGoneError: if it was removed meanwhile.
         CheckpointReadError: if it cannot be read.
     """
-    with faults(info.path):
-        manifest, digest = manifest_of(info.path)
-        if digest != info.digest:
-            raise MalformedError("it is not the one that was found before")
-        state = _load_state(info.path / STATE, manifest.state)
-        tensors = _load_tensors(info.path / TENSORS, manifest.tensors)
+    path = info.path
+    if isinstance(path, Url):
+        with remote.faults(path):
+            manifest = _same(info, *remote.manifest_of(path))
+            storage = Storage(path)
+            state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
+            return LoadedCheckpoint(info, tree.decode(state, _fetch_tensors(storage, path / TENSORS, manifest.tensors)))
+    with faults(path):
+        manifest = _same(info, *manifest_of(path))
+        state = _parse_state(read_small(path / STATE, MAX_STATE_BYTES), manifest.state)
+        tensors = _load_tensors(path / TENSORS, manifest.tensors)
         return LoadedCheckpoint(info, tree.decode(state, tensors))
 
 
@@ -87,7 +95,7 @@ def newest(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = Non
         CheckpointReadError: if the directory cannot be listed.
         CheckpointGoneError: if other processes keep removing what is there.
     """
-    told: set[Path] = set()
+    told: set[Place] = set()
 
     def skip(error: CheckpointReadError) -> None:
         if error.path not in told:
@@ -120,8 +128,13 @@ def _warn(error: CheckpointReadError) -> None:
     _log.warning("skipped a checkpoint. %s", error)
 
 
-def _load_state(path: Path, expected: FileSum) -> Any:
-    data = read_small(path, MAX_STATE_BYTES)
+def _same(info: CheckpointInfo, manifest: Manifest, digest: str) -> Manifest:
+    if digest != info.digest:
+        raise MalformedError("it is not the one that was found before")
+    return manifest
+
+
+def _parse_state(data: bytes, expected: FileSum) -> Any:
     check_size(STATE, len(data), expected)
     _check_hash(STATE, hashlib.sha256(data).hexdigest(), expected)
     return parse_json(data)
@@ -132,6 +145,22 @@ def _load_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
         check_size(TENSORS, os.fstat(descriptor).st_size, expected)
         _check_hash(TENSORS, sum_of(descriptor).sha256, expected)
         return tensorfile.read(descriptor)
+
+
+def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, torch.Tensor]:
+    """Read tensors by way of a file without a name: what is parsed must be what was verified, and may be large."""
+    digest, size = hashlib.sha256(), 0
+    with tempfile.TemporaryFile() as file:
+        for chunk in storage.chunks(url):
+            digest.update(chunk)
+            size += len(chunk)
+            if size > expected.bytes:
+                break
+            file.write(chunk)
+        file.flush()
+        check_size(TENSORS, size, expected)
+        _check_hash(TENSORS, digest.hexdigest(), expected)
+        return tensorfile.read(file.fileno())
 
 
 def _check_hash(name: str, sha256: str, expected: FileSum) -> None:

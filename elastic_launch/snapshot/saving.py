@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: written and pruned."""
+"""Checkpoints in a directory, or behind a URL: written and pruned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot import owner as owners
+from elastic_launch.snapshot import remote
 from elastic_launch.snapshot.draft import bury, draft, remove_abandoned
 from elastic_launch.snapshot.errors import NotCommittedError, UnsupportedStateError, writing
 from elastic_launch.snapshot.files import FileSum, create, sync_directory, write_all
@@ -22,6 +24,7 @@ from elastic_launch.snapshot.manifest import (
     directory_name,
     encode_meta,
 )
+from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.plain import Decoder
 
 __all__ = ["check_keep", "prune", "state_json", "write", "write_parts"]
@@ -34,6 +37,7 @@ def write(
     step: int,
     round: int,
     meta: dict[str, Any] | None = None,
+    owner: str = "",
 ) -> CheckpointInfo:
     """Write a checkpoint; once this returns it survives the end of the process and a loss of power.
 
@@ -41,22 +45,24 @@ def write(
     directory that nobody reads and ``prune`` removes; a write that fails removes it itself.
 
     Args:
-        directory: where checkpoints are; made if it is not there.
+        directory: where checkpoints are, or a URL; made if it is not there.
         state: nested dicts, lists, tuples, tensors and plain values; see ``tree``. It must not change meanwhile.
         step: optimizer steps that the state has behind it, 0 or more.
         round: number of the round that saves it, 0 or more.
         meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
+        owner: who must have taken the directory last, see ``owner``; empty: anybody.
 
     Raises:
         UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
-        CheckpointWriteError: if the directory is read-only, full, or none.
+        CheckpointWriteError: if the directory is read-only, full, or none, or another run has taken it.
         UsageError: if step or round is no such number.
     """
     from elastic_launch.snapshot import tensorfile, tree  # these need torch, what follows does not
 
     tensors, rest = tree.encode(state)
     meta_json = encode_meta({} if meta is None else meta)
-    return write_parts(directory, tensorfile.parts(tensors), state_json(rest), meta_json, step=step, round=round)
+    parts = tensorfile.parts(tensors)
+    return write_parts(directory, parts, state_json(rest), meta_json, step=step, round=round, owner=owner)
 
 
 def write_parts(
@@ -68,6 +74,7 @@ def write_parts(
     step: int,
     round: int,
     may_commit: Callable[[], bool] = lambda: True,
+    owner: str = "",
 ) -> CheckpointInfo:
     """Write a checkpoint as ``write`` does, from the content of its files.
 
@@ -76,12 +83,35 @@ def write_parts(
         state: content of the state's file.
         meta: as ``encode_meta`` returns it.
         may_commit: asked once all is on the disk; the checkpoint appears only if so.
+        owner: as for ``write``; looked up after that.
 
     Raises:
         NotCommittedError: if it was not to be committed; nothing is left behind.
     """
     check_numbers(step, round)
-    directory = Path(directory)
+    where = place(directory)
+
+    def allowed() -> bool:
+        if not may_commit():
+            return False
+        owners.check(where, owner)
+        return True
+
+    if isinstance(where, Url):
+        path, digest, tensor_sum = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
+        return CheckpointInfo(path, step, round, digest, tensor_sum.bytes + len(state), Decoder().decode(meta))
+    return _write_here(where, tensors, state, meta, step, round, allowed)
+
+
+def _write_here(
+    directory: Path,
+    tensors: Iterable[bytes | memoryview],
+    state: bytes,
+    meta: Any,
+    step: int,
+    round: int,
+    may_commit: Callable[[], bool],
+) -> CheckpointInfo:
     with writing(directory, "write a checkpoint in"):
         _make_directory(directory)
         with draft(directory) as new:
@@ -116,14 +146,19 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
         UsageError: if ``keep`` is less than 1.
     """
     check_keep(keep)
-    directory = Path(directory)
-    old = [info for info in find(directory)[keep:] if info.round <= up_to_round]
-    with writing(directory, "remove old checkpoints in"):
-        # The oldest first: whoever dies in between leaves what keep says.
-        for info in reversed(old):
-            bury(info.path)
-        if directory.is_dir():
-            remove_abandoned(directory)
+    where = place(directory)
+    old = [info for info in find(where)[keep:] if info.round <= up_to_round]
+    # The oldest first: whoever dies in between leaves what keep says.
+    paths = [info.path for info in reversed(old)]
+    if isinstance(where, Url):
+        remote.remove(path for path in paths if isinstance(path, Url))
+        remote.remove_abandoned(where)
+        return old
+    with writing(where, "remove old checkpoints in"):
+        for path in paths:
+            bury(Path(path))
+        if where.is_dir():
+            remove_abandoned(where)
     return old
 
 

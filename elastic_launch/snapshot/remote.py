@@ -1,0 +1,165 @@
+"""Checkpoints behind a URL: written, listed and pruned where nothing can be renamed or locked. Needs no torch.
+
+The manifest commits: it is written last and removed first, and a directory without one is no checkpoint. Names are
+those of directories; the nonce in each keeps writers from ever writing to the same object.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from elastic_launch.snapshot.errors import (
+    CheckpointGoneError,
+    CheckpointWriteError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    MalformedError,
+    NotCommittedError,
+    UnknownFormatError,
+)
+from elastic_launch.snapshot.files import FileSum
+from elastic_launch.snapshot.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    STATE,
+    TENSORS,
+    Manifest,
+    assemble,
+    directory_name,
+    new_nonce,
+    parse_name,
+)
+from elastic_launch.snapshot.place import Url
+from elastic_launch.snapshot.storage import Entry, Storage, loading, saving
+
+__all__ = ["ABANDONED", "candidates", "faults", "manifest_of", "probe", "remove", "remove_abandoned", "sizes", "write"]
+
+ABANDONED = 6 * 3600.0
+"""Seconds after its last write for which a checkpoint may still get its manifest."""
+
+
+def candidates(url: Url) -> list[Url]:
+    """Return what has the name of a checkpoint and a manifest.
+
+    Raises:
+        CheckpointReadError: if the storage cannot be listed.
+    """
+    with loading(url):
+        storage = Storage(url)
+        return [path for path, entries in _directories(storage, url) if MANIFEST in entries]
+
+
+def manifest_of(url: Url) -> tuple[Manifest, str]:
+    """Return a checkpoint's manifest and its digest; to be used within :func:`faults`."""
+    return Manifest.parse(Storage(url).read(url / MANIFEST, MAX_MANIFEST_BYTES))
+
+
+def sizes(url: Url) -> dict[str, int]:
+    """Return the sizes of a checkpoint's files; to be used within :func:`faults`."""
+    return {entry.name: entry.bytes for entry in Storage(url).entries(url) if not entry.is_directory}
+
+
+@contextmanager
+def faults(url: Url) -> Iterator[None]:
+    """Say of which checkpoint it is that something was wrong."""
+    with loading(url):
+        try:
+            yield
+        except UnknownFormatError as error:
+            raise ForeignCheckpointError(url, str(error)) from error
+        except (MalformedError, FileNotFoundError) as error:
+            # Whoever removes a checkpoint removes the manifest first.
+            if MANIFEST not in sizes(url):
+                raise CheckpointGoneError(url) from error
+            found = str(error) if isinstance(error, MalformedError) else "a file of it is missing"
+            raise DamagedCheckpointError(url, found) from error
+
+
+def write(
+    url: Url,
+    tensors: Iterable[bytes | memoryview],
+    state: bytes,
+    meta: Any,
+    *,
+    step: int,
+    round: int,
+    may_commit: Callable[[], bool],
+) -> tuple[Url, str, FileSum]:
+    """Write a checkpoint; return where it is, its digest, and the sum of its tensors.
+
+    A process that dies before the end leaves a directory without a manifest, and perhaps parts of an upload.
+
+    Raises:
+        CheckpointWriteError: if the storage refuses it, or is not to be reached.
+        NotCommittedError: if it was not to be committed.
+    """
+    path = url / directory_name(step, round, new_nonce())
+    with saving(url, "write a checkpoint in"):
+        storage = Storage(url)
+        try:
+            tensor_sum = storage.write(path / TENSORS, tensors)
+            state_sum = storage.write(path / STATE, [state])
+            data, digest = assemble(step, round, tensor_sum, state_sum, meta)
+            if not may_commit():
+                raise NotCommittedError(f"The checkpoint of step {step} was not committed.")
+            storage.put(path / MANIFEST, data)
+        except BaseException:
+            with suppress(CheckpointWriteError), saving(url, "tidy up in"):
+                _remove(storage, path)
+            raise
+    return path, digest, tensor_sum
+
+
+def remove(urls: Iterable[Url]) -> None:
+    """Remove checkpoints, so that half of one is never taken for one.
+
+    Raises:
+        CheckpointWriteError: if one cannot be removed.
+    """
+    for url in urls:
+        with saving(url, "remove"):
+            _remove(Storage(url), url)
+
+
+def remove_abandoned(url: Url) -> None:
+    """Remove what writers that died have left, once no writer can be that slow.
+
+    Raises:
+        CheckpointWriteError: if something cannot be removed.
+    """
+    with saving(url, "remove old checkpoints in"):
+        storage = Storage(url)
+        for path, entries in _directories(storage, url):
+            times = [entry.modified for entry in entries.values() if entry.modified is not None]
+            if MANIFEST not in entries and times and max(times) < time.time() - ABANDONED:
+                storage.remove_all(path)
+
+
+def probe(url: Url) -> None:
+    """Make sure that the storage can be listed, written, and written again.
+
+    Raises:
+        UsageError: if there is no driver for it.
+        CheckpointReadError: if it cannot be listed.
+        CheckpointWriteError: if nothing can be written there, or not be removed.
+    """
+    storage = Storage(url)
+    with loading(url, "list"):
+        storage.entries(url)
+    with saving(url, "write to"):
+        storage.probe()
+
+
+def _directories(storage: Storage, url: Url) -> Iterator[tuple[Url, dict[str, Entry]]]:
+    for found in storage.entries(url):
+        if found.is_directory and parse_name(found.name) is not None:
+            path = url / found.name
+            yield path, {entry.name: entry for entry in storage.entries(path)}
+
+
+def _remove(storage: Storage, path: Url) -> None:
+    storage.remove(path / MANIFEST)
+    storage.remove_all(path)
