@@ -90,6 +90,7 @@ class Stored(Message):
         durable: whether it is to be copied for good.
         directory: where to; empty if this worker's node writes no durable checkpoints.
         keep: so many of the newest stay there.
+        owner: who must have taken the directory last, as the copier checks; empty: anybody.
     """
 
     slot: int
@@ -99,6 +100,7 @@ class Stored(Message):
     durable: bool
     directory: str
     keep: int
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

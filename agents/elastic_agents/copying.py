@@ -1,5 +1,5 @@
-"""Copies one snapshot from a slot to a directory: a process of its own, which a file system that hangs cannot keep
-the agent with. Needs no torch.
+"""Copies one snapshot from a slot to a directory or URL: a process of its own, which storage that hangs cannot keep the
+agent with. Needs no torch.
 
 Its arguments are in one JSON object; before it commits, it says ``ready`` and waits for a line that starts with
 ``yes``; in the end it says how it went, as another JSON object.
@@ -36,6 +36,7 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
             step=header.step,
             round=header.round,
             may_commit=_may_commit,
+            owner=order["owner"],
         )
         done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
         prune(order["directory"], order["keep"], header.round)

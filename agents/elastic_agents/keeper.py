@@ -31,6 +31,7 @@ PAUSE = 0.5
 class _Order:
     directory: str
     keep: int
+    owner: str
 
 
 class Keeper:
@@ -77,7 +78,7 @@ class Keeper:
         """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
         with self._changed:
             self._book.stored(Held(stored.slot, stored.sequence, stored.step, stored.round))
-            self._target = _Order(stored.directory, stored.keep) if stored.directory else None
+            self._target = _Order(stored.directory, stored.keep, stored.owner) if stored.directory else None
             if stored.durable and self._target is not None:
                 self._order = self._target
                 self._changed.notify_all()
@@ -168,6 +169,7 @@ class Keeper:
             "sequence": held.sequence,
             "directory": order.directory,
             "keep": order.keep,
+            "owner": order.owner,
         }
         answer = self._answer(json.dumps(asked), (slot.tensors, slot.head))
         return Copied(

@@ -20,7 +20,6 @@ from elastic_launch.snapshot.errors import (
     NotCommittedError,
     UnknownFormatError,
 )
-from elastic_launch.snapshot.files import FileSum
 from elastic_launch.snapshot.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -87,8 +86,8 @@ def write(
     step: int,
     round: int,
     may_commit: Callable[[], bool],
-) -> tuple[Url, str, FileSum]:
-    """Write a checkpoint; return where it is, its digest, and the sum of its tensors.
+) -> tuple[Url, str, int]:
+    """Write a checkpoint; return where it is, its digest and its size.
 
     A process that dies before the end leaves a directory without a manifest, and perhaps parts of an upload.
 
@@ -110,7 +109,7 @@ def write(
             with suppress(CheckpointWriteError), saving(url, "tidy up in"):
                 _remove(storage, path)
             raise
-    return path, digest, tensor_sum
+    return path, digest, tensor_sum.bytes + state_sum.bytes
 
 
 def remove(urls: Iterable[Url]) -> None:

@@ -50,7 +50,7 @@ def write(
         step: optimizer steps that the state has behind it, 0 or more.
         round: number of the round that saves it, 0 or more.
         meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
-        owner: who must have taken the directory last, see ``owner``; empty: anybody.
+        owner: who must have taken the directory last, see ``owner``; of URLs only; empty: anybody.
 
     Raises:
         UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
@@ -90,28 +90,9 @@ def write_parts(
     """
     check_numbers(step, round)
     where = place(directory)
-
-    def allowed() -> bool:
-        if not may_commit():
-            return False
-        owners.check(where, owner)
-        return True
-
     if isinstance(where, Url):
-        path, digest, tensor_sum = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
-        return CheckpointInfo(path, step, round, digest, tensor_sum.bytes + len(state), Decoder().decode(meta))
-    return _write_here(where, tensors, state, meta, step, round, allowed)
-
-
-def _write_here(
-    directory: Path,
-    tensors: Iterable[bytes | memoryview],
-    state: bytes,
-    meta: Any,
-    step: int,
-    round: int,
-    may_commit: Callable[[], bool],
-) -> CheckpointInfo:
+        return _write_to_url(where, tensors, state, meta, step, round, may_commit, owner)
+    directory = where
     with writing(directory, "write a checkpoint in"):
         _make_directory(directory)
         with draft(directory) as new:
@@ -185,6 +166,26 @@ def state_json(rest: Any) -> bytes:
             "Put long lists of numbers into tensors.",
         )
     return text
+
+
+def _write_to_url(
+    url: Url,
+    tensors: Iterable[bytes | memoryview],
+    state: bytes,
+    meta: Any,
+    step: int,
+    round: int,
+    may_commit: Callable[[], bool],
+    owner: str,
+) -> CheckpointInfo:
+    def allowed() -> bool:
+        if not may_commit():
+            return False
+        owners.check(url, owner)
+        return True
+
+    path, digest, size = remote.write(url, tensors, state, meta, step=step, round=round, may_commit=allowed)
+    return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
 
 
 def _make_directory(directory: Path) -> None:

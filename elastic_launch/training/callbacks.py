@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+
+from elastic_launch.snapshot.place import Place
 
 __all__ = ["Callback", "CheckpointEnd", "Evaluation", "Incident", "Progress", "RoundStart", "StepEnd"]
 
@@ -59,13 +60,13 @@ class CheckpointEnd:
     Attributes:
         step: optimizer steps in it.
         seconds: that the writing took, beside the training.
-        path: its directory, None if it was not written.
+        path: its directory or URL, None if it was not written.
         error: what went wrong, None if nothing did.
     """
 
     step: int
     seconds: float
-    path: Path | None
+    path: Place | None
     error: Exception | None
 
 

@@ -1,7 +1,8 @@
 """Durable checkpoints: which one all ranks resume from, and when to save the next.
 
 The directory may be shared between the nodes or be each node's own: the ranks say what they have, the newest complete
-one by (round, step) is chosen, and who has it gives it to those who have not.
+one by (round, step) is chosen, and who has it gives it to those who have not. A URL is always shared: the first rank
+reads and writes there, see ``urls``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +20,15 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.owner import owned_by
+from elastic_launch.snapshot.place import Url, place
+from elastic_launch.snapshot.storage import check_driver
 from elastic_launch.training.directories import is_writer
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.memory import Target
+from elastic_launch.training.urls import open_url
 from elastic_launch.training.world import World
 
 __all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "weights_sha256"]
@@ -55,25 +60,29 @@ class Resumed:
 
 
 class Checkpoint:
-    """Saves to a directory, and resumes from it.
+    """Saves to a directory or a URL, and resumes from it.
 
     Args:
-        directory: shared by all nodes, or each node's own: then each keeps a copy.
+        directory: shared by all nodes, or each node's own: then each keeps a copy; or a URL that fsspec opens, such as
+            ``s3://bucket/runs/a``.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: so many of the newest stay.
 
     Raises:
-        UsageError: if every is no interval, or keep less than 1.
+        UsageError: if every is no interval, keep less than 1, or nothing that is installed opens the URL.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int | str = "10min", keep: int = 3) -> None:
-        self.directory = Path(directory)
+        self.directory = place(directory)
+        if isinstance(self.directory, Url):
+            check_driver(self.directory)
         self._interval = Interval.parse(every)
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
         self.keep = keep
         self.round = 0
         """Number under which it saves, higher than those of all that it was resumed from."""
+        self._owner = ""
         self._link: AgentLink | None = None
         self._awaited = 0
         self._last_step = 0
@@ -92,8 +101,10 @@ class Checkpoint:
 
         Raises:
             UsageError: if the checkpoint belongs to another training; it names what differs.
-            CheckpointError: if the directory cannot be read.
+            CheckpointError: if the directory cannot be read, or what a URL names not be used.
         """
+        if isinstance(self.directory, Url):
+            return self._open_url(self.directory, world, identity)
         self.writes = is_writer(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
         loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
@@ -101,9 +112,7 @@ class Checkpoint:
         if holder is None and damaged:
             # To begin anew would overwrite, by and by, what may still be mended.
             raise damaged[0]
-        # Every start writes under a higher round than all before, also where no agent of this project counts them.
-        self.round = max(world.round, newest[0] + 1)
-        self._last_time = time.monotonic()
+        self._begin(world, newest[0])
         if holder is None:
             return Resumed()
         state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
@@ -112,14 +121,21 @@ class Checkpoint:
         assert state is not None
         meta = state["meta"]
         check_identity(identity, meta, newest[1])
-        self._last_step, self._something_saved = newest[1], True
-        return Resumed(newest[1], state["parts"], dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+        return self._resumed(newest[1], state["parts"], meta)
 
     def go_on(self, world: World, step: int, round_number: int) -> None:
         """Save from now on, in a training that was resumed from memory."""
-        self.writes = is_writer(self.directory, world)
+        if isinstance(self.directory, Url):
+            # This run took it when it began: so that another one is noticed, it is not taken again.
+            self.writes, self._owner = world.rank == 0, owned_by(_run_id())
+        else:
+            self.writes = is_writer(self.directory, world)
         self.round = round_number
         self._last_step, self._last_time, self._something_saved = step, time.monotonic(), True
+
+    def target(self, *, now: bool) -> Target:
+        """Return what the agent is to know to copy a snapshot here."""
+        return Target(str(self.directory.absolute()), self.keep, now, self._owner)
 
     def due(self, step: int) -> bool:
         """Whether it is time to save after a step: by steps the same on all ranks, by the clock this rank's view."""
@@ -149,7 +165,7 @@ class Checkpoint:
         if not self.writes:
             return
         if self._writer is None:
-            self._writer = snapshot.BackgroundWriter(self.directory, keep=self.keep)
+            self._writer = snapshot.BackgroundWriter(self.directory, keep=self.keep, owner=self._owner)
         self._writer.submit(_copied(state), step=step, round=self.round, meta=meta)
 
     def outcomes(self) -> list[snapshot.Outcome]:
@@ -194,12 +210,32 @@ class Checkpoint:
         """Why nothing at all could be saved, if so."""
         return None if self._something_saved else self._error
 
+    def _open_url(self, url: Url, world: World, identity: dict[str, int]) -> Resumed:
+        self.writes = world.rank == 0
+
+        def check(meta: dict[str, Any], step: int) -> None:
+            check_identity(identity, meta, step)
+
+        found = open_url(url, world, _run_id(), check, _warn)
+        self._owner = found.owner
+        self._begin(world, found.round)
+        return Resumed() if found.state is None else self._resumed(found.step, found.state, found.meta)
+
+    def _begin(self, world: World, newest: int) -> None:
+        # Every start writes under a higher round than all before, also where no agent of this project counts them.
+        self.round = max(world.round, newest + 1)
+        self._last_time = time.monotonic()
+
+    def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> Resumed:
+        self._last_step, self._something_saved = step, True
+        return Resumed(step, state, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+
     def _outcome(self, copied: Copied) -> snapshot.Outcome:
         if copied.step >= self._awaited:
             self._awaited = 0
         info = error = None
         if copied.path:
-            path = Path(copied.path)
+            path = place(copied.path)
             info = snapshot.CheckpointInfo(path, copied.step, copied.round, copied.digest, copied.bytes, {})
         if copied.error:
             error = snapshot.CheckpointWriteError(copied.error, copied.hint)
@@ -208,7 +244,15 @@ class Checkpoint:
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
     damaged.append(error)
+    _warn(error)
+
+
+def _warn(error: Exception) -> None:
     _log.warning("a checkpoint is skipped: %s", error)
+
+
+def _run_id() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:

@@ -44,6 +44,7 @@ class Target:
     directory: str = ""
     keep: int = 1
     now: bool = False
+    owner: str = ""
 
 
 class Rhythm:
@@ -142,7 +143,7 @@ class MemorySnapshots:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
-        stored = Stored(number, self._sequence, step, round, target.now, target.directory, target.keep)
+        stored = Stored(number, self._sequence, step, round, target.now, target.directory, target.keep, target.owner)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing = self._pool.submit(

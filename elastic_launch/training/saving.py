@@ -149,7 +149,7 @@ class Saver:
         captured = state.capture(keep=in_memory or (durable and durably is not None))
         meta = meta_of(dict(identity), worlds)
         if in_memory:
-            target = Target(str(durably.directory.absolute()), durably.keep, durable) if durably else Target()
+            target = durably.target(now=durable) if durably else Target()
             self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None)
         if durable and self._kept and durably:
             durably.requested(step, self._link)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -276,7 +275,7 @@ class Trainer:
             callback.on_incident(Incident(kind, self.step, cause))
 
     def _on_checkpoint(self, outcome: snapshot.Outcome) -> None:
-        path = None if outcome.info is None else Path(outcome.info.path)
+        path = None if outcome.info is None else outcome.info.path
         for callback in self._callbacks:
             callback.on_checkpoint(CheckpointEnd(outcome.step, outcome.seconds, path, outcome.error))
         if outcome.error is not None:

@@ -36,7 +36,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--micro-batch", type=positive, default=8, help="samples in each forward and backward pass")
     parser.add_argument("--exact", action="store_true", help="the same weights to the bit at any number of workers")
-    parser.add_argument("--checkpoint", type=Path, help="directory to save to and to resume from")
+    parser.add_argument("--checkpoint", help="directory or URL to save to and to resume from")
     parser.add_argument("--every", default="20", help="interval of checkpoints: steps, or a duration such as 30s")
     parser.add_argument("--step-time", type=float, default=0.0, help="least seconds per step, to watch a run")
     parser.add_argument("--seed", type=int, default=0)

@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", default="16", help="sequences in each forward and backward pass, or auto")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--exact", action="store_true", help="the same weights to the bit at any number of workers")
-    parser.add_argument("--checkpoint", type=Path, help="directory to save to and to resume from")
+    parser.add_argument("--checkpoint", help="directory or URL to save to and to resume from")
     parser.add_argument("--every", default="1min", help="interval of checkpoints: steps, or a duration such as 30s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=200, help="characters to write in the end")

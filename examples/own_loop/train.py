@@ -22,7 +22,7 @@ import elastic_launch as el
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="directory to save to and to resume from")
+    parser.add_argument("--checkpoint", required=True, help="directory or URL to save to and to resume from")
     parser.add_argument("--every", default="20", help="interval of checkpoints: steps, or a duration such as 30s")
     parser.add_argument("--stop-at", type=float, default=0.0, help="stop as soon as the loss is below")
     parser.add_argument("--result", type=Path, help="file to which rank 0 writes the result as JSON")
