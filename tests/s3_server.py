@@ -39,8 +39,8 @@ class S3Server:
         """Remove the bucket and all in it, as S3 itself would not at once."""
         self._ask("POST", "/moto-api/reset")
 
-    def keys(self) -> list[str]:
-        """All objects, in order."""
+    def objects(self) -> list[str]:
+        """Names of all objects, in order."""
         text = self._ask("GET", f"/{BUCKET}?list-type=2").decode()
         return [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
 

@@ -225,9 +225,9 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_never_made(s3: S3Server) 
     with pytest.raises(snapshot.CheckpointWriteError, match=f"Could not write a checkpoint in {where}"):
         snapshot.write(where, state_of(1), step=1, round=0)
     s3.make_bucket()
-    assert s3.keys() == []
+    assert s3.objects() == []
     remote.probe(where)
-    assert s3.keys() == [], "nor does a probe leave anything"
+    assert s3.objects() == [], "nor does a probe leave anything"
 
 
 def test_credentials_that_are_missing_are_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
