@@ -6,7 +6,6 @@ those of directories; the nonce in each keeps writers from ever writing to the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -34,10 +33,7 @@ from elastic_launch.snapshot.manifest import (
 from elastic_launch.snapshot.place import Url
 from elastic_launch.snapshot.storage import Entry, Storage, loading, saving
 
-__all__ = ["ABANDONED", "candidates", "faults", "manifest_of", "probe", "remove", "remove_abandoned", "sizes", "write"]
-
-ABANDONED = 6 * 3600.0
-"""Seconds after its last write for which a checkpoint may still get its manifest."""
+__all__ = ["candidates", "faults", "manifest_of", "probe", "remove", "remove_abandoned", "sizes", "write"]
 
 
 def candidates(url: Url) -> list[Url]:
@@ -123,8 +119,14 @@ def remove(urls: Iterable[Url]) -> None:
             _remove(Storage(url), url)
 
 
-def remove_abandoned(url: Url) -> None:
-    """Remove what writers that died have left, once no writer can be that slow.
+def remove_abandoned(url: Url, newest: tuple[int, int]) -> None:
+    """Remove what writers that died have left.
+
+    A run writes one checkpoint after the other, so what is older than a complete one and has no manifest gets none any
+    more.
+
+    Args:
+        newest: round and step of the newest complete checkpoint.
 
     Raises:
         CheckpointWriteError: if something cannot be removed.
@@ -132,8 +134,8 @@ def remove_abandoned(url: Url) -> None:
     with saving(url, "remove old checkpoints in"):
         storage = Storage(url)
         for path, entries in _directories(storage, url):
-            times = [entry.modified for entry in entries.values() if entry.modified is not None]
-            if MANIFEST not in entries and times and max(times) < time.time() - ABANDONED:
+            step, round = parse_name(path.name) or (0, 0)
+            if MANIFEST not in entries and (round, step) < newest:
                 storage.remove_all(path)
 
 

@@ -128,12 +128,14 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
     """
     check_keep(keep)
     where = place(directory)
-    old = [info for info in find(where)[keep:] if info.round <= up_to_round]
+    found = find(where)
+    old = [info for info in found[keep:] if info.round <= up_to_round]
     # The oldest first: whoever dies in between leaves what keep says.
     paths = [info.path for info in reversed(old)]
     if isinstance(where, Url):
         remote.remove(path for path in paths if isinstance(path, Url))
-        remote.remove_abandoned(where)
+        if found:
+            remote.remove_abandoned(where, min((found[0].round, found[0].step), (up_to_round + 1, 0)))
         return old
     with writing(where, "remove old checkpoints in"):
         for path in paths:

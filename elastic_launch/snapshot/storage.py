@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from hashlib import sha256
 from typing import Any
 
@@ -24,7 +23,6 @@ from elastic_launch.snapshot.place import Url
 __all__ = ["Storage", "check_driver", "loading", "saving"]
 
 _CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and sending; the driver gathers them into its own parts.
-_MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "created")
 
 _DRIVERS = threading.Lock()  # fsspec's table of instances is not made for threads.
 
@@ -35,13 +33,11 @@ class Entry:
 
     Attributes:
         bytes: size of a file.
-        modified: seconds since the epoch, by the storage's clock; None for a directory, or if it is not told.
     """
 
     name: str
     bytes: int
     is_directory: bool
-    modified: float | None
 
 
 class Storage:
@@ -212,14 +208,10 @@ def saving(url: Url, what: str) -> Iterator[None]:
 
 
 def _entry(info: dict[str, Any]) -> Entry:
-    modified = next((info[key] for key in _MODIFIED if info.get(key) is not None), None)
-    if isinstance(modified, datetime):
-        modified = modified.timestamp()
     return Entry(
         name=info["name"].rstrip("/").rpartition("/")[2],
         bytes=int(info.get("size") or 0),
         is_directory=info["type"] == "directory",
-        modified=modified if isinstance(modified, float | int) else None,
     )
 
 
