@@ -123,15 +123,24 @@ class Checkpoint:
         check_identity(identity, meta, newest[1])
         return self._resumed(newest[1], state["parts"], meta)
 
-    def go_on(self, world: World, step: int, round_number: int) -> None:
-        """Save from now on, in a training that was resumed from memory."""
+    def standing(self, step: int, *, now: bool) -> tuple[int, float]:
+        """Return the step of the last save, and how many seconds ago it was; or, if this is one, its own."""
+        return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
+
+    def go_on(self, world: World, round_number: int, standing: tuple[int, float]) -> None:
+        """Save from now on, in a training that was resumed from memory.
+
+        Args:
+            standing: as it was when that was written: faults that come more often than saves must not put these off.
+        """
         if isinstance(self.directory, Url):
             # This run took it when it began: so that another one is noticed, it is not taken again.
             self.writes, self._owner = world.rank == 0, owned_by(_run_id())
         else:
             self.writes = is_writer(self.directory, world)
         self.round = round_number
-        self._last_step, self._last_time, self._something_saved = step, time.monotonic(), True
+        self._last_step, self._last_time = standing[0], time.monotonic() - standing[1]
+        self._something_saved = True
 
     def target(self, *, now: bool) -> Target:
         """Return what the agent is to know to copy a snapshot here."""

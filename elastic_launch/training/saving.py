@@ -79,7 +79,8 @@ class Saver:
             self._round = max(self._world.round, header.round + 1)
             resumed = Resumed(header.step, parts, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
             if checkpoint is not None:
-                checkpoint.go_on(self._world, header.step, self._round)
+                step, seconds = meta.get("saved", (header.step, 0.0))
+                checkpoint.go_on(self._world, self._round, (int(step), float(seconds)))
         elif checkpoint is not None:
             resumed = checkpoint.open(self._world, identity)
             self._round = checkpoint.round
@@ -148,6 +149,8 @@ class Saver:
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
         meta = meta_of(dict(identity), worlds)
+        if checkpoint is not None:
+            meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
             target = durably.target(now=durable) if durably else Target()
             self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None)
