@@ -55,6 +55,7 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
     return wait_for(f"steps of a round of world size {world_size}", probe, 60)
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, undisturbed: str) -> None:
     command = digits(job, step_time=0.5)  # enough is left to be done for a resize to pay
     host = job.node("a", command=command)

@@ -177,6 +177,7 @@ def test_watching_ends_with_the_run(job: Job) -> None:
     assert watcher.returncode == 0
 
 
+@pytest.mark.slow
 def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: Job) -> None:
     env = {"XDG_STATE_HOME": str(job.directory / "state")}
 

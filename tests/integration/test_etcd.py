@@ -61,6 +61,7 @@ def test_the_run_goes_on_when_the_leader_is_killed(job: Job, servers: list[Membe
     assert job.events("restart_charged") == []
 
 
+@pytest.mark.slow
 def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name, "--rdzv-conf", "dead_after=2,beat=0.2") for name in "ab"}

@@ -127,6 +127,7 @@ def test_a_spare_waits_and_takes_over(job: Job) -> None:
     assert job.events("round_formed")[-1]["nodes"] == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_a_newer_agent_takes_the_place_of_the_older_with_its_node_id(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
     host.says("hosts")

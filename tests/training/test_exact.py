@@ -66,6 +66,7 @@ def _pids(job: Job) -> list[int]:
     return [event["pid"] for event in job.events("worker_started")]
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
     agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.05")
