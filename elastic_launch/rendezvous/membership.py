@@ -21,12 +21,12 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.backend import Backend, Place
 from elastic_launch.rendezvous.happenings import AT_ENDPOINT, LinkDown, LinkUp, MembershipEvent, Opened, RendezvousLost
-from elastic_launch.rendezvous.hearing import CutOff, Hearing
+from elastic_launch.rendezvous.hearing import Hearing
 from elastic_launch.rendezvous.node import NodeSide, Search
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 
-__all__ = ["CutOff", "LinkDown", "LinkUp", "Membership", "MembershipEvent", "Opened", "RendezvousLost"]
+__all__ = ["Membership"]
 
 _log = logging.getLogger(__name__)
 
