@@ -150,6 +150,9 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         log_dir=_log_dir(values),
+        warm=not values.switch("--no-warm"),
+        preload=_modules("--preload", values),
+        no_preload=_modules("--no-preload", values),
         token=read_token(values.text("--token-file"), values.environ),
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
@@ -210,6 +213,16 @@ def _nproc(text: str) -> int:
         return Setting("--nproc ", text).whole()
     except UsageError:
         raise UsageError(f"--nproc {text} is no number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
+
+
+def _modules(name: str, values: Values) -> tuple[str, ...]:
+    """The modules that a flag names, which may be given several times."""
+    texts = values.given.get(name) or [values.text(name) or ""]
+    found = tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
+    for module in found:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise UsageError(f"{name} {module!r} is not the name of a module.", "Write names, as in numpy,torch.nn.")
+    return found
 
 
 def _log_dir(values: Values) -> Path:

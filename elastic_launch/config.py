@@ -164,6 +164,8 @@ class LaunchConfig:
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         token: the run's secret, or None; part of no output and of no digest.
+        warm: fork workers from a process that has their imports done, where possible.
+        preload, no_preload: modules that it imports besides those of the script, or leaves out.
     """
 
     command: Command
@@ -184,6 +186,9 @@ class LaunchConfig:
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
     token: Token | None = field(default=None, repr=False)
+    warm: bool = True
+    preload: tuple[str, ...] = ()
+    no_preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

@@ -59,6 +59,13 @@ class _Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class _CanStart:
+    """Workers can be started without waiting for anything."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class _EstimateDue:
     """It is time to tell the leader how long the round still needs."""
 
@@ -125,6 +132,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._hosting = False
         self._member = False
+        self._awaited: m.Form | None = None  # a round whose workers wait to be started
         self._rank = 0  # among the members of the present round
 
     @property
@@ -144,7 +152,7 @@ class LocalElasticAgent(ElasticAgent):
         """
         guard = Guard()
         pump = OutputPump()
-        processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
+        processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
         keeper = self._keeper = Keeper(lambda: self._member, self._copied)
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
@@ -223,6 +231,11 @@ class LocalElasticAgent(ElasticAgent):
                 return item
             case _EstimateDue(round=number):
                 self._estimate(number)
+                return None
+            case _CanStart(round=number):
+                if self._awaited is not None and self._awaited.round.number == number:
+                    form, self._awaited = self._awaited, None
+                    self._start(form)
                 return None
             case m.Notice(text=text):
                 if not self._hosting:
@@ -318,7 +331,8 @@ class LocalElasticAgent(ElasticAgent):
     def _carry_out(self, action: p.Action) -> None:
         match action:
             case p.StartWorkers(form=form):
-                self._start(form)
+                self._awaited = form
+                self._processes.when_ready(lambda: self._inbox.put(_CanStart(form.round.number)))
             case p.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
@@ -328,6 +342,10 @@ class LocalElasticAgent(ElasticAgent):
                     self._inbox.put(p.CopiesDone())
             case p.AwaitEnd(round=number, local_rank=local_rank):
                 self._inbox.put_later(p.TEARDOWN, p.TeardownOver(number, local_rank))
+            case p.Terminate() | p.Kill() if self._awaited is not None:
+                number, self._awaited = self._awaited.round.number, None
+                for local_rank in range(self._config.nproc):
+                    self._inbox.put(p.WorkerGone(number, local_rank, -signal.SIGKILL))
             case p.Terminate(round=number, local_ranks=local_ranks):
                 self._workers.terminate(local_ranks)
                 self._inbox.put_later(self._config.shutdown_timeout, p.GraceOver(number))

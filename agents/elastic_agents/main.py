@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.warm.client import start_processes
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
@@ -59,11 +60,13 @@ def run(config: LaunchConfig) -> int:
             ),
             clock,
         )
+        processes = start_processes(config)  # first of all: it takes longest, and needs nothing of what follows
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_launch.rendezvous.choice import backend_of
 
-        agent = LocalElasticAgent(config, backend_of(config, clock, journal), journal, clock=clock, inbox=inbox)
+        backend = backend_of(config, clock, journal)
+        agent = LocalElasticAgent(config, backend, journal, clock=clock, inbox=inbox, processes=processes)
         agent.run()
     if line := journal.ledger.summary(config.limits.max_restarts):
         _log.info("%s", line)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from typing import TYPE_CHECKING
 
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Placement, worker_environment
@@ -12,7 +11,10 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
 
-__all__ = ["arguments", "environment", "place", "placements"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+__all__ = ["arguments", "environment", "place", "placements", "shared_environment"]
 
 _SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
@@ -67,7 +69,7 @@ def environment(
     config: LaunchConfig, form: m.Form, placement: Placement, *, error_file: str, socket: str
 ) -> dict[str, str]:
     """Return a worker's environment: the agent's, less its secrets, and what the contract adds."""
-    env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    env = shared_environment(config)
     env.update(
         worker_environment(
             placement,
@@ -79,9 +81,16 @@ def environment(
             reason=form.cause,
             error_file=error_file,
             socket=socket,
-            nccl_async_error_handling=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
         )
     )
+    return env
+
+
+def shared_environment(config: LaunchConfig) -> dict[str, str]:
+    """Return what all workers of a node find alike in their environment, whatever the round."""
+    env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
     return env

@@ -35,6 +35,10 @@ class StartRequest:
 class WorkerProcesses(Protocol):
     """Starts processes, each leading a session of its own, and tells of their ends at once."""
 
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Call once starting a process takes no longer than it must; at once, or later from another thread."""
+        ...
+
     def start(self, request: StartRequest) -> int:
         """Start a process and return its pid, which is its session's id too.
 
@@ -58,13 +62,16 @@ class ExecProcesses:
     def __init__(self, on_exit: OnExit) -> None:
         self._on_exit = on_exit
         self._lock = threading.Lock()
-        self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+        self._running: dict[int, tuple[Callable[[], int], int]] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._closed = False
         self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
         self._thread.start()
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        call()
 
     def start(self, request: StartRequest) -> int:
         process = subprocess.Popen(
@@ -74,12 +81,19 @@ class ExecProcesses:
             stderr=request.stderr,
             start_new_session=True,
         )
-        with self._lock:
-            pidfd = os.pidfd_open(process.pid)
-            self._running[process.pid] = (process, pidfd)
-            self._selector.register(pidfd, selectors.EVENT_READ, process.pid)
-        self._wake_out.send(b"x")
+        self._watch(process.pid, process.wait)
         return process.pid
+
+    def adopt(self, pid: int) -> None:
+        """Take charge of a child of this process that somebody else has started."""
+        self._watch(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def _watch(self, pid: int, wait: Callable[[], int]) -> None:
+        with self._lock:
+            pidfd = os.pidfd_open(pid)
+            self._running[pid] = (wait, pidfd)
+            self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        self._wake_out.send(b"x")
 
     def signal(self, pid: int, number: int) -> None:
         with self._lock:
@@ -90,9 +104,9 @@ class ExecProcesses:
         self._closed = True
         self._wake_out.send(b"x")
         self._thread.join(10)
-        for process, pidfd in self._running.values():
-            process.kill()
-            process.wait()
+        for wait, pidfd in self._running.values():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            wait()
             os.close(pidfd)
         self._selector.close()
         self._wake_in.close()
@@ -105,8 +119,8 @@ class ExecProcesses:
                     self._wake_in.recv(4096)
                     continue
                 with self._lock:
-                    process, pidfd = self._running.pop(key.data)
+                    wait, pidfd = self._running.pop(key.data)
                     self._selector.unregister(pidfd)
                     os.close(pidfd)
-                    code = process.wait()
+                    code = wait()
                 self._on_exit(key.data, code)

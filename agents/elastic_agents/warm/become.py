@@ -1,0 +1,224 @@
+"""How a forked process turns into what ``python script.py``, ``python -m module`` or ``python directory`` is.
+
+Followed is the interpreter's own order of things (https://docs.python.org/3.11/using/cmdline.html#interface-options):
+``sys.argv``, ``sys.path[0]``, ``__main__`` and its attributes, and what happens to an exception that nobody catches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Orders", "entry_point", "leave_parent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a forked worker is to become.
+
+    Attributes:
+        argv: the whole command, with the interpreter.
+        env: the whole environment.
+        stdout, stderr: descriptors of its standard streams.
+        agent: descriptor of the socket to the agent, which is closed before the script starts.
+    """
+
+    argv: list[str]
+    env: dict[str, str]
+    stdout: int
+    stderr: int
+    agent: int
+
+    def carry_out(self, mask: Sequence[int]) -> None:
+        """Become the worker; returns, or raises, as its script does.
+
+        Args:
+            mask: the signals that it finds blocked.
+        """
+        _take_streams(self.stdout, self.stderr)
+        os.environ.clear()
+        os.environ.update(self.env)
+        _show(self.argv)
+        _forget_server()
+        _fresh_randomness()
+        # What has arrived since the fork was for the worker: it waits behind the server's mask until here.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sys.orig_argv[:] = self.argv
+        _run(self.argv[2:])  # after the interpreter and -u
+
+
+def leave_parent(parent: int, agent: int) -> None:
+    """Lead a session, tell the agent this process' pid once it is the agent's child, and wait for its go.
+
+    Leaves the process if the agent does not answer: it has given this worker up.
+    """
+    os.setsid()
+    while os.getppid() == parent:
+        time.sleep(0.0001)
+    try:
+        os.write(agent, b"%d\n" % os.getpid())
+        go = os.read(agent, 1)
+    except OSError:
+        go = b""
+    if not go:
+        os._exit(1)
+    os.close(agent)
+
+
+def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
+    """Find what a command runs.
+
+    Args:
+        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``.
+
+    Returns:
+        the file with its code, what stands first on ``sys.path`` ("" if nothing does), and the module's name with
+        ``-m``. The file is "" where it cannot be known without running something, or is no source.
+    """
+    if argv[0] == "-m":
+        here = "" if sys.flags.safe_path else os.getcwd()
+        return _module_file(argv[1], [here, *sys.path] if here else sys.path), here, argv[1]
+    path = argv[0]
+    if os.path.isdir(path):
+        return os.path.join(path, "__main__.py"), path, ""
+    if not path.endswith((".py", ".pyw")) and _is_no_source(path):
+        return "", "", ""
+    # The interpreter follows one link.
+    target = os.path.join(os.path.dirname(path), os.readlink(path)) if os.path.islink(path) else path
+    return path, "" if sys.flags.safe_path else os.path.dirname(os.path.abspath(target)), ""
+
+
+def _module_file(name: str, search: list[str]) -> str:
+    spec, found = None, ""
+    for part in name.split("."):
+        found = f"{found}.{part}" if found else part
+        spec = importlib.machinery.PathFinder.find_spec(found, search)
+        if spec is None:
+            return ""
+        search = list(spec.submodule_search_locations or ())
+    if search:
+        spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", search)
+    return spec.origin if spec is not None and spec.origin and spec.origin.endswith(".py") else ""
+
+
+def _is_no_source(path: str) -> bool:
+    """Whether a file is compiled or an archive; both begin with bytes that no source has."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError:
+        return True
+    return start == importlib.util.MAGIC_NUMBER or start.startswith(b"PK")
+
+
+def _take_streams(stdout: int, stderr: int) -> None:
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+
+
+def _fresh_randomness() -> None:
+    """Python's own generator seeds itself after a fork; NumPy's does not."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed()
+
+
+def _forget_server() -> None:
+    """A worker has imported nothing of the agent's."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "elastic_agents"]:
+        del sys.modules[name]
+
+
+def _show(argv: list[str]) -> None:
+    """Write the worker's command where ``ps`` finds it: over the server's, which is at least as long.
+
+    A last byte that is not 0 tells the kernel that the rest is one string, as setproctitle(3) leaves it
+    (get_mm_cmdline in fs/proc/base.c).
+    """
+    with open("/proc/self/stat", "rb") as file:
+        # proc_pid_stat(5): fields 48 and 49 are arg_start and arg_end; the name in parentheses ends the second.
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    room = end - start
+    text = b" ".join(map(os.fsencode, argv))[: room - 2]
+    ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)
+
+
+def _run(argv: list[str]) -> None:
+    """Run a script, module or directory as the interpreter would."""
+    hide = _Frames()
+    try:
+        if argv[0] == "-m":
+            sys.argv[:] = argv[:1] + argv[2:]
+            if not sys.flags.safe_path:
+                sys.path.insert(0, os.getcwd())
+            _clean_main()
+            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+            return
+        sys.argv[:] = argv
+        if isinstance(pkgutil.get_importer(argv[0]), importlib.machinery.FileFinder):
+            sys.path.insert(0, argv[0])
+            _clean_main()
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+            return
+        if not sys.flags.safe_path:
+            sys.path.insert(0, entry_point(argv)[1])
+        main = _clean_main()
+        main.__file__ = argv[0]
+        main.__dict__["__cached__"] = None
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", argv[0])
+        with io.open_code(argv[0] if os.path.isabs(argv[0]) else os.path.abspath(argv[0])) as file:
+            source = file.read()
+        exec(compile(source, argv[0], "exec", dont_inherit=True), main.__dict__)
+    except BaseException:
+        hide.from_now_on()
+        raise
+
+
+def _clean_main() -> types.ModuleType:
+    """The interpreter's own ``__main__`` without the server's names in it."""
+    main = sys.modules["__main__"]
+    builtins = main.__dict__["__builtins__"]
+    main.__dict__.clear()
+    main.__dict__.update(
+        __name__="__main__",
+        __doc__=None,
+        __package__=None,
+        __loader__=None,
+        __spec__=None,
+        __annotations__={},
+        __builtins__=builtins,
+    )
+    return main
+
+
+class _Frames:
+    """Leaves this package's frames out of the traceback of an exception that ends the process."""
+
+    def from_now_on(self) -> None:
+        """Wrap whatever hook the script has set."""
+        hook = sys.excepthook
+
+        def shortened(kind: type[BaseException], error: BaseException, tb: types.TracebackType | None) -> None:
+            here = os.path.dirname(os.path.abspath(__file__))
+            while tb is not None and _ours(tb.tb_frame.f_code.co_filename, here):
+                tb = tb.tb_next
+            hook(kind, error.with_traceback(tb), tb)
+
+        sys.excepthook = shortened
+
+
+def _ours(filename: str, here: str) -> bool:
+    return filename == "<string>" or os.path.dirname(filename) == here

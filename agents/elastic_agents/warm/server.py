@@ -1,0 +1,223 @@
+"""The process that has imported what workers need, and forks them. It computes nothing and starts no thread.
+
+Into a pipe it says, as JSON lines, ``{"ready": [modules]}`` or ``{"cold": why}`` once and ``{"warning": text}``
+before; then it takes orders ``{"argv", "env"}`` from a socket, each with three descriptors: the worker's standard
+output, its standard error and a socket over which the worker itself tells its pid and waits for a go.
+
+A worker is forked by an intermediate process that exits at once: so it becomes a child of the agent, which is a
+subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from elastic_agents.warm.become import Orders, entry_point, leave_parent
+from elastic_agents.warm.imports import Import, read
+from elastic_agents.warm.spying import Watch
+
+__all__ = ["BLOCKED", "TORCH", "serve"]
+
+TORCH = (
+    "torch._dynamo",  # the first use of an optimizer imports it
+    "torch.distributed.algorithms.join",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+)
+"""What a training script comes to import sooner or later once it has imported torch."""
+
+OURS = (
+    "elastic_launch.training.trainer",
+    "elastic_launch.training.session",
+    "elastic_launch.training.checkpoint",
+    "elastic_launch.training.loader",
+    "elastic_launch.training.dist",
+)
+"""What ``elastic_launch`` loads on first use."""
+
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that whole groups of processes are sent, and that are not for this one."""
+
+MOST_RESTARTS = 3
+
+MOST_BYTES = 8 * 1024 * 1024
+
+
+def serve(argument: str) -> Callable[[], None]:
+    """Import, then fork on demand; return only in a forked worker, with what it has to run.
+
+    Args:
+        argument: JSON with ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (of a worker, after
+            interpreter and ``-u``), ``preload`` and ``without`` (modules that the user added, or are left out),
+            ``restarts`` and ``mask`` (signals that a worker finds blocked; null: as now).
+    """
+    settings = json.loads(argument)
+    _die_with_parent()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    if settings["mask"] is None:
+        settings["mask"] = sorted(before)
+    if reason := _prepare(settings):
+        _say(settings, {"cold": reason})
+        os._exit(0)
+    with socket.socket(fileno=settings["orders"]) as sock:
+        orders = _orders(sock)
+    os.close(settings["tell"])
+    return partial(orders.carry_out, settings["mask"])
+
+
+def _prepare(settings: dict[str, Any]) -> str:
+    """Do the imports; return why workers cannot be forked, if so."""
+    if sys.gettrace() or sys.getprofile():
+        return "a debugger or profiler watches each process from its start"
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "the interpreter has threads from its start"
+    path, first, module = entry_point(settings["argv"])
+    if not path:
+        return "the script is of a kind that only a process of its own can run"
+    reading = read(path, first, sys.path, module)
+    if reading.sets:
+        return f"the script sets {', '.join(sorted(set(reading.sets)))}, which matters before its imports"
+    without = set(settings["without"])
+    wanted = [item for item in reading.imports if item.top not in without and item.module not in without]
+    wanted += [Import(name) for name in settings["preload"]]
+    if not wanted:
+        return "the script imports nothing that takes long"
+    faults = _load(wanted, frozenset(settings["preload"]), without)
+    if faults:
+        _begin_again(settings, faults)
+        return f"{', '.join(faults)} cannot be loaded ahead"
+    _say(settings, {"ready": sorted({item.module for item in wanted})})
+    return ""
+
+
+def _load(wanted: list[Import], asked: frozenset[str], without: set[str]) -> dict[str, str]:
+    """Import; return modules that may not be imported ahead, with what they do."""
+    nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a question for devices spoils CUDA for forks
+    watch = Watch()
+    faults: dict[str, str] = {}
+    gc.disable()  # a third of the time for nothing: what is imported stays
+    try:
+        for item in _in_order(wanted, without):
+            watch.begin()
+            failure = _import(item)
+            found = (failure,) if failure else watch.faults()
+            if found and item.module in TORCH + OURS:
+                item = Import(item.top)
+            # A module that cannot be imported will say so in the worker; here it may have left half of itself.
+            if found and (failure or item.module not in asked):
+                faults[item.module if item.module in asked else item.top] = "; ".join(found)
+    finally:
+        gc.enable()
+        watch.close()
+        if nvml is None:
+            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+        else:
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = nvml
+    gc.collect()
+    gc.freeze()  # a collection in a worker would touch, and so copy, all pages
+    return faults
+
+
+def _in_order(wanted: list[Import], without: set[str]) -> list[Import]:
+    order = list(wanted)
+    if any(item.top == "elastic_launch" for item in order):
+        order += [Import(name) for name in OURS]
+    if any(item.top in ("torch", "elastic_launch") for item in order) and "torch" not in without:
+        order += [Import(name) for name in TORCH]
+    return order
+
+
+def _import(item: Import) -> str:
+    """Import as the statement would; return what went wrong."""
+    try:
+        module = importlib.import_module(item.module)
+        for name in item.names:
+            if name != "*" and not hasattr(module, name):
+                importlib.import_module(f"{item.module}.{name}")
+    except BaseException as error:  # noqa: BLE001 - a module's code may raise anything, SystemExit too
+        return f"raises {type(error).__name__}"
+    return ""
+
+
+def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
+    """Start this process anew without some modules; return if that has been done too often."""
+    for name, what in faults.items():
+        if not what.startswith("raises"):
+            text = f"{name} is not loaded ahead: its import {what}; --no-preload {name} says that this is known"
+            _say(settings, {"warning": text})
+    if settings["restarts"] >= MOST_RESTARTS:
+        return
+    settings["restarts"] += 1
+    settings["without"] = sorted({*settings["without"], *faults})
+    settings["preload"] = [name for name in settings["preload"] if name not in faults]
+    for descriptor in (settings["orders"], settings["tell"]):
+        os.set_inheritable(descriptor, True)
+    code, *rest = sys.orig_argv[sys.orig_argv.index("-c") + 1 :]
+    rest[0] = json.dumps(settings)
+    os.execv(sys.executable, [sys.executable, "-u", "-c", code, *rest])
+
+
+def _orders(sock: socket.socket) -> Orders:
+    """Fork workers until the agent hangs up; return only in a worker."""
+    pending = b""
+    descriptors: list[int] = []
+    while True:
+        data, received, _, _ = socket.recv_fds(sock, 65536, 8)
+        descriptors += received
+        pending += data
+        if not data or len(pending) > MOST_BYTES:
+            os._exit(0)
+        while b"\n" in pending:
+            line, _, pending = pending.partition(b"\n")
+            order = json.loads(line)
+            orders = Orders(order["argv"], order["env"], *descriptors[:3])
+            del descriptors[:3]
+            if _fork(orders):
+                return orders
+            for descriptor in (orders.stdout, orders.stderr, orders.agent):
+                os.close(descriptor)
+
+
+def _fork(orders: Orders) -> bool:
+    """Fork a worker; return True in it. Where that is impossible the agent sees its socket closed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        between = os.fork()
+    except OSError:
+        return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    try:
+        worker = os.fork()
+    except OSError:
+        os._exit(1)
+    if worker:
+        os._exit(0)
+    leave_parent(between, orders.agent)
+    return True
+
+
+def _die_with_parent() -> None:
+    """prctl(2), PR_SET_PDEATHSIG: an agent that is killed leaves no server that still imports."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _say(settings: dict[str, Any], message: dict[str, Any]) -> None:
+    try:
+        os.write(settings["tell"], json.dumps(message).encode() + b"\n")
+    except OSError:
+        os._exit(0)  # the agent is gone
