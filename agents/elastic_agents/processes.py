@@ -10,12 +10,16 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
+
+UNKNOWN = 255
+"""Exit code of a process whose own is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class ExecProcesses:
 
     def adopt(self, pid: int) -> None:
         """Take charge of a child of this process that somebody else has started."""
-        self._watch(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        self._watch(pid, partial(_wait_for_child, pid))
 
     def _watch(self, pid: int, wait: Callable[[], int]) -> None:
         with self._lock:
@@ -124,3 +128,10 @@ class ExecProcesses:
                     os.close(pidfd)
                     code = wait()
                 self._on_exit(key.data, code)
+
+
+def _wait_for_child(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return UNKNOWN  # somebody else in this process has waited for it

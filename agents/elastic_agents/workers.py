@@ -12,7 +12,7 @@ from elastic_agents.failures import OutOfMemoryCounter, report
 from elastic_agents.guard import Guard
 from elastic_agents.output import OutputPump, Stream
 from elastic_agents.processes import StartRequest, WorkerProcesses
-from elastic_agents.sessions import kill_sessions
+from elastic_agents.sessions import kill_sessions, reap_orphans
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.rendezvous.messages import Failure
@@ -163,6 +163,7 @@ class WorkerSet:
 
     def _end_sessions(self, sids: set[int]) -> list[int]:
         stuck = kill_sessions(sids)
+        reap_orphans(sids)
         for sid in sids:
             self._sessions.discard(sid)
             self._guard.remove(sid)

@@ -58,20 +58,32 @@ class Orders:
         _run(self.argv[2:])  # after the interpreter and -u
 
 
-def leave_parent(parent: int, agent: int) -> None:
-    """Lead a session, tell the agent this process' pid once it is the agent's child, and wait for its go.
+def leave_parent(parent: int, leave: int, agent: int) -> None:
+    """Lead a session, tell the agent this process' pid, and on its go become its child, and say so.
 
-    Leaves the process if the agent does not answer: it has given this worker up.
+    Ends the process if the agent does not answer, having given this worker up: as a child of its parent still, which
+    reaps it.
+
+    Args:
+        parent: the parent's pid.
+        leave: a pipe's end; a byte there tells the parent to exit.
+        agent: the socket to the agent.
     """
     os.setsid()
-    while os.getppid() == parent:
-        time.sleep(0.0001)
     try:
         os.write(agent, b"%d\n" % os.getpid())
         go = os.read(agent, 1)
     except OSError:
         go = b""
     if not go:
+        os._exit(1)
+    os.write(leave, b"l")
+    os.close(leave)
+    while os.getppid() == parent:
+        time.sleep(0.0001)
+    try:
+        os.write(agent, b"ready\n")
+    except OSError:
         os._exit(1)
     os.close(agent)
 
@@ -94,9 +106,7 @@ def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
         return os.path.join(path, "__main__.py"), path, ""
     if not path.endswith((".py", ".pyw")) and _is_no_source(path):
         return "", "", ""
-    # The interpreter follows one link.
-    target = os.path.join(os.path.dirname(path), os.readlink(path)) if os.path.islink(path) else path
-    return path, "" if sys.flags.safe_path else os.path.dirname(os.path.abspath(target)), ""
+    return path, "" if sys.flags.safe_path else os.path.dirname(os.path.realpath(path)), ""
 
 
 def _module_file(name: str, search: list[str]) -> str:
@@ -168,7 +178,7 @@ def _run(argv: list[str]) -> None:
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
             return
         sys.argv[:] = argv
-        if isinstance(pkgutil.get_importer(argv[0]), importlib.machinery.FileFinder):
+        if pkgutil.get_importer(argv[0]) is not None:  # a directory or an archive
             sys.path.insert(0, argv[0])
             _clean_main()
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
@@ -176,12 +186,12 @@ def _run(argv: list[str]) -> None:
         if not sys.flags.safe_path:
             sys.path.insert(0, entry_point(argv)[1])
         main = _clean_main()
-        main.__file__ = argv[0]
+        path = main.__file__ = os.path.abspath(argv[0])
         main.__dict__["__cached__"] = None
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", argv[0])
-        with io.open_code(argv[0] if os.path.isabs(argv[0]) else os.path.abspath(argv[0])) as file:
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
             source = file.read()
-        exec(compile(source, argv[0], "exec", dont_inherit=True), main.__dict__)
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except BaseException:
         hide.from_now_on()
         raise

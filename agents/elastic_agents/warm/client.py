@@ -130,11 +130,13 @@ class WarmServer:
                 sent = socket.send_fds(self._orders, [order], [request.stdout, request.stderr, theirs.fileno()])
                 self._orders.sendall(order[sent:])
             mine.settimeout(FORK_TIMEOUT)
-            told = mine.recv(64)
-            if not told:
-                raise OSError("the warm server could not fork")
-            mine.sendall(b"g")
-            return int(told)
+            with mine.makefile("rb") as lines:
+                if not (pid := lines.readline()):
+                    raise OSError("the warm server could not fork")
+                mine.sendall(b"g")
+                if not lines.readline():
+                    raise OSError("the worker died as it was forked")
+            return int(pid)
 
     def close(self) -> None:
         """End the server; workers go on."""
@@ -185,15 +187,19 @@ class WarmProcesses:
     """Forks from a warm server what can be forked, and executes everything else.
 
     This process becomes a subreaper: workers' orphans, and the workers themselves, become its children.
+
+    Attributes:
+        forked: how many workers were.
     """
 
     def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
-        _become_subreaper()
+        _be_subreaper(True)
         self._server = server
         self._make = make
         self._replaced = 0
         self._exec = ExecProcesses(on_exit)
         self._complained = False
+        self.forked = 0
 
     def when_ready(self, call: Callable[[], None]) -> None:
         if self._server.lost and self._replaced < MOST_REPLACED:
@@ -212,6 +218,7 @@ class WarmProcesses:
             _log.warning("a worker imports for itself: %s", error)
             return self._exec.start(request)
         self._exec.adopt(pid)
+        self.forked += 1
         return pid
 
     def signal(self, pid: int, number: int) -> None:
@@ -220,6 +227,7 @@ class WarmProcesses:
     def close(self) -> None:
         self._server.close()
         self._exec.close()
+        _be_subreaper(False)
 
     def _differs(self, request: StartRequest) -> bool:
         differing = differs_at_import(self._server.env, request.env)
@@ -230,8 +238,8 @@ class WarmProcesses:
         return bool(differing)
 
 
-def _become_subreaper() -> None:
+def _be_subreaper(yes: bool) -> None:
     """prctl(2), PR_SET_CHILD_SUBREAPER."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")

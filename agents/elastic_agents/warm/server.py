@@ -201,13 +201,19 @@ def _fork(orders: Orders) -> bool:
         os.waitpid(between, 0)
         return False
     between = os.getpid()
+    left, leave = os.pipe()
     try:
         worker = os.fork()
     except OSError:
         os._exit(1)
     if worker:
+        os.close(leave)
+        os.close(orders.agent)
+        if not os.read(left, 1):
+            os.waitpid(worker, 0)
         os._exit(0)
-    leave_parent(between, orders.agent)
+    os.close(left)
+    leave_parent(between, leave, orders.agent)
     return True
 
 

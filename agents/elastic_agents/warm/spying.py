@@ -38,8 +38,9 @@ class Watch:
     """Notices what imports do between :meth:`begin` and :meth:`faults`."""
 
     def __init__(self) -> None:
-        self._spy = _Spy(os.environ._data)  # type: ignore[attr-defined]
-        os.environ._data = self._spy  # type: ignore[attr-defined]
+        self._variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+        self._spy = _Spy(self._variables)
+        _use(self._spy)
         self._threads = 0
 
     def begin(self) -> None:
@@ -62,7 +63,9 @@ class Watch:
 
     def close(self) -> None:
         """Put the environment back as it was."""
-        os.environ._data = dict(self._spy)  # type: ignore[attr-defined]
+        self._variables.clear()
+        self._variables.update(self._spy)
+        _use(self._variables)
 
 
 class _Spy(dict[bytes, bytes]):
@@ -84,6 +87,11 @@ class _Spy(dict[bytes, bytes]):
         name = os.fsdecode(key) if isinstance(key, bytes) else ""
         if name in PER_WORKER:
             self.read.add(name)
+
+
+def _use(variables: dict[bytes, bytes]) -> None:
+    """Have both views of the environment look into one dictionary, as they do from the start."""
+    os.environ._data = os.environb._data = variables  # type: ignore[attr-defined]
 
 
 def tasks() -> int:

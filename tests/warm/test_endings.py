@@ -1,0 +1,144 @@
+"""A forked worker ends as one that was executed ends: exit code and output, both ways, compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from warm_processes import WAYS, Ended, Starter, both_ways, config_for, write
+
+from elastic_agents.sessions import kill_sessions, reap_orphans
+
+ENDINGS = {
+    "at the end": "print('done')",
+    "exit 0": "import sys; sys.exit(0)",
+    "exit 3": "import sys; sys.exit(3)",
+    "exit with a message": "import sys; sys.exit('a message')",
+    "exit with nothing": "raise SystemExit",
+    "exit 256": "import sys; sys.exit(256)",
+    "at once": "import os; print('lost?', end=''); os._exit(4)",
+    "exception": "def f(x):\n    return 1 / x\n\nf(0)",
+    "chained exceptions": "try:\n    {}['a']\nexcept KeyError as e:\n    raise RuntimeError('b') from e",
+    "exception group": "raise ExceptionGroup('g', [ValueError('a'), TypeError('b')])",
+    "syntax error": "x = = 1",
+    "encoding": "# -*- coding: latin-1 -*-\nprint('caf\\u00e9')",
+    "recursion": "import sys\nsys.tracebacklimit = 1\ndef f(): f()\nf()",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno)\nraise ValueError",
+    "last words": "import atexit\natexit.register(print, 'bye')\nraise SystemExit(5)",
+    "last words that fail": "import atexit\natexit.register(lambda: 1 / 0)",
+    "buffered": "import sys, os\nf = os.fdopen(os.dup(1), 'w')\nf.write('kept back')",
+    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+    "thread that fails": "import threading\nthreading.Thread(target=lambda: 1 / 0, name='t').start()",
+    "daemon thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)",
+    "interrupt caught": "import signal\ntry:\n    signal.raise_signal(2)\nexcept KeyboardInterrupt:\n    print('no')",
+    "terminate": "import signal\nsignal.raise_signal(signal.SIGTERM)",
+    "terminate caught": "import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nsignal.raise_signal(15)",
+    "kill": "import signal\nsignal.raise_signal(signal.SIGKILL)",
+    "abort": "import os\nos.abort()",
+    "fault": "import ctypes\nctypes.string_at(0)",
+    "warning": "import warnings\nwarnings.warn('careful')",
+    "log": "import logging\nlogging.warning('careful')",
+    "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
+    "source": "import inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))",
+    "own import": "import sys, __main__\nprint(__main__ is sys.modules['__main__'], __main__.__dict__ is globals())",
+    "no agent": "import elastic_agents.guard as g, sys\nprint(g.__name__, 'elastic_agents.warm' in sys.modules)",
+    "standard input": "import sys\nprint(repr(sys.stdin.read()))",
+    "subprocess": "import subprocess as s, sys\nprint(s.check_output([sys.executable, '-c', 'print(1)']))",
+    "fork": "import os\npid = os.fork()\nif pid == 0:\n    os._exit(9)\nprint(os.waitpid(pid, 0)[1])",
+    "pool by fork": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, -2]))",
+    "executor": "from concurrent.futures import ThreadPoolExecutor as E\nwith E() as e: print(list(e.map(abs, [-1])))",
+    "event loop": "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 1\nprint(asyncio.run(f()))",
+    "path": "import sys, os\nprint(os.path.isabs(sys.path[0]))",
+}
+
+AS_MODULE = ("exception", "syntax error", "exit 3", "interrupt", "pickle")
+
+MULTIPROCESSING = """
+import multiprocessing as m, os, sys
+
+class Thing:
+    pass
+
+def work(thing):
+    return type(thing).__name__, thing.__class__.__module__, sys.argv[1:], m.parent_process() is not None
+
+if __name__ == "__main__":
+    m.set_start_method(sys.argv[1])
+    with m.Pool(2) as pool:
+        print(pool.map(work, [Thing(), Thing()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def starters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Starter]]:
+    directory = tmp_path_factory.mktemp("logs")
+    for name in AS_MODULE:
+        write(directory, f"module_{name.replace(' ', '_')}.py", ENDINGS[name])
+    config = config_for(directory, write(directory, "any.py", ""))
+    with both_ways(config, {"PYTHONPATH": str(directory)}) as starters:
+        yield starters
+
+
+def _told(ended: Ended) -> tuple[int, str, str]:
+    """What must be equal: addresses and thread numbers never are."""
+    texts = (re.sub(r"0x[0-9a-f]+", "0x", text) for text in (ended.stdout, ended.stderr))
+    return (ended.code, *texts)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_forked_worker_ends_as_an_executed_one_ends(name: str, starters: dict[str, Starter], tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", ENDINGS[name])
+    ends = {way: _told(starters[way].run(script)) for way in WAYS}
+    assert ends["warm"] == ends["exec"]
+
+
+@pytest.mark.parametrize("name", [*AS_MODULE, "that nobody has"])
+def test_a_forked_module_ends_as_an_executed_one_ends(name: str, starters: dict[str, Starter]) -> None:
+    ends = {way: _told(starters[way].run("-m", f"module_{name.replace(' ', '_')}")) for way in WAYS}
+    assert ends["warm"] == ends["exec"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_forked_worker_starts_processes_in_every_way(
+    method: str, starters: dict[str, Starter], tmp_path: Path
+) -> None:
+    script = write(tmp_path, "script.py", MULTIPROCESSING)
+    ends = {way: _told(starters[way].run(script, method)) for way in WAYS}
+    assert ends["warm"] == ends["exec"]
+    assert ends["warm"][0] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_a_signal_right_after_the_start_is_not_lost(
+    way: str, number: signal.Signals, starters: dict[str, Starter], tmp_path: Path
+) -> None:
+    pid = starters[way].start(write(tmp_path, "script.py", "import time; time.sleep(60)"))
+    starters[way].processes.signal(pid, number)
+    ended, code = starters[way].wait()
+    assert ended == pid
+    assert code == -number or (number == signal.SIGINT and code in (1, -number))
+
+
+def test_random_numbers_differ_between_forked_workers(starters: dict[str, Starter], tmp_path: Path) -> None:
+    text = "import random, uuid, tempfile\nprint(random.random(), uuid.uuid4(), next(tempfile._get_candidate_names()))"
+    script = write(tmp_path, "script.py", text)
+    first, second = (starters["warm"].run(script).stdout.split() for _ in range(2))
+    assert len(first) == 3
+    assert not set(first) & set(second)
+
+
+def test_what_a_worker_leaves_running_becomes_the_agents(starters: dict[str, Starter], tmp_path: Path) -> None:
+    text = f"import subprocess\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
+    worker = starters["warm"].start(write(tmp_path, "script.py", text))
+    assert starters["warm"].wait() == (worker, 0)
+    orphan = int((tmp_path / "pid").read_text())
+    assert f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{orphan}/status").read_text()
+    assert kill_sessions({worker}) == []
+    reap_orphans({worker})
+    assert not Path(f"/proc/{orphan}").exists()

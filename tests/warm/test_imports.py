@@ -1,0 +1,110 @@
+"""What is read from a script's source, and that nothing of it is run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from warm_processes import write
+
+from elastic_agents.warm.become import entry_point
+from elastic_agents.warm.imports import Import, Reading, differs_at_import, read
+
+
+def _read(directory: Path, text: str, module: str = "") -> Reading:
+    write(directory, "script.py", text)
+    return read(str(directory / "script.py"), str(directory), sys.path, module)
+
+
+def test_imports_of_installed_modules_are_found_in_their_order(tmp_path: Path) -> None:
+    text = """
+from __future__ import annotations
+import yaml, os
+import torch.nn as nn
+from torch.nn import functional as F, Linear
+try:
+    import numpy
+except ImportError:
+    import numpy.no_such
+if os.environ.get("X"):
+    import pytest
+def f():
+    import hypothesis
+import yaml
+import no_such_module_at_all
+"""
+    assert _read(tmp_path, text).imports == [
+        Import("yaml"),
+        Import("torch.nn"),
+        Import("torch.nn", ("functional", "Linear")),
+        Import("numpy"),
+    ]
+
+
+def test_the_users_own_modules_are_followed_and_not_imported(tmp_path: Path) -> None:
+    write(tmp_path, "helpers/__init__.py", "import yaml\nfrom . import models\nraise RuntimeError('run')")
+    write(tmp_path, "helpers/models.py", "from .deep.net import Net\nimport script")
+    write(tmp_path, "helpers/deep/__init__.py", "")
+    write(tmp_path, "helpers/deep/net.py", "import numpy\nfrom ...too_far import x")
+    write(tmp_path, "plain.py", "from safetensors.torch import save_file")
+    found = _read(tmp_path, "from helpers import models\nimport plain\nimport helpers.deep.net")
+    assert [item.module for item in found.imports] == ["yaml", "numpy", "safetensors.torch"]
+    assert "helpers" not in sys.modules
+
+
+def test_a_package_of_the_user_that_hides_an_installed_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    write(tmp_path, "yaml.py", "import numpy")
+    assert [item.module for item in _read(tmp_path, "import yaml").imports] == ["numpy"]
+
+
+def test_relative_imports_of_a_module_run_by_name_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, "package/__init__.py", "")
+    write(tmp_path, "package/parts.py", "import yaml")
+    path = write(tmp_path, "package/main.py", "from .parts import x")
+    assert [item.module for item in read(path, str(tmp_path), sys.path, "package.main").imports] == ["yaml"]
+
+
+@pytest.mark.parametrize("text", ["x = = 1", "\0", "# coding: no-such\n", "import " + ".".join(["a"] * 9)])
+def test_a_script_that_cannot_be_read_is_left_to_itself(text: str, tmp_path: Path) -> None:
+    assert _read(tmp_path, text) == Reading()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'", ["OMP_NUM_THREADS"]),
+        ("from os import environ\nenviron['TORCH_LOGS'] = 'x'", ["TORCH_LOGS"]),
+        ("import os\nos.environ.setdefault('MKL_NUM_THREADS', '4')", ["MKL_NUM_THREADS"]),
+        ("import os\nos.environ.update({'KMP_AFFINITY': 'x', **{}}, LD_PRELOAD='y')", ["LD_PRELOAD", "KMP_AFFINITY"]),
+        ("import os\nos.environ.pop('PYTHONHASHSEED', None)", ["PYTHONHASHSEED"]),
+        ("import os\ndel os.environ['OMP_PLACES']", ["OMP_PLACES"]),
+        ("import os\nos.putenv('OMP_PLACES', 'cores')", ["OMP_PLACES"]),
+        ("import os\nos.environ['MASTER_PORT'] = '1'\nprint(os.environ['OMP_NUM_THREADS'])\nd['OMP_X'] = 1", []),
+    ],
+)
+def test_variables_that_a_script_sets_for_its_imports_are_found(text: str, names: list[str], tmp_path: Path) -> None:
+    assert _read(tmp_path, text).sets == names
+
+
+def test_environments_differ_by_what_matters_at_import_only() -> None:
+    mine = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0", "TORCH_LOGS": "x"}
+    asked = {"OMP_NUM_THREADS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1", "LD_PRELOAD": "y"}
+    assert differs_at_import(mine, asked) == ["LD_PRELOAD", "OMP_NUM_THREADS", "TORCH_LOGS"]
+
+
+def test_the_entry_point_of_each_form_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = write(tmp_path, "a/script.py", "")
+    write(tmp_path, "a/__main__.py", "")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/link.py").symlink_to("../a/script.py")
+    (tmp_path / "compiled").write_bytes(b"\xa7\x0d\x0d\x0a" if sys.version_info < (3, 12) else b"PK\3\4")
+    here = str(tmp_path)
+    assert entry_point([script, "x"]) == (script, f"{here}/a", "")
+    assert entry_point(["b/link.py"]) == ("b/link.py", f"{here}/a", "")
+    assert entry_point([f"{here}/a"]) == (f"{here}/a/__main__.py", f"{here}/a", "")
+    assert entry_point(["-m", "a.script"]) == (script, here, "a.script")
+    assert entry_point(["-m", "a"]) == (f"{here}/a/__main__.py", here, "a")
+    assert entry_point(["-m", "no.such"])[0] == ""
+    assert entry_point(["compiled"])[0] == ""

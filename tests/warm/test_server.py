@@ -1,0 +1,177 @@
+"""The warm server: what it loads, what it leaves out and why, and what happens when it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import alive, wait_for
+from warm_processes import Starter, config_for, warm_starter, write
+
+from elastic_agents.processes import StartRequest
+from elastic_agents.warm.client import WarmProcesses
+
+FORKED = "import sys, os\nprint(int('yaml' in sys.modules))"
+LOADED = "print('yaml' in sys.modules, 'odd' in sys.modules)"
+
+
+def _server(starter: Starter) -> int:
+    assert isinstance(starter.processes, WarmProcesses)
+    return starter.processes._server.pid
+
+
+def _package(directory: Path, name: str, text: str) -> str:
+    """Something installed: what lies in a directory of that name counts as such."""
+    write(directory, f"site-packages/{name}.py", text)
+    return str(directory / "site-packages")
+
+
+def test_a_worker_finds_loaded_what_its_script_imports(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "import sys\nprint('yaml' in sys.modules)\nimport yaml")
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        assert starter.run(script).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import os, sys", "the script imports nothing that takes long"),
+        ("import os, yaml\nos.environ['OMP_NUM_THREADS'] = '2'", "the script sets OMP_NUM_THREADS, which matters"),
+    ],
+)
+def test_workers_are_executed_where_that_is_quicker_or_the_only_way(
+    text: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = write(tmp_path, "script.py", text)
+    caplog.set_level(logging.INFO)
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        pid = starter.processes.start(_request(starter, script))
+        assert starter.wait() == (pid, 0)
+        assert starter.processes.forked == 0
+    assert reason in caplog.text
+
+
+def _request(starter: Starter, script: str) -> StartRequest:
+    return StartRequest([sys.executable, "-u", script], starter.env, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "starts threads"),
+        ("import os\nRANK = int(os.environ.get('LOCAL_RANK', 0))", "reads LOCAL_RANK, which differs between workers"),
+        ("import os\nRANK = 'RANK' in os.environ", "reads RANK, which differs between workers"),
+    ],
+)
+def test_a_module_that_forks_would_change_is_left_out_and_named(
+    text: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = _package(tmp_path, "odd", text)
+    script = write(tmp_path, "script.py", f"import sys\n{LOADED}\nimport yaml, odd")
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script, env={"LOCAL_RANK": "3"}).stdout == "True False\n"
+    assert f"odd is not loaded ahead: its import {what}" in caplog.text
+    with warm_starter(config_for(tmp_path, script, preload=(), no_preload=("odd",)), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script).stdout == "True False\n"
+    assert caplog.text.count("odd is not loaded ahead") == 1
+
+
+def test_a_module_that_cannot_be_imported_raises_in_the_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = _package(tmp_path, "broken", "half = 1\nimport json\nraise RuntimeError('no licence')")
+    script = write(tmp_path, "script.py", "import yaml, broken")
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place}) as starter:
+        ended = starter.run(script)
+    assert (ended.code, ended.stderr.splitlines()[-1]) == (1, "RuntimeError: no licence")
+    assert not caplog.records
+
+
+def test_what_the_user_asks_for_is_loaded_though_it_reads_a_rank(tmp_path: Path) -> None:
+    place = _package(tmp_path, "odd", "import os\nos.environ.get('RANK')")
+    script = write(tmp_path, "script.py", "import sys\nprint('odd' in sys.modules)")
+    with warm_starter(config_for(tmp_path, script, preload=("odd",)), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script).stdout == "True\n"
+
+
+def test_imports_may_print_what_they_like(tmp_path: Path) -> None:
+    place = _package(tmp_path, "loud", "import sys\nprint('x' * 100_000)\nprint('hello', file=sys.stderr)")
+    script = write(tmp_path, "script.py", "import loud\nprint('mine')")
+    config = config_for(tmp_path, script, preload=())
+    with warm_starter(config, {"PYTHONPATH": place}) as starter:
+        assert starter.run(script).stdout == "mine\n"
+    assert "hello" in (config.run_directory / f"imports-{config.node_id}.log").read_text()
+
+
+def test_large_environments_and_odd_characters_arrive(tmp_path: Path) -> None:
+    text = "import os, sys\nprint(len(os.environ['BIG']), ascii(sys.argv[1:]), os.environb[b'ODD'])"
+    script = write(tmp_path, "script.py", text)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        env = {"BIG": "x" * 120_000, "ODD": os.fsdecode(b"\xff\n=\xc3")}
+        told = starter.run(script, "ü", "\n", os.fsdecode(b"\xfe"), env=env)
+    assert told.stdout == "120000 ['\\xfc', '\\n', '\\udcfe'] b'\\xff\\n=\\xc3'\n", told.stderr
+
+
+def test_a_killed_server_takes_no_worker_with_it_and_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = write(tmp_path, "script.py", "import time\ntime.sleep(60)")
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        worker = starter.start(script)
+        os.kill(_server(starter), signal.SIGKILL)
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        wait_for("the loss", lambda: server.lost)
+        assert alive(worker)
+        starter.processes.signal(worker, signal.SIGTERM)
+        assert starter.wait() == (worker, -signal.SIGTERM)
+        known: list[bool] = []
+        starter.processes.when_ready(lambda: known.append(True))
+        wait_for("the next server", lambda: known)
+        assert starter.run(write(tmp_path, "forked.py", FORKED)).stdout == "1\n"
+    assert "the warm server is gone; another one is started" in caplog.text
+
+
+def test_where_the_server_does_not_answer_the_worker_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastic_agents.warm.client.FORK_TIMEOUT", 0.3)
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        server = _server(starter)
+        os.kill(server, signal.SIGSTOP)
+        assert isinstance(starter.processes, WarmProcesses)
+        with (tmp_path / "out").open("wb") as out:
+            command = [sys.executable, "-u", script]
+            pid = starter.processes.start(StartRequest(command, starter.env, out.fileno(), 2))
+        assert starter.wait() == (pid, 0)
+        assert (tmp_path / "out").read_text() == "0\n"
+        # What it was asked for then must not come to life when it goes on.
+        os.kill(server, signal.SIGCONT)
+        assert starter.run(script).stdout == "1\n"
+    assert "a worker imports for itself" in caplog.text
+
+
+def test_a_server_does_not_outlive_its_agent(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "import json, time\ntime.sleep(60)")
+    driver = f"""
+import sys, time
+sys.path[:0] = {[p for p in sys.path if p]!r}
+from pathlib import Path
+from warm_processes import config_for, warm_starter
+with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r})) as starter:
+    print(starter.processes._server.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        server = int(agent.stdout.readline())
+        assert alive(server)
+        agent.kill()
+    wait_for("the server's end", lambda: not alive(server))

@@ -1,0 +1,36 @@
+"""What training scripts do with torch, in a forked worker and in an executed one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from harness import SCRIPTS
+from warm_processes import WAYS, Starter, both_ways, config_for
+
+SCRIPT = str(SCRIPTS / "torch_things.py")
+
+
+@pytest.fixture(scope="module", params=["1", ""])
+def starters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Starter]]:
+    """With one thread for OpenMP, as several workers of a node get, and with as many as there are cores."""
+    threads = {"OMP_NUM_THREADS": request.param} if request.param else {}
+    with both_ways(config_for(tmp_path_factory.mktemp("logs"), SCRIPT, preload=()), threads) as starters:
+        yield starters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thing", ["draw", "threads", "compiled", "loader", "spawned", "step", "recorded"])
+def test_torch_does_in_a_forked_worker_what_it_does_in_an_executed_one(
+    thing: str, starters: dict[str, Starter], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path_factory.mktemp("errors") / "error.json")}
+    ends = {way: starters[way].run(SCRIPT, thing, env=env) for way in WAYS}
+    assert ends["warm"].code == 0, ends["warm"].stderr
+    told = {way: (end.code, sorted(end.stdout.splitlines()), _warnings(end.stderr)) for way, end in ends.items()}
+    assert told["warm"] == told["exec"]
+
+
+def _warnings(text: str) -> list[str]:
+    return sorted(set(re.findall(r"\w+Warning", text)))

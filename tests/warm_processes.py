@@ -1,0 +1,120 @@
+"""Processes started both ways, for tests that compare them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from elastic_agents.placing import shared_environment
+from elastic_agents.processes import ExecProcesses, StartRequest, WorkerProcesses
+from elastic_agents.sessions import kill_sessions, reap_orphans
+from elastic_agents.warm.client import WarmProcesses, WarmServer
+from elastic_launch.config import Command, LaunchConfig
+
+WAYS = ("warm", "exec")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a process left: its exit code (-N for signal N) and output."""
+
+    pid: int
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Starter:
+    """Starts Python commands one way and waits for their ends."""
+
+    def __init__(
+        self, processes: WorkerProcesses, exits: queue.SimpleQueue[tuple[int, int]], env: dict[str, str]
+    ) -> None:
+        self.processes = processes
+        self.env = env
+        self.started = 0
+        self._exits = exits
+
+    def start(self, *argv: str, env: dict[str, str] | None = None, out: int = 1, err: int = 2) -> int:
+        command = [sys.executable, "-u", *argv]
+        pid = self.processes.start(StartRequest(command, {**self.env, **(env or {})}, out, err))
+        if isinstance(self.processes, WarmProcesses):
+            self.started += 1
+            assert self.processes.forked == self.started, "it was executed"
+        return pid
+
+    def wait(self) -> tuple[int, int]:
+        return self._exits.get(timeout=20)
+
+    def run(self, *argv: str, env: dict[str, str] | None = None) -> Ended:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            pid = self.start(*argv, env=env, out=out.fileno(), err=err.fileno())
+            ended, code = self.wait()
+            assert ended == pid
+            kill_sessions({pid})
+            reap_orphans({pid})
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="surrogateescape"))
+            return Ended(pid, code, *texts)
+
+
+def config_for(
+    directory: Path, *argv: str, preload: tuple[str, ...] = ("yaml",), no_preload: tuple[str, ...] = ()
+) -> LaunchConfig:
+    return LaunchConfig(
+        command=Command((sys.executable, "-u", *argv), argv),
+        log_dir=directory,
+        preload=preload,
+        no_preload=no_preload,
+    )
+
+
+@contextmanager
+def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None) -> Iterator[Starter]:
+    """A starter whose server is known to be ready, or to be of no use."""
+    exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    variables = {**shared_environment(config), **(env or {})}
+
+    def make() -> WarmServer:
+        return WarmServer(config, variables)
+
+    processes = WarmProcesses(lambda pid, code: exits.put((pid, code)), make(), make)
+    try:
+        known = Event()
+        processes.when_ready(known.set)
+        assert known.wait(60)
+        yield Starter(processes, exits, variables)
+    finally:
+        processes.close()
+
+
+@contextmanager
+def exec_starter(env: dict[str, str]) -> Iterator[Starter]:
+    exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    processes = ExecProcesses(lambda pid, code: exits.put((pid, code)))
+    try:
+        yield Starter(processes, exits, env)
+    finally:
+        processes.close()
+
+
+@contextmanager
+def both_ways(config: LaunchConfig, env: dict[str, str] | None = None) -> Iterator[dict[str, Starter]]:
+    with warm_starter(config, env) as warm, exec_starter(warm.env) as cold:
+        yield {"warm": warm, "exec": cold}
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return os.fspath(path)
