@@ -40,6 +40,7 @@ class Starter:
         self.processes = processes
         self.env = env
         self.started = 0
+        self.patience = 20.0  # seconds for one process
         self._exits = exits
 
     def start(self, *argv: str, env: dict[str, str] | None = None, out: int = 1, err: int = 2) -> int:
@@ -51,7 +52,7 @@ class Starter:
         return pid
 
     def wait(self) -> tuple[int, int]:
-        return self._exits.get(timeout=20)
+        return self._exits.get(timeout=self.patience)
 
     def run(self, *argv: str, env: dict[str, str] | None = None) -> Ended:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def draw():
-    """Random numbers of a process that has seeded nothing: torch's default seed is a constant."""
-    print(torch.initial_seed(), torch.rand(3).tolist(), torch.get_num_threads(), torch.get_default_dtype())
+    """What random numbers are like in a process that has seeded nothing."""
+    import numpy
+
+    print(torch.get_num_threads(), torch.get_default_dtype())
+    print(torch.initial_seed(), torch.rand(1).item(), numpy.random.random(), file=sys.stderr)
 
 
 def threads():

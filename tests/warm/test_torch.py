@@ -17,6 +17,8 @@ def starters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """With one thread for OpenMP, as several workers of a node get, and with as many as there are cores."""
     threads = {"OMP_NUM_THREADS": request.param} if request.param else {}
     with both_ways(config_for(tmp_path_factory.mktemp("logs"), SCRIPT, preload=()), threads) as starters:
+        for starter in starters.values():
+            starter.patience = 90.0  # processes that are spawned import torch
         yield starters
 
 
@@ -30,6 +32,13 @@ def test_torch_does_in_a_forked_worker_what_it_does_in_an_executed_one(
     assert ends["warm"].code == 0, ends["warm"].stderr
     told = {way: (end.code, sorted(end.stdout.splitlines()), _warnings(end.stderr)) for way, end in ends.items()}
     assert told["warm"] == told["exec"]
+
+
+@pytest.mark.slow
+def test_forked_workers_draw_different_numbers(starters: dict[str, Starter]) -> None:
+    first, second = (starters["warm"].run(SCRIPT, "draw").stderr.split() for _ in range(2))
+    assert len(first) == len(second) == 3
+    assert not set(first) & set(second)
 
 
 def _warnings(text: str) -> list[str]:

@@ -139,10 +139,11 @@ def _take_streams(stdout: int, stderr: int) -> None:
 
 
 def _fresh_randomness() -> None:
-    """Python's own generator seeds itself after a fork; NumPy's does not."""
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed()
+    """Python's own generator seeds itself after a fork; NumPy's and torch's do so when they are imported."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _forget_server() -> None:
