@@ -108,6 +108,8 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
     ("role", "trainer", "role", "trainer"),
     ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
+    ("preload", "numpy,torch.nn", "preload", ("numpy", "torch.nn")),
+    ("no-preload", "numpy", "no_preload", ("numpy",)),
     ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
@@ -136,7 +138,7 @@ def test_every_flag_is_tested() -> None:
     tested = {f"--{name}" for name, *_ in VALUES}
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested == switches
-    assert switches == {"--standalone", "--module", "--no-python", "--help", "--version"}
+    assert switches == {"--standalone", "--module", "--no-python", "--no-warm", "--help", "--version"}
 
 
 @pytest.mark.parametrize(
@@ -366,3 +368,10 @@ def test_a_log_dir_that_cannot_be_written(parse: Parse, tmp_path: Path, monkeypa
     error = refused(parse, "--log-dir logs train.py")
     assert f"no permission to write to {tmp_path}" in error.message
     assert "--log-dir" in error.hint
+
+
+def test_modules_to_load_ahead_add_up_and_have_names(parse: Parse) -> None:
+    assert parse("--preload", "numpy", "--preload=yaml,", "train.py").preload == ("numpy", "yaml")
+    with pytest.raises(UsageError, match="--no-preload '-x' is not the name of a module"):
+        parse("--no-preload=-x", "train.py")
+    assert parse("--no-warm", "train.py").warm is False

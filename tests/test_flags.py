@@ -42,8 +42,8 @@ def test_prefixes(prefix: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("token", "candidates"),
     [
-        ("--n", ["--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python"]),
-        ("--no", ["--node-rank", "--node-id", "--no-python"]),
+        ("--n", ["--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"]),
+        ("--no", ["--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"]),
         ("--node_", ["--node-rank", "--node-id"]),
         ("--rdzv=3", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"]),
     ],

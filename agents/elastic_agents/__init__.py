@@ -5,6 +5,7 @@
 ``policy``    the pure decisions
 ``inbox``     one queue for signals, exits, orders and timers
 ``workers``   the workers of a round; ``processes`` and ``sessions`` start and end their processes
+``warm``      what they are forked from, so that they need not import
 ``output``    their stdout and stderr, on the console and in files
 ``failures``  what a dead worker left to say
 ``guard``     kills the workers if the agent itself is killed
