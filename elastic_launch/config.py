@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
+from elastic_launch.output import Output
 from elastic_launch.secret import Token
 
 __all__ = [
@@ -163,6 +164,7 @@ class LaunchConfig:
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        output: what becomes of the workers' output.
         token: the run's secret, or None; part of no output and of no digest.
         warm: fork workers from a process that has their imports done, where possible.
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
@@ -185,6 +187,7 @@ class LaunchConfig:
     role: str = "default"
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
+    output: Output = field(default_factory=Output)
     token: Token | None = field(default=None, repr=False)
     warm: bool = True
     preload: tuple[str, ...] = ()

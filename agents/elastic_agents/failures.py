@@ -101,6 +101,7 @@ def report(
     exit_code: int,
     ran: float,
     error_file: Path,
+    log: Path,
     stderr: Sequence[str],
     preempted: bool,
     out_of_memory: bool,
@@ -131,7 +132,7 @@ def report(
         detail=tuple(line[:_LINE_LENGTH] for line in detail[-_DETAIL_LINES:]),
         ran=ran,
         signature=signature,
-        log=str(error_file.parent),
+        log=str(log),
         round=round_number,
     )
 

@@ -1,0 +1,139 @@
+"""What a stream of output is poured into: a console, a file, or either of them line by line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+__all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "has_colours", "painted"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+LONGEST_LINE = 65536
+"""Bytes of a line that are held until it ends; a longer one is passed on in pieces of this length."""
+
+# A progress bar returns to the line's start and goes on: to who reads lines each state is one, as to torchrun.
+_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+_HUES = (36, 33, 32, 35, 34, 31)
+
+
+class Sink(Protocol):
+    """Takes bytes until it is closed; never raises for what is on its other side."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Console:
+    """A stream of the agent's own; it stays open."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError:
+            return  # nobody reads the console any more; the files have it
+
+    def close(self) -> None:
+        """It is not ours."""
+
+
+class Appended:
+    """A file that is appended to, and made when there is something to write.
+
+    It may be shared with other writers: what one call of :meth:`write` brings stays together.
+
+    Args:
+        complaints: of all files of an agent; the first one is logged, the others would say the same.
+    """
+
+    def __init__(self, path: Path, complaints: list[str]) -> None:
+        self._path = path
+        self._complaints = complaints
+        self._file: BinaryIO | None = None
+
+    def write(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(data)
+        except OSError as error:  # a full disk must not stop training
+            if not self._complaints:
+                _log.warning("the workers' output is not kept in files: %s", error)
+                self._complaints.append(str(error))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Lines:
+    """Passes on whole lines, those that hold a filter if there are any, each with a prefix.
+
+    Several lines at a time, but no more than a pipe takes in one piece: the agent's own lines come from other threads.
+    """
+
+    def __init__(self, sink: Sink, prefix: str, filters: Sequence[str] = ()) -> None:
+        self._sink = sink
+        self._prefix = prefix.encode(errors="surrogateescape")
+        self._filters = [text.encode(errors="surrogateescape") for text in filters]
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        self._pass_on(self._cut(data))
+
+    def close(self) -> None:
+        if self._held:
+            self._pass_on([self._held.rstrip(b"\r")])
+        self._sink.close()
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        data, start = self._held + data, 0
+        for end in _END.finditer(data):
+            if end.start() > start or end[0] != b"\r":
+                yield data[start : end.start()]
+            start = end.end()
+        while len(data) - start > LONGEST_LINE:
+            yield data[start : start + LONGEST_LINE]
+            start += LONGEST_LINE
+        self._held = data[start:]
+
+    def _pass_on(self, lines: Iterator[bytes] | Sequence[bytes]) -> None:
+        batch = b""
+        for line in lines:
+            if self._filters and not any(text in line for text in self._filters):
+                continue
+            line = self._prefix + line + b"\n"
+            if len(batch) + len(line) > select.PIPE_BUF:
+                self._flush(batch)
+                batch = b""
+            batch += line
+        self._flush(batch)
+
+    def _flush(self, batch: bytes) -> None:
+        if batch:
+            self._sink.write(batch)
+
+
+def has_colours(descriptor: int) -> bool:
+    """Whether colours may be written: to a terminal that knows them, unless NO_COLOR is set (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return os.isatty(descriptor)
+
+
+def painted(text: str, hue: int) -> str:
+    """Text in one of a few colours, by ECMA-48's SGR codes."""
+    return f"\x1b[{_HUES[hue % len(_HUES)]}m{text}\x1b[0m"
