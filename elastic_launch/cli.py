@@ -30,8 +30,10 @@ from elastic_launch.config import (
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.output_flags import read_output
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
+from elastic_launch.termination import write_termination_log
 
 __all__ = ["console_main", "main", "parse"]
 
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(config)
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
+        write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
         print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
         return error.exit_code
 
@@ -153,6 +156,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),
+        output=read_output(values),
         token=read_token(values.text("--token-file"), values.environ),
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
@@ -227,7 +231,7 @@ def _modules(name: str, values: Values) -> tuple[str, ...]:
 
 def _log_dir(values: Values) -> Path:
     text = values.text("--log-dir")
-    if text is None:
+    if text is None or text == os.devnull:  # a run has events, and elasticctl must find it, even if no logs are kept
         stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
         path = state_directory(values.environ) / stamp
     else:

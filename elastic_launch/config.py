@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
-from elastic_launch.output import Output
+from elastic_launch.output import LATEST, Output
 from elastic_launch.secret import Token
 
 __all__ = [
@@ -197,10 +197,10 @@ class LaunchConfig:
         if self.nproc < 1:
             raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
-        if not _names_a_file(self.run_id):
+        if not _names_a_file(self.run_id) or self.run_id == LATEST:
             raise UsageError(
                 f"--rdzv-id {self.run_id!r} cannot name a run.",
-                "Give 1 to 200 printable bytes without a slash, such as a job id.",
+                f"Give 1 to 200 printable bytes without a slash, such as a job id; not {LATEST}.",
             )
         if not _names_a_file(self.node_id):
             raise UsageError(

@@ -64,6 +64,10 @@ class Streams:
         """The streams chosen of one local rank."""
         return dict(self.ranks).get(local_rank, self.others)
 
+    def named(self) -> frozenset[int]:
+        """The local ranks that are not as all others."""
+        return frozenset(rank for rank, _ in self.ranks)
+
     def __bool__(self) -> bool:
         return bool(self.others) or any(std for _, std in self.ranks)
 
@@ -76,7 +80,7 @@ class Route:
         console: whether to the agent's own stream, too.
         path: the file that gets all of it, byte for byte; None: no file does.
         prefix: what stands before each line on the console; with one, lines are not mixed.
-        hue: by which prefixes are told apart on a terminal with colours; the rank.
+        rank: the worker's, by which prefixes are told apart on a terminal with colours.
         filters: a line that holds one of these goes to ``matching`` as well.
         header: what stands before each line in ``matching``.
     """
@@ -84,7 +88,7 @@ class Route:
     console: bool = True
     path: Path | None = None
     prefix: str = ""
-    hue: int = 0
+    rank: int = 0
     filters: tuple[str, ...] = ()
     matching: Path | None = None
     header: str = ""
@@ -141,35 +145,36 @@ class Output:
             return False
         return std in self.tee.of(local_rank) or std not in self.redirects.of(local_rank)
 
-    def routes(self, placement: Placement, directory: Path | None, *, role: str, node_id: str) -> tuple[Route, Route]:
+    def filters(self, local_rank: int, std: Std) -> tuple[str, ...]:
+        """By what a stream's lines are duplicated: not at all if it isn't shown, or others are tee'd and it isn't."""
+        if not self.shows(local_rank, std) or (self.tee and std not in self.tee.of(local_rank)):
+            return ()
+        return self.stdout_filters if std is Std.OUT else self.stderr_filters
+
+    def routes(self, placement: Placement, directory: Path, *, role: str, node_id: str) -> tuple[Route, Route]:
         """Return where a worker's stdout and stderr go.
 
         Args:
-            directory: of the round's logs; None: there is none.
+            directory: of the round's logs.
         """
         out = self._route(placement, directory, Std.OUT, role, node_id)
         return out, self._route(placement, directory, Std.ERR, role, node_id)
 
-    def _route(self, placement: Placement, directory: Path | None, std: Std, role: str, node_id: str) -> Route:
-        name, filters, template = (
-            ("stdout", self.stdout_filters, self.stdout_file)
-            if std is Std.OUT
-            else ("stderr", self.stderr_filters, self.stderr_file)
-        )
+    def _route(self, placement: Placement, directory: Path, std: Std, role: str, node_id: str) -> Route:
+        name, template = ("stdout", self.stdout_file) if std is Std.OUT else ("stderr", self.stderr_file)
         kept = directory if self.keep else None
         path = kept / str(placement.rank) / f"{name}.log" if kept else None
         if template and std in self.redirects.of(placement.local_rank):
             path = _formatted(template, placement)
-        shown, tee = self.shows(placement.local_rank, std), std in self.tee.of(placement.local_rank)
         header = self.header_of(placement, role=role, node_id=node_id)
-        filtered = filters if shown and (tee or not self.tee) and directory else ()
+        filters = self.filters(placement.local_rank, std) if kept else ()
         return Route(
-            console=shown,
+            console=self.shows(placement.local_rank, std),
             path=path,
-            prefix=header if self.prefix or tee else "",
-            hue=placement.rank,
-            filters=filtered,
-            matching=directory / f"filtered_{name}-{node_id}.log" if directory and filtered else None,
+            prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
+            rank=placement.rank,
+            filters=filters,
+            matching=kept / f"filtered_{name}-{node_id}.log" if kept and filters else None,
             header=header,
         )
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,6 +135,7 @@ def report(
         signature=signature,
         log=str(log),
         round=round_number,
+        host=socket.gethostname(),
     )
 
 

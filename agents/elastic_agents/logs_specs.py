@@ -77,7 +77,7 @@ class NamedLogs:
             console=files[local_rank] == "" or tee.get(local_rank, os.devnull) != os.devnull,
             path=_file(files[local_rank]),
             prefix=header if output.prefix or local_rank in tee else "",
-            hue=placement.rank,
+            rank=placement.rank,
             filters=filtered,
             matching=_file(matching) if filtered else None,
             header=header,

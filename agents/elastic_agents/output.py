@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from elastic_agents.sinks import Appended, Console, Lines, Sink, has_colours, painted
+from elastic_agents.sinks import Appended, Console, Lines, Sink, colour_of, has_colours, painted
 from elastic_launch.output import Route
 
 __all__ = ["OutputPump", "Stream"]
@@ -95,7 +95,9 @@ class OutputPump:
     def _sinks(self, console: int, route: Route) -> list[Sink]:
         sinks: list[Sink] = []
         if route.console:
-            prefix = painted(route.prefix, route.hue) if route.prefix and has_colours(console) else route.prefix
+            prefix = route.prefix
+            if prefix and has_colours(console):
+                prefix = painted(prefix, colour_of(route.rank))
             sinks.append(Lines(Console(console), prefix) if prefix else Console(console))
         if route.path is not None:
             sinks.append(Appended(route.path, self._complaints))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-__all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "has_colours", "painted"]
+__all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "colour_of", "has_colours", "painted"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -20,7 +20,8 @@ LONGEST_LINE = 65536
 # A progress bar returns to the line's start and goes on: to who reads lines each state is one, as to torchrun.
 _END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
-_HUES = (36, 33, 32, 35, 34, 31)
+_COLOURS = (36, 33, 32, 35, 34)
+"""SGR codes by which ranks are told apart; red is for errors."""
 
 
 class Sink(Protocol):
@@ -134,6 +135,11 @@ def has_colours(descriptor: int) -> bool:
     return os.isatty(descriptor)
 
 
-def painted(text: str, hue: int) -> str:
-    """Text in one of a few colours, by ECMA-48's SGR codes."""
-    return f"\x1b[{_HUES[hue % len(_HUES)]}m{text}\x1b[0m"
+def painted(text: str, code: int) -> str:
+    """Text in a colour, by its code in ECMA-48's SGR."""
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def colour_of(rank: int) -> int:
+    """A rank's colour."""
+    return _COLOURS[rank % len(_COLOURS)]
