@@ -164,6 +164,7 @@ class LaunchConfig:
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
         output: what becomes of the workers' output.
         token: the run's secret, or None; part of no output and of no digest.
         warm: fork workers from a process that has their imports done, where possible.
@@ -187,6 +188,7 @@ class LaunchConfig:
     role: str = "default"
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
+    link_dir: Path | None = None
     output: Output = field(default_factory=Output)
     token: Token | None = field(default=None, repr=False)
     warm: bool = True

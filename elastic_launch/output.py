@@ -110,7 +110,6 @@ class Output:
             FORMAT_NAMES in braces; empty: nowhere else.
         keep: whether streams are kept in the log directory.
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty: none.
-        latest: directory for the link ``latest`` to the newest run's directory; None: the log directory.
 
     Raises:
         UsageError: if a name in braces is not known.
@@ -127,7 +126,6 @@ class Output:
     stderr_file: str = ""
     keep: bool = True
     logs_specs: str = ""
-    latest: Path | None = None
 
     def __post_init__(self) -> None:
         for text in filter(None, (self.stdout_file, self.stderr_file)):

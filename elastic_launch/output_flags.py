@@ -1,17 +1,19 @@
-"""From flags and environment to :class:`~elastic_launch.output.Output`; the flags are torchrun's but for --prefix."""
+"""From flags and environment to :class:`~elastic_launch.output.Output` and the log directory."""
 
 from __future__ import annotations
 
 import logging
 import os
+from datetime import UTC, datetime
 from importlib.metadata import entry_points
+from pathlib import Path
 
-from elastic_launch.config import state_directory
+from elastic_launch.config import state_directory, writable
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
 from elastic_launch.output import LOGS_SPECS_GROUP, TORCH_HEADER, Output, Std, Streams, parse_ranks, parse_streams
 
-__all__ = ["read_output"]
+__all__ = ["read_log_dir", "read_output"]
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +27,7 @@ def read_output(values: Values) -> Output:
     Raises:
         UsageError: on a value that is not what its flag takes.
     """
-    log_dir, ranks = values.text("--log-dir"), values.text("--local-ranks-filter")
-    keep = log_dir != os.devnull
+    ranks = values.text("--local-ranks-filter")
     out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
     output = Output(
         redirects=_streams(values, "--redirects"),
@@ -36,12 +37,37 @@ def read_output(values: Values) -> Output:
         stderr_filters=err,
         prefix=values.switch("--prefix"),
         header=values.environ.get(ENV_HEADER) or TORCH_HEADER,
-        keep=keep,
+        keep=values.text("--log-dir") != os.devnull,
         logs_specs=_logs_specs(values),
-        latest=state_directory(values.environ) if log_dir is None or not keep else None,
     )
     _tell_without_effect(output)
     return output
+
+
+def read_log_dir(values: Values) -> tuple[Path, Path | None]:
+    """Return the base of the logs, and where the link to the newest run belongs if not there.
+
+    Raises:
+        UsageError: if the directory cannot be written.
+    """
+    text = values.text("--log-dir")
+    if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
+        base = state_directory(values.environ)
+        return _writable(base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"), base
+    # Workers may change their directory, and still have to find their error files.
+    return _writable(Path(os.path.abspath(text))), None
+
+
+def _writable(path: Path) -> Path:
+    if writable(path):
+        return path
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    if not os.path.isdir(base):
+        raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
+    raise UsageError(
+        f"--log-dir {path}: no permission to write to {base}.",
+        "Name a directory of yours with --log-dir.",
+    )
 
 
 def _tell_without_effect(output: Output) -> None:

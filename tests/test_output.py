@@ -144,7 +144,7 @@ def test_no_files_are_kept_under_dev_null(caplog: pytest.LogCaptureFixture, tmp_
     )
     out, err = routes(config.output)
     assert (out, err) == (Route(rank=4, header="[default0]:"),) * 2
-    assert config.log_dir.parent == config.output.latest == tmp_path / "elastic-launch"
+    assert config.log_dir.parent == config.link_dir == tmp_path / "elastic-launch"
     assert "keeps no files" in caplog.text
 
 

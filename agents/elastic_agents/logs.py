@@ -80,7 +80,7 @@ def link_latest(config: LaunchConfig) -> None:
 
     Agents of one run make the same link. What else has this name is left alone.
     """
-    base = config.output.latest or config.log_dir
+    base = config.link_dir or config.log_dir
     link = base / LATEST
     temporary = base / f".{LATEST}-{secrets.token_hex(8)}"
     try:
