@@ -93,6 +93,7 @@ def test_the_prefix_names_node_and_rank_and_keeps_lines_whole(job: Job) -> None:
     assert kept(job)["1/stdout.log"] == "".join(f"begin {i} end\n" for i in range(1, 6))
 
 
+@pytest.mark.slow
 def test_no_logs_are_kept_under_dev_null(job: Job) -> None:
     state = job.directory / "state"
     assert lines(job, "--log-dir", "/dev/null", XDG_STATE_HOME=str(state)) == ["err 0", "err 1", "out 0", "out 1"]
@@ -141,6 +142,7 @@ def test_named_logs_specs_say_where_logs_go(job: Job) -> None:
     assert kept(job) == {}
 
 
+@pytest.mark.slow
 def test_the_link_names_the_newest_run_and_rounds_stay(job: Job) -> None:
     script = 'echo "round $ELASTIC_LAUNCH_ROUND"; test $ELASTIC_LAUNCH_ROUND = 2'
     lines(job, "--nproc", "1", script=script)
@@ -169,6 +171,7 @@ def test_a_failed_run_leaves_its_last_words_for_kubernetes(job: Job) -> None:
     assert rest[-1] == "line 500 of many that come before the end"
 
 
+@pytest.mark.slow
 def test_colours_are_for_terminals(job: Job) -> None:
     terminal, console = pty.openpty()
     command = [sys.executable, "-m", "elastic_launch", "--log-dir", str(job.logs), "--prefix", "--node-id", "a"]
