@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -16,9 +15,6 @@ _log = logging.getLogger("elastic_launch.agent")
 
 LONGEST_LINE = 65536
 """Bytes of a line that are held until it ends; a longer one is passed on in pieces of this length."""
-
-# A progress bar returns to the line's start and goes on: to who reads lines each state is one, as to torchrun.
-_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 _COLOURS = (36, 33, 32, 35, 34)
 """SGR codes by which ranks are told apart; red is for errors."""
@@ -83,6 +79,8 @@ class Appended:
 class Lines:
     """Passes on whole lines, those that hold a filter if there are any, each with a prefix.
 
+    A carriage return ends a line as well. What is held is not looked at again, whatever pieces a line comes in.
+
     Several lines at a time, but no more than a pipe takes in one piece: the agent's own lines come from other threads.
     """
 
@@ -90,42 +88,62 @@ class Lines:
         self._sink = sink
         self._prefix = prefix.encode(errors="surrogateescape")
         self._filters = [text.encode(errors="surrogateescape") for text in filters]
-        self._held = b""
+        self._held: list[bytes] = []
+        self._size = 0
+        self._returned = False  # the present line was begun by a carriage return, and has nothing in it
 
     def write(self, data: bytes) -> None:
         self._pass_on(self._cut(data))
 
     def close(self) -> None:
         if self._held:
-            self._pass_on([self._held.rstrip(b"\r")])
+            self._pass_on(self._taken(b""))
         self._sink.close()
 
     def _cut(self, data: bytes) -> Iterator[bytes]:
-        data, start = self._held + data, 0
-        for end in _END.finditer(data):
-            if end.start() > start or end[0] != b"\r":
-                yield data[start : end.start()]
-            start = end.end()
-        while len(data) - start > LONGEST_LINE:
-            yield data[start : start + LONGEST_LINE]
-            start += LONGEST_LINE
-        self._held = data[start:]
+        *whole, rest = data.split(b"\n")
+        for text in whole:
+            last = yield from self._states(text)
+            if last or self._held or not self._returned:
+                yield from self._taken(last)
+            self._returned = False
+        last = yield from self._states(rest)
+        if last:
+            self._held.append(last)
+            self._size += len(last)
+        if self._size > LONGEST_LINE:
+            *pieces, last = self._taken(b"")
+            yield from pieces
+            self._held, self._size = [last], len(last)
 
-    def _pass_on(self, lines: Iterator[bytes] | Sequence[bytes]) -> None:
-        batch = b""
+    def _states(self, text: bytes) -> Generator[bytes, None, bytes]:
+        """A progress bar returns to the line's start and goes on: each state is a line, as it is with torchrun."""
+        *states, last = text.split(b"\r")
+        for state in states:
+            if state or self._held:
+                yield from self._taken(state)
+                self._returned = True
+        return last
+
+    def _taken(self, end: bytes) -> Iterator[bytes]:
+        line = b"".join([*self._held, end]) if self._held else end
+        self._held, self._size = [], 0
+        for start in range(0, len(line) or 1, LONGEST_LINE):
+            yield line[start : start + LONGEST_LINE]
+
+    def _pass_on(self, lines: Iterable[bytes]) -> None:
+        batch: list[bytes] = []
+        size = 0
         for line in lines:
             if self._filters and not any(text in line for text in self._filters):
                 continue
-            line = self._prefix + line + b"\n"
-            if len(batch) + len(line) > select.PIPE_BUF:
-                self._flush(batch)
-                batch = b""
-            batch += line
-        self._flush(batch)
-
-    def _flush(self, batch: bytes) -> None:
+            if batch and size + len(self._prefix) + len(line) + 1 > select.PIPE_BUF:
+                self._sink.write(b"".join(batch))
+                batch, size = [], 0
+            batch += (self._prefix, line, b"\n")
+            size += len(self._prefix) + len(line) + 1
         if batch:
-            self._sink.write(batch)
+            self._sink.write(b"".join(batch))
 
 
 def has_colours(descriptor: int) -> bool:

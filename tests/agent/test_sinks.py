@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_agents.console import configure_logging
 from elastic_agents.logs import link_latest
@@ -71,12 +73,19 @@ def test_a_line_is_not_passed_on_before_its_end() -> None:
 
 
 def test_each_state_of_a_progress_bar_is_a_line() -> None:
-    assert poured(b"\r 10 %", b"\r 20 %\r", b" 30 %\r", b"\nend\r\n").lines == [
-        b">  10 %",
-        b">  20 %",
-        b">  30 %",
-        b"> end",
-    ]
+    data = b"\r 10 %\r 20 %\r 30 %\r\nend\r\n\r\n\nlast\r"
+    lines = [b">  10 %", b">  20 %", b">  30 %", b"> end", b"> ", b"> ", b"> last"]
+    assert poured(data).lines == lines
+    assert poured(*(data[i : i + 1] for i in range(len(data)))).lines == lines
+
+
+@given(st.lists(st.text("a\r\n", max_size=6).map(str.encode), max_size=12))
+def test_how_output_is_cut_into_writes_makes_no_difference(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    assert poured(*pieces).lines == poured(whole).lines
+    assert b"".join(line[2:] for line in poured(whole).lines) == whole.translate(None, b"\r\n")
+    if b"\r" not in whole:
+        assert poured(whole).lines == [b"> " + line for line in whole.splitlines()]
 
 
 def test_an_endless_line_comes_in_pieces() -> None:
