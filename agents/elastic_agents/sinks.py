@@ -36,11 +36,15 @@ class Console:
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
-        try:
-            while view:
+        while view:
+            try:
                 view = view[os.write(self._descriptor, view) :]
-        except OSError:
-            return  # nobody reads the console any more; the files have it
+            except BlockingIOError:  # whoever shares the console has made it so; it is no reason to lose anything
+                room = select.poll()
+                room.register(self._descriptor, select.POLLOUT)
+                room.poll()
+            except OSError:
+                return  # nobody reads the console any more; the files have it
 
     def close(self) -> None:
         """It is not ours."""

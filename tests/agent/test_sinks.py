@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import logging
 import os
 import pty
+import termios
 import threading
 import tty
 from collections.abc import Callable, Iterator
@@ -12,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,6 +153,34 @@ def test_prefixes_are_plain_where_no_colours_are_wanted(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv(name, value)
     assert shown(pump, Route(prefix="[a:0]"), b"x\n") == b"[a:0]x\n"
+
+
+def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPump) -> None:
+    source, console = os.pipe()
+    os.set_blocking(console, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(console, b"#" * 4096)
+    stream, sink = pump.open(console, Route())
+    os.write(sink, b"hello")
+
+    def taken() -> bool:
+        waiting = array.array("i", [0])
+        fcntl.ioctl(sink, termios.FIONREAD, waiting)
+        return waiting[0] == 0
+
+    wait_for("the pump to read what was written", taken)
+    seen = b""
+    while len(seen) < filled:
+        seen += os.read(source, 65536)
+    os.close(sink)
+    assert stream.ended.wait(10)
+    os.close(console)
+    while piece := os.read(source, 65536):
+        seen += piece
+    os.close(source)
+    assert seen[filled:] == b"hello"
 
 
 def test_a_stream_that_is_not_shown_is_kept_in_a_directory_made_for_it(pump: OutputPump, tmp_path: Path) -> None:
