@@ -11,9 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from typing import NoReturn
 
 from elastic_launch import __version__
@@ -25,13 +23,13 @@ from elastic_launch.config import (
     parse_endpoint,
     parse_endpoints,
     parse_nnodes,
-    state_directory,
-    writable,
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
+from elastic_launch.termination import write_termination_log
 
 __all__ = ["console_main", "main", "parse"]
 
@@ -74,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(config)
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
+        write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
         print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
         return error.exit_code
 
@@ -132,6 +131,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
             "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
         )
     grace = values.setting("--shutdown-timeout")
+    log_dir, link_dir = read_log_dir(values)
     return LaunchConfig(
         command=command,
         limits=limits,
@@ -149,10 +149,12 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
-        log_dir=_log_dir(values),
+        log_dir=log_dir,
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),
+        link_dir=link_dir,
+        output=read_output(values),
         token=read_token(values.text("--token-file"), values.environ),
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
@@ -217,31 +219,13 @@ def _nproc(text: str) -> int:
 
 def _modules(name: str, values: Values) -> tuple[str, ...]:
     """The modules that a flag names, which may be given several times."""
+    values.text(name)  # which refuses an empty one
     texts = values.given.get(name) or [values.text(name) or ""]
     found = tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
     for module in found:
         if not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name} {module!r} is not the name of a module.", "Write names, as in numpy,torch.nn.")
     return found
-
-
-def _log_dir(values: Values) -> Path:
-    text = values.text("--log-dir")
-    if text is None:
-        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
-        path = state_directory(values.environ) / stamp
-    else:
-        # Workers may change their directory, and still have to find their error files.
-        path = Path(os.path.abspath(text))
-    if writable(path):
-        return path
-    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
-    if not os.path.isdir(base):
-        raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
-    raise UsageError(
-        f"--log-dir {path}: no permission to write to {base}.",
-        "Name a directory of yours with --log-dir.",
-    )
 
 
 def _command(line: Line, values: Values) -> Command:

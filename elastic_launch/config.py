@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
+from elastic_launch.output import LATEST, Output
 from elastic_launch.secret import Token
 
 __all__ = [
@@ -163,6 +164,8 @@ class LaunchConfig:
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
+        output: what becomes of the workers' output.
         token: the run's secret, or None; part of no output and of no digest.
         warm: fork workers from a process that has their imports done, where possible.
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
@@ -185,6 +188,8 @@ class LaunchConfig:
     role: str = "default"
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
+    link_dir: Path | None = None
+    output: Output = field(default_factory=Output)
     token: Token | None = field(default=None, repr=False)
     warm: bool = True
     preload: tuple[str, ...] = ()
@@ -194,10 +199,10 @@ class LaunchConfig:
         if self.nproc < 1:
             raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
-        if not _names_a_file(self.run_id):
+        if not _names_a_file(self.run_id) or self.run_id == LATEST:
             raise UsageError(
                 f"--rdzv-id {self.run_id!r} cannot name a run.",
-                "Give 1 to 200 printable bytes without a slash, such as a job id.",
+                f"Give 1 to 200 printable bytes without a slash, such as a job id; not {LATEST}.",
             )
         if not _names_a_file(self.node_id):
             raise UsageError(

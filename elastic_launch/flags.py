@@ -121,7 +121,19 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--preload",), "import these ahead, too", "MODULE,..."),
             Flag(("--no-preload",), "don't import these ahead", "MODULE,..."),
             Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
+        ),
+    ),
+    (
+        "Output",
+        (
             Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+            Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
+            Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
+            Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
+            Flag(("--duplicate-stdout-filters",), "stdout's lines with these: in a file", "TEXT"),
+            Flag(("--duplicate-stderr-filters",), "stderr's lines with these: in a file", "TEXT"),
+            Flag(("--prefix",), "[node:rank] before each line that is shown"),
+            Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
         ),
     ),
     (
@@ -268,9 +280,9 @@ def _resolve(token: str) -> tuple[Flag, str | None]:
             "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
         )
     if not name.startswith("--"):
-        # -n4, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
-        if name.startswith("-n") and name[2:].isdecimal() and not equals:
-            return BY_NAME["-n"], name[2:]
+        # -n4 and -t0:1, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
+        if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals:
+            return BY_NAME[name[:2]], name[2:]
         raise _unknown(spelled)
     candidates = {flag.name: flag for known, flag in BY_NAME.items() if known.startswith(name)}
     if not candidates:

@@ -230,10 +230,14 @@ class Job:
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """All events of all nodes, in the order of this host's clock."""
         found = []
-        for path in self.logs.glob("*/events-*.jsonl"):
+        for path in self.logged("events-*.jsonl"):
             found += [json.loads(line) for line in path.read_text().splitlines()]
         found.sort(key=lambda event: event["clock"])
         return [event for event in found if name in (None, event["event"])]
+
+    def logged(self, pattern: str) -> list[Path]:
+        """Files of all runs by a pattern under a run's directory; not through the link to the newest."""
+        return [path for run in self.logs.glob("*") if not run.is_symlink() for path in run.glob(pattern)]
 
     def close(self) -> list[int]:
         """End everything; return the pids of workers and grandchildren that had outlived their agents."""

@@ -16,6 +16,7 @@ from elastic_launch import cli
 from elastic_launch.config import Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import FLAGS
+from elastic_launch.output import Output, Std, Streams
 from elastic_launch.secret import Token
 
 Parse = Callable[..., LaunchConfig]
@@ -110,6 +111,12 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
     ("preload", "numpy,torch.nn", "preload", ("numpy", "torch.nn")),
     ("no-preload", "numpy", "no_preload", ("numpy",)),
+    ("redirects", "0:3,1:2", "output", Output(redirects=Streams(ranks=((0, Std.ALL), (1, Std.ERR))))),
+    ("tee", "1", "output", Output(tee=Streams(Std.OUT))),
+    ("local-ranks-filter", "0,2", "output", Output(local_ranks=frozenset({0, 2}))),
+    ("duplicate-stdout-filters", "loss,a,,b", "output", Output(stdout_filters=("loss", "a,b"))),
+    ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
+    ("logs-specs", "default", "output", Output()),
     ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
@@ -138,7 +145,10 @@ def test_every_flag_is_tested() -> None:
     tested = {f"--{name}" for name, *_ in VALUES}
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested == switches
-    assert switches == {"--standalone", "--module", "--no-python", "--no-warm", "--help", "--version"}
+    assert switches == {
+        *("--standalone", "--module", "--no-python", "--no-warm", "--prefix"),
+        *("--help", "--version"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
@@ -23,6 +24,8 @@ from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Inbox, SignalCaught
 from elastic_agents.keeper import Keeper
+from elastic_agents.logs import LogPlaces, WorkerLogs
+from elastic_agents.logs_specs import LogsSpecsFailed
 from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, place, placements
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
@@ -130,6 +133,8 @@ class LocalElasticAgent(ElasticAgent):
         self._restarts = 0
         self._failure: m.Failure | None = None
         self._local_failures: dict[int, Reaped] = {}
+        self._places = LogPlaces(config)
+        self._logs: dict[int, WorkerLogs] = {}  # by local rank
         self._hosting = False
         self._member = False
         self._awaited: m.Form | None = None  # a round whose workers wait to be started
@@ -156,7 +161,7 @@ class LocalElasticAgent(ElasticAgent):
         keeper = self._keeper = Keeper(lambda: self._member, self._copied)
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
-        self._workers = WorkerSet(self._config.node_id, self._config.run_directory, processes, pump, guard, self._clock)
+        self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
         try:
             self._membership.start()
             while self._outcome is None:
@@ -392,13 +397,22 @@ class LocalElasticAgent(ElasticAgent):
         self._rank = place(self._group, form.round, self._config.node_id)
         if self._rank == 0:
             self._store.serve(self._config.timing.read_timeout)
-        for worker, placement in zip(self._group.workers, placements(self._group, form.round), strict=True):
-            began = self._clock.now()
+        placed = placements(self._group, form.round)
+        try:
+            self._logs, envs = self._places.prepare(form.round.number, placed, partial(self._environment, form))
+        except LogsSpecsFailed as error:
+            self._react(p.StartFailed(str(error), frozenset()))
+            return
+        for worker, placement in zip(self._group.workers, placed, strict=True):
+            began, local_rank = self._clock.now(), placement.local_rank
+            argv = arguments(self._config, placement)
             try:
-                worker.id = self._start_one(form, placement)
+                worker.id = self._workers.start(
+                    form.round.number, placement, argv, envs[local_rank], self._logs[local_rank]
+                )
             except OSError as error:
                 cause = f"worker {placement.rank} cannot be started: {error}"
-                self._react(p.StartFailed(cause, frozenset(range(worker.local_rank))))
+                self._react(p.StartFailed(cause, frozenset(range(local_rank))))
                 return
             took = round(self._clock.now() - began, 6)
             self._events.emit(
@@ -407,12 +421,8 @@ class LocalElasticAgent(ElasticAgent):
         self._group.state = WorkerState.HEALTHY
         self._membership.joined(form.round.number)
 
-    def _start_one(self, form: m.Form, placement: Placement) -> int:
-        config, number = self._config, form.round.number
-        directory = self._workers.directory(number, placement.rank)
-        error_file = str(directory / "error.json")
-        env = environment(config, form, placement, error_file=error_file, socket=self._control.address)
-        return self._workers.start(number, placement, arguments(config, placement), env, directory)
+    def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
+        return environment(self._config, form, placement, error_file=error_file, socket=self._control.address)
 
     def _result(self, outcome: Outcome) -> RunResult:
         if outcome.code == ExitCode.DONE:
@@ -424,7 +434,7 @@ class LocalElasticAgent(ElasticAgent):
                 local_rank=reaped.placement.local_rank,
                 pid=reaped.pid,
                 exitcode=reaped.exit_code,
-                error_file=str(self._config.run_directory / f"round_{reaped.round}" / str(rank) / "error.json"),
+                error_file=str(self._logs[reaped.placement.local_rank].error_file),
             )
             for rank, reaped in self._local_failures.items()
         }

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def report(
     exit_code: int,
     ran: float,
     error_file: Path,
+    log: Path,
     stderr: Sequence[str],
     preempted: bool,
     out_of_memory: bool,
@@ -131,8 +133,9 @@ def report(
         detail=tuple(line[:_LINE_LENGTH] for line in detail[-_DETAIL_LINES:]),
         ran=ran,
         signature=signature,
-        log=str(error_file.parent),
+        log=str(log),
         round=round_number,
+        host=socket.gethostname(),
     )
 
 

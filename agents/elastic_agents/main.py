@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from elastic_agents.console import configure_logging
 from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.summary import last_words, root_cause
 from elastic_agents.warm.client import start_processes
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
 from elastic_launch.observe.live import LiveLedger
-from elastic_launch.rendezvous.messages import Failure
+from elastic_launch.termination import write_termination_log
 
 if TYPE_CHECKING:
     from elastic_agents.agent import Outcome
@@ -46,7 +47,7 @@ class _Journal:
 
 def run(config: LaunchConfig) -> int:
     """Run this node's part of a run and return its exit code."""
-    _configure_logging()
+    configure_logging()
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     with SignalsTo(_SIGNALS, inbox):
@@ -63,8 +64,10 @@ def run(config: LaunchConfig) -> int:
         processes = start_processes(config)  # first of all: it takes longest, and needs nothing of what follows
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
+            from elastic_agents.logs import link_latest
             from elastic_launch.rendezvous.choice import backend_of
 
+        link_latest(config)
         backend = backend_of(config, clock, journal)
         agent = LocalElasticAgent(config, backend, journal, clock=clock, inbox=inbox, processes=processes)
         agent.run()
@@ -81,20 +84,11 @@ def _tell(config: LaunchConfig, outcome: Outcome) -> int:
         return outcome.code
     stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
     level = logging.WARNING if stopped else logging.ERROR
+    write_termination_log(last_words(outcome.code, outcome.cause, outcome.failure))
     _log.log(level, "exit code %d: %s; logs in %s", outcome.code, outcome.cause, directory)
     if outcome.failure is not None:
-        _log.log(level, "%s", _root_cause(outcome.failure))
+        _log.log(level, "%s", root_cause(outcome.failure))
     return outcome.code
-
-
-def _root_cause(failure: Failure) -> str:
-    lines = [
-        f"root cause: rank {failure.rank} on node {failure.node_id} (pid {failure.pid}, round {failure.round}) "
-        f"ended {failure.ran:.1f} s after its start: {failure.message}"
-    ]
-    lines += [f"    {line}" for line in failure.detail]
-    lines.append(f"    its logs: {failure.log}")
-    return "\n".join(lines)
 
 
 @contextmanager
@@ -111,13 +105,3 @@ def _quiet_torch() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[name]
-
-
-def _configure_logging() -> None:
-    level = logging.getLevelNamesMapping().get(os.environ.get("LOGLEVEL", "INFO").upper(), logging.INFO)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[elastic-launch] %(message)s"))
-    logger = logging.getLogger("elastic_launch")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(level)

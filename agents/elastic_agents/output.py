@@ -1,4 +1,4 @@
-"""The workers' output: to the console as it comes, to files; the last lines of stderr are kept for failure reports."""
+"""The workers' output: to the console and to files, as routed; the last lines are kept for failure reports."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import selectors
 import socket
 import threading
 from collections import deque
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Sequence
+
+from elastic_agents.sinks import Appended, Console, Lines, Sink, colour_of, has_colours, painted
+from elastic_launch.output import Route
 
 __all__ = ["OutputPump", "Stream"]
 
@@ -19,12 +21,10 @@ TAIL_LINE_BYTES = 2000
 class Stream:
     """One worker's stdout or stderr."""
 
-    def __init__(self, source: int, console: int, path: Path) -> None:
+    def __init__(self, source: int, sinks: Sequence[Sink]) -> None:
         self.source = source
-        self.console = console
-        self.path = path
         self.ended = threading.Event()
-        self._file: BinaryIO | None = None
+        self._sinks = sinks
         self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._partial = b""
 
@@ -33,13 +33,8 @@ class Stream:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._lines.extend(line[-TAIL_LINE_BYTES:] for line in lines)
         self._partial = self._partial[-TAIL_LINE_BYTES:]
-        _write_all(self.console, data)
-        try:
-            if self._file is None:
-                self._file = self.path.open("ab", buffering=0)
-            self._file.write(data)
-        except OSError:
-            return  # a full disk must not stop training; the console has it
+        for sink in self._sinks:
+            sink.write(data)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines, oldest first."""
@@ -49,8 +44,8 @@ class Stream:
     def close(self) -> None:
         """Called by the pump at the end of the stream."""
         os.close(self.source)
-        if self._file is not None:
-            self._file.close()
+        for sink in self._sinks:
+            sink.close()
         self.ended.set()
 
 
@@ -62,15 +57,20 @@ class OutputPump:
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._closed = False
+        self._complaints: list[str] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, console: int, path: Path) -> tuple[Stream, int]:
-        """Return a stream and the descriptor for the worker to write to, which the caller closes after the start."""
+    def open(self, console: int, route: Route) -> tuple[Stream, int]:
+        """Return a stream and the descriptor for the worker to write to, which the caller closes after the start.
+
+        Args:
+            console: descriptor that the route means by the console.
+        """
         source, sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(source, False)
-        stream = Stream(source, console, path)
+        stream = Stream(source, self._sinks(console, route))
         with self._lock:
             self._selector.register(source, selectors.EVENT_READ, stream)
         self._wake_out.send(b"x")
@@ -92,6 +92,19 @@ class OutputPump:
         self._wake_in.close()
         self._wake_out.close()
 
+    def _sinks(self, console: int, route: Route) -> list[Sink]:
+        sinks: list[Sink] = []
+        if route.console:
+            prefix = route.prefix
+            if prefix and has_colours(console):
+                prefix = painted(prefix, colour_of(route.rank))
+            sinks.append(Lines(Console(console), prefix) if prefix else Console(console))
+        if route.path is not None:
+            sinks.append(Appended(route.path, self._complaints))
+        if route.matching is not None:
+            sinks.append(Lines(Appended(route.matching, self._complaints), route.header, route.filters))
+        return sinks
+
     def _run(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(60.0):
@@ -111,12 +124,3 @@ class OutputPump:
         with self._lock:
             self._selector.unregister(stream.source)
         stream.close()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except OSError:
-        return  # nobody reads the console any more; the files have it

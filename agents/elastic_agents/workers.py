@@ -6,10 +6,10 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_agents.failures import OutOfMemoryCounter, report
 from elastic_agents.guard import Guard
+from elastic_agents.logs import WorkerLogs
 from elastic_agents.output import OutputPump, Stream
 from elastic_agents.processes import StartRequest, WorkerProcesses
 from elastic_agents.sessions import kill_sessions, reap_orphans
@@ -38,7 +38,7 @@ class _Worker:
     placement: Placement
     pid: int
     started: float
-    directory: Path
+    logs: WorkerLogs
     stderr: Stream
 
 
@@ -47,20 +47,17 @@ class WorkerSet:
 
     Args:
         node_id: for failure reports.
-        directory: under which ``round_<n>/<rank>/{stdout.log,stderr.log,error.json}`` are written.
     """
 
     def __init__(
         self,
         node_id: str,
-        directory: Path,
         processes: WorkerProcesses,
         pump: OutputPump,
         guard: Guard,
         clock: Clock,
     ) -> None:
         self._node_id = node_id
-        self._directory = directory
         self._processes = processes
         self._pump = pump
         self._guard = guard
@@ -70,28 +67,21 @@ class WorkerSet:
         self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
         self._sessions: set[int] = set()
 
-    def directory(self, round_number: int, rank: int) -> Path:
-        """Where a worker's files go, made if need be."""
-        path = self._directory / f"round_{round_number}" / str(rank)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "error.json").unlink(missing_ok=True)
-        return path
-
     def start(
         self,
         round_number: int,
         placement: Placement,
         argv: Sequence[str],
         env: Mapping[str, str],
-        directory: Path,
+        logs: WorkerLogs,
     ) -> int:
         """Start one worker and return its pid.
 
         Raises:
             OSError: if its command cannot be executed.
         """
-        _, out = self._pump.open(1, directory / "stdout.log")
-        stderr, err = self._pump.open(2, directory / "stderr.log")
+        _, out = self._pump.open(1, logs.stdout)
+        stderr, err = self._pump.open(2, logs.stderr)
         began = self._clock.now()
         try:
             pid = self._processes.start(StartRequest(argv, env, out, err))
@@ -100,7 +90,7 @@ class WorkerSet:
             os.close(err)
         self._guard.add(pid)
         self._sessions.add(pid)
-        self._alive[pid] = _Worker(round_number, placement, pid, began, directory, stderr)
+        self._alive[pid] = _Worker(round_number, placement, pid, began, logs, stderr)
         return pid
 
     def reap(self, pid: int, exit_code: int) -> Reaped | None:
@@ -130,7 +120,8 @@ class WorkerSet:
             pid=worker.pid,
             exit_code=reaped.exit_code,
             ran=reaped.ran,
-            error_file=worker.directory / "error.json",
+            error_file=worker.logs.error_file,
+            log=worker.logs.directory,
             stderr=worker.stderr.tail(),
             preempted=preempted,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),

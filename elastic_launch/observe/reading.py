@@ -61,7 +61,8 @@ def event_files(directory: Path) -> list[Path]:
     found = sorted(directory.glob("events-*.jsonl"))
     if found:
         return found
-    runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl")})
+    # The link to the newest run would make two of it.
+    runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl") if not path.parent.is_symlink()})
     if len(runs) > 1:
         names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
         raise UsageError(f"{asked} has the events of {len(runs)} runs: {names}.", f"Give one of them: {runs[-1]}")

@@ -68,6 +68,7 @@ class Failure:
         ago: seconds from its end to this report, by the node's clock.
         signature: equal for failures that look the same; empty if they cannot be compared.
         log: where its log files are, on its node.
+        host: name of the node's host.
     """
 
     node_id: str
@@ -83,6 +84,7 @@ class Failure:
     signature: str = ""
     log: str = ""
     round: int = 0
+    host: str = ""
 
 
 # Reports: node to leader.

@@ -33,6 +33,7 @@ def failed(error_file: Path, **arguments: Any) -> m.Failure:
         "exit_code": 1,
         "ran": 1.5,
         "error_file": error_file,
+        "log": error_file.parent,
         "stderr": (),
         "preempted": False,
         "out_of_memory": False,

@@ -17,6 +17,7 @@ from elastic_agents.guard import Guard
 from elastic_agents.output import TAIL_LINES, OutputPump, Stream
 from elastic_agents.processes import ExecProcesses, StartRequest
 from elastic_agents.sessions import kill_sessions, session_members
+from elastic_launch.output import Route
 
 Exits = queue.SimpleQueue[tuple[int, int]]
 
@@ -112,7 +113,7 @@ def pump() -> Iterator[OutputPump]:
 
 def _written(pump: OutputPump, path: Path, data: bytes) -> Stream:
     console = os.open(os.devnull, os.O_WRONLY)
-    stream, sink = pump.open(console, path)
+    stream, sink = pump.open(console, Route(path=path))
     with os.fdopen(sink, "wb") as file:
         file.write(data)
     assert stream.ended.wait(10)
@@ -136,14 +137,15 @@ def test_lines_without_end_are_bounded_in_memory(pump: OutputPump, tmp_path: Pat
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
-    stream = _written(pump, tmp_path / "no" / "such" / "directory", b"a\nb\n")
+    (tmp_path / "file").touch()
+    stream = _written(pump, tmp_path / "file" / "as" / "directory", b"a\nb\n")
     assert stream.tail() == ("a", "b")
 
 
 def test_a_console_that_nobody_reads_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
     source, console = os.pipe()
     os.close(source)
-    stream, sink = pump.open(console, tmp_path / "log")
+    stream, sink = pump.open(console, Route(path=tmp_path / "log"))
     os.write(sink, b"still here\n")
     os.close(sink)
     assert stream.ended.wait(10)

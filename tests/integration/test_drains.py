@@ -49,7 +49,7 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
         rounds = [event["round"] for event in formed if event["round"] > after]
         if not rounds:
             return 0
-        printed = job.logs.glob(f"*/round_{rounds[-1]}/0/stdout.log")
+        printed = job.logged(f"round_{rounds[-1]}/0/stdout.log")
         return rounds[-1] if any("step" in path.read_text() for path in printed) else 0
 
     return wait_for(f"steps of a round of world size {world_size}", probe, 60)

@@ -56,7 +56,7 @@ def test_a_drain_and_a_killed_worker_are_told_with_what_they_cost(job: Job) -> N
     assert (crash["kind"], crash["drained"]) == ("crash", False)
     (drained,) = job.events("round_drained")
     assert resumed == drained["step"] + 1, "the drain cost no step"
-    (path,) = job.logs.glob("*/events-a.jsonl")
+    (path,) = job.logged("events-a.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     counts = {event["round"]: (event["first"], event["last"]) for event in events if event["event"] == "round_steps"}
     assert counts[1] == (0, drained["step"])

@@ -155,6 +155,13 @@ def test_the_only_run_of_a_log_directory_is_found(tmp_path: Path, capsys: pytest
     assert as_json(tmp_path, capsys)["node"] == "a"
 
 
+def test_the_link_to_the_newest_run_is_no_second_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "r1", "a", LEADER + WORKERS)
+    (tmp_path / "latest").symlink_to("r1")
+    assert as_json(tmp_path, capsys)["node"] == "a"
+    assert as_json(tmp_path / "latest", capsys)["node"] == "a"
+
+
 def test_fields_with_a_default_may_be_missing() -> None:
     line = '{"event": "order_received", "clock": 3, "order": "form", "round": 1, "term": 1, "cause": "first"}'
     assert parse(line) == (3, ev.OrderReceived("form", 1, 1, "first", ""))

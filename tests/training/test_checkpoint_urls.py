@@ -104,7 +104,7 @@ def test_a_bucket_that_is_not_there_is_told_on_all_ranks_before_the_first_step(j
     agent = launch(job, server, nproc=2)
     assert agent.wait(100) == 1, agent.output
     for rank in (0, 1):
-        (errors,) = job.logs.glob(f"*/round_1/{rank}/stderr.log")
+        (errors,) = job.logged(f"round_1/{rank}/stderr.log")
         assert f"Could not write to {URL}: FileNotFoundError: The specified bucket does not exist" in errors.read_text()
     assert "loss" not in agent.output
 

@@ -1,0 +1,93 @@
+"""Where the workers' output and error files go, round by round, and the link to the newest run's directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_agents.logs_specs import NamedLogs
+from elastic_launch.config import LaunchConfig
+from elastic_launch.contract import Placement
+from elastic_launch.output import LATEST, Route
+
+__all__ = ["LogPlaces", "WorkerLogs", "link_latest"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogs:
+    """Where one worker's output goes, and its exception if it uses torch's ``@record``."""
+
+    stdout: Route
+    stderr: Route
+    error_file: Path
+
+    @property
+    def directory(self) -> Path:
+        """Where to look for what the worker said."""
+        return (self.stderr.path or self.error_file).parent
+
+
+class LogPlaces:
+    """Says where the output of a node's workers goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
+
+    Raises:
+        UsageError: if the named logs specs cannot be had.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._named = NamedLogs(config) if config.output.logs_specs else None
+
+    def prepare(
+        self, number: int, placements: Sequence[Placement], environment: Callable[[Placement, str], dict[str, str]]
+    ) -> tuple[dict[int, WorkerLogs], dict[int, dict[str, str]]]:
+        """Make a round's directories and return the workers' logs and environments, both by local rank.
+
+        Args:
+            environment: makes that of a worker who is to know of its error file.
+
+        Raises:
+            LogsSpecsFailed: if the named logs specs fail.
+        """
+        logs = {place.local_rank: self._own(number, place) for place in placements}
+        envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
+        if self._named is not None:
+            for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
+                logs[local_rank] = WorkerLogs(out, err, error_file or logs[local_rank].error_file)
+        return logs, envs
+
+    def _own(self, number: int, placement: Placement) -> WorkerLogs:
+        config = self._config
+        directory = config.run_directory / f"round_{number}"
+        out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
+        error_file = directory / str(placement.rank) / "error.json"
+        try:
+            error_file.parent.mkdir(parents=True, exist_ok=True)
+            error_file.unlink(missing_ok=True)
+        except OSError as error:  # as with a full disk: the workers can do without
+            _log.warning("no logs are kept of rank %d in round %d: %s", placement.rank, number, error)
+        return WorkerLogs(out, err, error_file)
+
+
+def link_latest(config: LaunchConfig) -> None:
+    """Make the link to the newest run's directory, in one step, so that it always names one.
+
+    Agents of one run make the same link. What else has this name is left alone.
+    """
+    base = config.link_dir or config.log_dir
+    link = base / LATEST
+    temporary = base / f".{LATEST}-{secrets.token_hex(8)}"
+    try:
+        config.run_directory.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink() or not link.exists():
+            temporary.symlink_to(os.path.relpath(config.run_directory, base))
+            temporary.replace(link)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        _log.debug("no link %s: %s", link, error)

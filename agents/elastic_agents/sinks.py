@@ -1,0 +1,167 @@
+"""What a stream of output is poured into: a console, a file, or either of them line by line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+__all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "colour_of", "has_colours", "painted"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+LONGEST_LINE = 65536
+"""Bytes of a line that are held until it ends; a longer one is passed on in pieces of this length."""
+
+_COLOURS = (36, 33, 32, 35, 34)
+"""SGR codes by which ranks are told apart; red is for errors."""
+
+
+class Sink(Protocol):
+    """Takes bytes until it is closed; never raises for what is on its other side."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Console:
+    """A stream of the agent's own; it stays open."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:  # whoever shares the console has made it so; it is no reason to lose anything
+                room = select.poll()
+                room.register(self._descriptor, select.POLLOUT)
+                room.poll()
+            except OSError:
+                return  # nobody reads the console any more; the files have it
+
+    def close(self) -> None:
+        """It is not ours."""
+
+
+class Appended:
+    """A file that is appended to, and made when there is something to write.
+
+    It may be shared with other writers: what one call of :meth:`write` brings stays together.
+
+    Args:
+        complaints: of all files of an agent; the first one is logged, the others would say the same.
+    """
+
+    def __init__(self, path: Path, complaints: list[str]) -> None:
+        self._path = path
+        self._complaints = complaints
+        self._file: BinaryIO | None = None
+
+    def write(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(data)
+        except OSError as error:  # a full disk must not stop training
+            if not self._complaints:
+                _log.warning("the workers' output is not kept in files: %s", error)
+                self._complaints.append(str(error))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Lines:
+    """Passes on whole lines, those that hold a filter if there are any, each with a prefix.
+
+    A carriage return ends a line as well. What is held is not looked at again, whatever pieces a line comes in.
+
+    Several lines at a time, but no more than a pipe takes in one piece: the agent's own lines come from other threads.
+    """
+
+    def __init__(self, sink: Sink, prefix: str, filters: Sequence[str] = ()) -> None:
+        self._sink = sink
+        self._prefix = prefix.encode(errors="surrogateescape")
+        self._filters = [text.encode(errors="surrogateescape") for text in filters]
+        self._held: list[bytes] = []
+        self._size = 0
+        self._returned = False  # the present line was begun by a carriage return, and has nothing in it
+
+    def write(self, data: bytes) -> None:
+        self._pass_on(self._cut(data))
+
+    def close(self) -> None:
+        if self._held:
+            self._pass_on(self._taken(b""))
+        self._sink.close()
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        *whole, rest = data.split(b"\n")
+        for text in whole:
+            last = yield from self._states(text)
+            if last or self._held or not self._returned:
+                yield from self._taken(last)
+            self._returned = False
+        last = yield from self._states(rest)
+        if last:
+            self._held.append(last)
+            self._size += len(last)
+        if self._size > LONGEST_LINE:
+            *pieces, last = self._taken(b"")
+            yield from pieces
+            self._held, self._size = [last], len(last)
+
+    def _states(self, text: bytes) -> Generator[bytes, None, bytes]:
+        """A progress bar returns to the line's start and goes on: each state is a line, as it is with torchrun."""
+        *states, last = text.split(b"\r")
+        for state in states:
+            if state or self._held:
+                yield from self._taken(state)
+                self._returned = True
+        return last
+
+    def _taken(self, end: bytes) -> Iterator[bytes]:
+        line = b"".join([*self._held, end]) if self._held else end
+        self._held, self._size = [], 0
+        for start in range(0, len(line) or 1, LONGEST_LINE):
+            yield line[start : start + LONGEST_LINE]
+
+    def _pass_on(self, lines: Iterable[bytes]) -> None:
+        batch: list[bytes] = []
+        size = 0
+        for line in lines:
+            if self._filters and not any(text in line for text in self._filters):
+                continue
+            if batch and size + len(self._prefix) + len(line) + 1 > select.PIPE_BUF:
+                self._sink.write(b"".join(batch))
+                batch, size = [], 0
+            batch += (self._prefix, line, b"\n")
+            size += len(self._prefix) + len(line) + 1
+        if batch:
+            self._sink.write(b"".join(batch))
+
+
+def has_colours(descriptor: int) -> bool:
+    """Whether colours may be written: to a terminal that knows them, unless NO_COLOR is set (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return os.isatty(descriptor)
+
+
+def painted(text: str, code: int) -> str:
+    """Text in a colour, by its code in ECMA-48's SGR."""
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def colour_of(rank: int) -> int:
+    """A rank's colour."""
+    return _COLOURS[rank % len(_COLOURS)]

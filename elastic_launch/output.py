@@ -1,0 +1,224 @@
+"""What becomes of the workers' output: which streams are shown, with which prefix, and which files they go to.
+
+The settings are torchrun's, with torchrun's meaning; what is not torchrun's is that every stream is kept in a file.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from elastic_launch.contract import Placement
+from elastic_launch.errors import UsageError
+
+__all__ = [
+    "LATEST",
+    "LOGS_SPECS_GROUP",
+    "TORCH_HEADER",
+    "Output",
+    "Route",
+    "Std",
+    "Streams",
+    "parse_ranks",
+    "parse_streams",
+]
+
+LATEST = "latest"
+"""The name of the link to the newest run's directory."""
+
+LOGS_SPECS_GROUP = "torchrun.logs_specs"
+"""torch's group of entry points for --logs-specs."""
+
+TORCH_HEADER = "[${role_name}${local_rank}]:"
+"""What torchrun puts before each line of a tee'd stream unless told otherwise."""
+
+FORMAT_NAMES = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
+"""What a file's name may hold in braces; the names are Composer's."""
+
+
+class Std(enum.IntFlag):
+    """A worker's streams, by the numbers that torchrun gives them."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """A choice of streams.
+
+    Attributes:
+        others: those of every local rank that ``ranks`` does not name.
+        ranks: pairs of a local rank and its streams.
+    """
+
+    others: Std = Std.NONE
+    ranks: tuple[tuple[int, Std], ...] = ()
+
+    def of(self, local_rank: int) -> Std:
+        """The streams chosen of one local rank."""
+        return dict(self.ranks).get(local_rank, self.others)
+
+    def named(self) -> frozenset[int]:
+        """The local ranks that are not as all others."""
+        return frozenset(rank for rank, _ in self.ranks)
+
+    def __bool__(self) -> bool:
+        return bool(self.others) or any(std for _, std in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one stream of one worker goes.
+
+    Attributes:
+        console: whether to the agent's own stream, too.
+        path: the file that gets all of it, byte for byte; None: no file does.
+        prefix: what stands before each line on the console; with one, lines are not mixed.
+        rank: the worker's, by which prefixes are told apart on a terminal with colours.
+        filters: a line that holds one of these goes to ``matching`` as well.
+        header: what stands before each line in ``matching``.
+    """
+
+    console: bool = True
+    path: Path | None = None
+    prefix: str = ""
+    rank: int = 0
+    filters: tuple[str, ...] = ()
+    matching: Path | None = None
+    header: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How the output of a node's workers is shown and kept.
+
+    Attributes:
+        redirects: streams that are not shown on the console.
+        tee: streams that are shown even so, each line with ``header`` before it.
+        local_ranks: the local ranks of which anything is shown; empty: all.
+        stdout_filters, stderr_filters: lines that hold one of these are kept in a file for all ranks of the node.
+            Of the tee'd streams if there are any, else of all; and only of streams that are shown.
+        prefix: put ``[node:rank]`` before each line that is shown.
+        header: template of tee'd lines' prefixes, with ``${role_name}``, ``${local_rank}`` and ``${rank}``.
+        stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
+            FORMAT_NAMES in braces; empty: nowhere else.
+        keep: whether streams are kept in the log directory.
+        logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty: none.
+
+    Raises:
+        UsageError: if a name in braces is not known.
+    """
+
+    redirects: Streams = Streams()
+    tee: Streams = Streams()
+    local_ranks: frozenset[int] = frozenset()
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix: bool = False
+    header: str = TORCH_HEADER
+    stdout_file: str = ""
+    stderr_file: str = ""
+    keep: bool = True
+    logs_specs: str = ""
+
+    def __post_init__(self) -> None:
+        for text in filter(None, (self.stdout_file, self.stderr_file)):
+            try:
+                text.format(**dict.fromkeys(FORMAT_NAMES, 0))
+            except (LookupError, ValueError, AttributeError) as error:
+                known = ", ".join(f"{{{name}}}" for name in FORMAT_NAMES)
+                raise UsageError(
+                    f"the file name {text!r} cannot be made into a path: {error!r}.", f"It may hold {known}."
+                ) from None
+
+    def shows(self, local_rank: int, std: Std) -> bool:
+        """Whether a stream is shown on the console."""
+        if self.local_ranks and local_rank not in self.local_ranks:
+            return False
+        return std in self.tee.of(local_rank) or std not in self.redirects.of(local_rank)
+
+    def filters(self, local_rank: int, std: Std) -> tuple[str, ...]:
+        """By what a stream's lines are duplicated: not at all if it isn't shown, or others are tee'd and it isn't."""
+        if not self.shows(local_rank, std) or (self.tee and std not in self.tee.of(local_rank)):
+            return ()
+        return self.stdout_filters if std is Std.OUT else self.stderr_filters
+
+    def routes(self, placement: Placement, directory: Path, *, role: str, node_id: str) -> tuple[Route, Route]:
+        """Return where a worker's stdout and stderr go.
+
+        Args:
+            directory: of the round's logs.
+        """
+        out = self._route(placement, directory, Std.OUT, role, node_id)
+        return out, self._route(placement, directory, Std.ERR, role, node_id)
+
+    def _route(self, placement: Placement, directory: Path, std: Std, role: str, node_id: str) -> Route:
+        name, template = ("stdout", self.stdout_file) if std is Std.OUT else ("stderr", self.stderr_file)
+        kept = directory if self.keep else None
+        path = kept / str(placement.rank) / f"{name}.log" if kept else None
+        if template and std in self.redirects.of(placement.local_rank):
+            path = _formatted(template, placement)
+        header = self.header_of(placement, role=role, node_id=node_id)
+        filters = self.filters(placement.local_rank, std) if kept else ()
+        return Route(
+            console=self.shows(placement.local_rank, std),
+            path=path,
+            prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
+            rank=placement.rank,
+            filters=filters,
+            matching=kept / f"filtered_{name}-{node_id}.log" if kept and filters else None,
+            header=header,
+        )
+
+    def header_of(self, placement: Placement, *, role: str, node_id: str) -> str:
+        """What stands before a worker's lines where they have a prefix."""
+        if self.prefix:
+            return f"[{node_id}:{placement.rank}] "
+        return Template(self.header).safe_substitute(
+            role_name=role, local_rank=placement.local_rank, rank=placement.rank
+        )
+
+
+def _formatted(template: str, placement: Placement) -> Path:
+    values = {"node_rank": placement.group_rank} | {
+        name: getattr(placement, name) for name in FORMAT_NAMES if name != "node_rank"
+    }
+    return Path(template.format(**values))
+
+
+def parse_streams(asked: str, text: str) -> Streams:
+    """Parse torchrun's form: ``3`` for all local ranks, or ``0:1,1:2`` for some; 0 none, 1 stdout, 2 stderr, 3 both.
+
+    Unlike torchrun's, local ranks may have several digits.
+
+    Raises:
+        UsageError: if text is neither; asked names the setting.
+    """
+    text = text.strip()
+    if re.fullmatch("[0-3]", text):
+        return Streams(Std(int(text)))
+    if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
+        raise UsageError(
+            f"{asked} {text!r} is no choice of streams.",
+            "Write 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank, as in 0:3,1:2.",
+        )
+    pairs = [item.split(":") for item in text.split(",")]
+    return Streams(ranks=tuple({int(rank): Std(int(std)) for rank, std in pairs}.items()))
+
+
+def parse_ranks(asked: str, text: str) -> frozenset[int]:
+    """Parse local ranks with commas.
+
+    Raises:
+        UsageError: if text is not that; asked names the setting.
+    """
+    items = [item.strip() for item in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
+        raise UsageError(f"{asked} {text!r} is no list of local ranks.", "Write them with commas, as in 0,1,2.")
+    return frozenset(map(int, items))

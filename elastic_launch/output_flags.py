@@ -1,0 +1,116 @@
+"""From flags and environment to :class:`~elastic_launch.output.Output` and the log directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import UTC, datetime
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from elastic_launch.config import state_directory, writable
+from elastic_launch.errors import UsageError
+from elastic_launch.flags import Values
+from elastic_launch.output import LOGS_SPECS_GROUP, TORCH_HEADER, Output, Std, Streams, parse_ranks, parse_streams
+
+__all__ = ["read_log_dir", "read_output"]
+
+log = logging.getLogger(__name__)
+
+ENV_HEADER = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""torch's variable for what stands before tee'd lines."""
+
+
+def read_output(values: Values) -> Output:
+    """Put the settings of the workers' output together.
+
+    Raises:
+        UsageError: on a value that is not what its flag takes.
+    """
+    ranks = values.text("--local-ranks-filter")
+    out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
+    output = Output(
+        redirects=_streams(values, "--redirects"),
+        tee=_streams(values, "--tee"),
+        local_ranks=parse_ranks("--local-ranks-filter", ranks) if ranks else frozenset(),
+        stdout_filters=out,
+        stderr_filters=err,
+        prefix=values.switch("--prefix"),
+        header=values.environ.get(ENV_HEADER) or TORCH_HEADER,
+        keep=values.text("--log-dir") != os.devnull,
+        logs_specs=_logs_specs(values),
+    )
+    _tell_without_effect(output)
+    return output
+
+
+def read_log_dir(values: Values) -> tuple[Path, Path | None]:
+    """Return the base of the logs, and where the link to the newest run belongs if not there.
+
+    Raises:
+        UsageError: if the directory cannot be written.
+    """
+    text = values.text("--log-dir")
+    if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
+        base = state_directory(values.environ)
+        return _writable(base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"), base
+    # Workers may change their directory, and still have to find their error files.
+    return _writable(Path(os.path.abspath(text))), None
+
+
+def _writable(path: Path) -> Path:
+    if writable(path):
+        return path
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    if not os.path.isdir(base):
+        raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
+    raise UsageError(
+        f"--log-dir {path}: no permission to write to {base}.",
+        "Name a directory of yours with --log-dir.",
+    )
+
+
+def _tell_without_effect(output: Output) -> None:
+    """Say which flags do nothing beside the others."""
+    named = output.redirects.named() | output.tee.named() | output.local_ranks
+    ranks = [*named, max(named, default=-1) + 1]  # the last one stands for all others
+    for name, std, filters in (("stdout", Std.OUT, output.stdout_filters), ("stderr", Std.ERR, output.stderr_filters)):
+        if not filters or output.logs_specs:
+            continue
+        flag = f"--duplicate-{name}-filters"
+        if not output.keep:
+            log.warning("%s is without effect: --log-dir %s keeps no files.", flag, os.devnull)
+        elif not any(output.filters(rank, std) for rank in ranks):
+            log.warning("%s is without effect: it is for what is shown, or tee'd, and %s is not.", flag, name)
+
+
+def _streams(values: Values, name: str) -> Streams:
+    text = values.text(name)
+    return Streams() if text is None else parse_streams(name, text)
+
+
+def _filters(values: Values, name: str) -> tuple[str, ...]:
+    """Split at commas; a double one stands for a comma, as in torchrun."""
+    text = values.text(name)
+    if text is None:
+        return ()
+    found = tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+    if not all(found):
+        raise UsageError(
+            f"{name} {text!r} has an empty filter, which every line would pass.",
+            "Write texts with commas between them; a double comma stands for one.",
+        )
+    return found
+
+
+def _logs_specs(values: Values) -> str:
+    name = values.text("--logs-specs")
+    if name is None or name == "default":  # torch's own specs: their settings are ours, their layout is not
+        return ""
+    known = sorted({point.name for point in entry_points(group=LOGS_SPECS_GROUP)} | {"default"})
+    if name not in known:
+        raise UsageError(
+            f"--logs-specs {name}: no installed package has an entry point of this name in {LOGS_SPECS_GROUP}.",
+            f"Known: {', '.join(known)}.",
+        )
+    return name

@@ -1,0 +1,339 @@
+"""The workers' lines on the console and in files, the launcher's own, and the last words for Kubernetes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import os
+import pty
+import termios
+import threading
+import tty
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import wait_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agents.console import configure_logging
+from elastic_agents.logs import link_latest
+from elastic_agents.output import OutputPump
+from elastic_agents.sinks import LONGEST_LINE, Lines
+from elastic_agents.summary import hint_on, last_words, root_cause
+from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.output import Route
+from elastic_launch.rendezvous.messages import Failure
+from elastic_launch.termination import LIMIT, write_termination_log
+
+FAILURE = Failure("a", "crash", 5, 1, 42, 1, "exit code 1: ValueError: boom", log="/logs", round=3, host="h7", ran=2.0)
+
+
+class Kept:
+    """A sink that remembers each write."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def lines(self) -> list[bytes]:
+        return b"".join(self.writes).splitlines()
+
+
+def poured(*pieces: bytes, filters: tuple[str, ...] = ()) -> Kept:
+    kept = Kept()
+    lines = Lines(kept, "> ", filters)
+    for piece in pieces:
+        lines.write(piece)
+    lines.close()
+    assert kept.closed
+    return kept
+
+
+# Lines.
+
+
+def test_lines_come_whole_whatever_pieces_they_are_written_in() -> None:
+    assert poured(b"a", b"b\nc", b"", b"d\n\n", b"end").lines == [b"> ab", b"> cd", b"> ", b"> end"]
+
+
+def test_a_line_is_not_passed_on_before_its_end() -> None:
+    kept = Kept()
+    lines = Lines(kept, "")
+    lines.write(b"no end")
+    assert kept.writes == []
+    lines.write(b" yet\nx")
+    assert kept.writes == [b"no end yet\n"]
+
+
+def test_each_state_of_a_progress_bar_is_a_line() -> None:
+    data = b"\r 10 %\r 20 %\r 30 %\r\nend\r\n\r\n\nlast\r"
+    lines = [b">  10 %", b">  20 %", b">  30 %", b"> end", b"> ", b"> ", b"> last"]
+    assert poured(data).lines == lines
+    assert poured(*(data[i : i + 1] for i in range(len(data)))).lines == lines
+
+
+@given(st.lists(st.text("a\r\n", max_size=6).map(str.encode), max_size=12))
+def test_how_output_is_cut_into_writes_makes_no_difference(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    assert poured(*pieces).lines == poured(whole).lines
+    assert b"".join(line[2:] for line in poured(whole).lines) == whole.translate(None, b"\r\n")
+    if b"\r" not in whole:
+        assert poured(whole).lines == [b"> " + line for line in whole.splitlines()]
+
+
+def test_an_endless_line_comes_in_pieces() -> None:
+    kept = poured(b"x" * (2 * LONGEST_LINE + 10))
+    assert [len(line) for line in kept.lines] == [LONGEST_LINE + 2, LONGEST_LINE + 2, 12]
+
+
+def test_a_write_holds_what_a_pipe_takes_in_one_piece() -> None:
+    kept = poured(b"".join(b"line %d\n" % i for i in range(10_000)))
+    assert all(len(data) <= 4096 and data.endswith(b"\n") for data in kept.writes)
+    assert kept.lines == [b"> line %d" % i for i in range(10_000)]
+
+
+def test_filters_choose_lines() -> None:
+    text = "step 1 loss 2\nstep 1 done\nein Fehler: ä\n"
+    assert poured(text.encode(), filters=("loss", "ä")).lines == [b"> step 1 loss 2", "> ein Fehler: ä".encode()]
+
+
+# The pump.
+
+
+@pytest.fixture
+def pump() -> Iterator[OutputPump]:
+    pump = OutputPump()
+    yield pump
+    pump.close()
+
+
+def shown(pump: OutputPump, route: Route, data: bytes) -> bytes:
+    """What a terminal gets of a stream."""
+    terminal, console = pty.openpty()
+    tty.setraw(console)
+    stream, sink = pump.open(console, route)
+    os.write(sink, data)
+    os.close(sink)
+    assert stream.ended.wait(10)
+    os.write(console, b"#")
+    seen = b""
+    while not seen.endswith(b"#"):
+        seen += os.read(terminal, 65536)
+    os.close(console)
+    os.close(terminal)
+    return seen[:-1]
+
+
+def test_prefixes_are_coloured_on_a_terminal(pump: OutputPump, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    first, second = (shown(pump, Route(prefix="[a:0]", rank=rank), b"x\n") for rank in (0, 1))
+    assert first == b"\x1b[36m[a:0]\x1b[0mx\n"
+    assert second == b"\x1b[33m[a:0]\x1b[0mx\n"
+    assert shown(pump, Route(), b"x\n") == b"x\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_prefixes_are_plain_where_no_colours_are_wanted(
+    pump: OutputPump, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv(name, value)
+    assert shown(pump, Route(prefix="[a:0]"), b"x\n") == b"[a:0]x\n"
+
+
+def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPump) -> None:
+    source, console = os.pipe()
+    os.set_blocking(console, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(console, b"#" * 4096)
+    stream, sink = pump.open(console, Route())
+    os.write(sink, b"hello")
+
+    def taken() -> bool:
+        waiting = array.array("i", [0])
+        fcntl.ioctl(sink, termios.FIONREAD, waiting)
+        return waiting[0] == 0
+
+    wait_for("the pump to read what was written", taken)
+    seen = b""
+    while len(seen) < filled:
+        seen += os.read(source, 65536)
+    os.close(sink)
+    assert stream.ended.wait(10)
+    os.close(console)
+    while piece := os.read(source, 65536):
+        seen += piece
+    os.close(source)
+    assert seen[filled:] == b"hello"
+
+
+def test_a_stream_that_is_not_shown_is_kept_in_a_directory_made_for_it(pump: OutputPump, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "log"
+    matching = tmp_path / "matching"
+    route = Route(console=False, path=path, filters=("b",), matching=matching, header="[h]:")
+    assert shown(pump, route, b"a\nb\n") == b""
+    assert path.read_bytes() == b"a\nb\n"
+    assert matching.read_bytes() == b"[h]:b\n"
+
+
+def test_files_that_cannot_be_written_are_mentioned_once(
+    pump: OutputPump, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
+    (tmp_path / "file").touch()
+    for name in "ab":
+        assert shown(pump, Route(path=tmp_path / "file" / name), b"x\n") == b"x\n"
+    assert len([record for record in caplog.records if "not kept in files" in record.message]) == 1
+
+
+# The link.
+
+
+def config(log_dir: Path, run_id: str) -> LaunchConfig:
+    return LaunchConfig(Command(("x",), ("x",)), run_id=run_id, log_dir=log_dir)
+
+
+def test_the_link_always_names_a_run_while_agents_change_it(tmp_path: Path) -> None:
+    link_latest(config(tmp_path, "r0"))
+    agents = [
+        threading.Thread(target=lambda i=i: [link_latest(config(tmp_path, f"r{i}")) for _ in range(50)])
+        for i in range(4)
+    ]
+    for agent in agents:
+        agent.start()
+    while any(agent.is_alive() for agent in agents):
+        assert (tmp_path / "latest").resolve(strict=True).name in {"r0", "r1", "r2", "r3"}
+    for agent in agents:
+        agent.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "r0", "r1", "r2", "r3"]
+
+
+def test_the_link_moves_with_the_directory(tmp_path: Path) -> None:
+    link_latest(config(tmp_path / "a", "r"))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert (tmp_path / "b" / "latest").resolve() == tmp_path / "b" / "r"
+
+
+def test_a_file_in_the_links_place_stays(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("mine")
+    link_latest(config(tmp_path, "r"))
+    assert (tmp_path / "latest").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "r"]
+
+
+# The launcher's own lines.
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    logger = logging.getLogger("elastic_launch")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[1]
+    logger.setLevel(before[2])
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_an_unknown_level_is_mentioned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOGLEVEL", "loud")
+    configure_logging()
+    assert capsys.readouterr().err.startswith("[elastic-launch] LOGLEVEL=loud is no level: INFO is used")
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOGLEVEL", "warning")
+    configure_logging()
+    logger = logging.getLogger("elastic_launch.agent")
+    logger.info("low")
+    logger.warning("high")
+    assert capsys.readouterr().err == "[elastic-launch] high\n"
+
+
+# The last words.
+
+
+def test_a_root_cause_says_who_where_and_how() -> None:
+    text = root_cause(replace(FAILURE, detail=("Traceback", "ValueError: boom")))
+    assert text.splitlines() == [
+        "root cause: rank 5 on node a (host h7, pid 42, round 3) ended 2.0 s after its start: "
+        "exit code 1: ValueError: boom",
+        "    Traceback",
+        "    ValueError: boom",
+        "    its logs: /logs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"kind": "out of memory", "exit_code": -9}, "more memory"),
+        ({"exit_code": -9}, "dmesg"),
+        ({"exit_code": -7}, "/dev/shm"),
+        ({"exit_code": -11}, "PYTHONFAULTHANDLER"),
+        ({"message": "exit code 1: torch.OutOfMemoryError: CUDA out of memory."}, "device's memory"),
+        ({"message": "exit code 1: MemoryError"}, "host's memory"),
+        ({}, ""),
+        ({"exit_code": -15}, ""),
+    ],
+)
+def test_hints_fit_the_failure(changes: dict[str, object], hint: str) -> None:
+    found = hint_on(replace(FAILURE, **changes))  # type: ignore[arg-type]
+    assert hint in found
+    assert bool(found) == bool(hint)
+
+
+def test_last_words_hold_the_end_of_a_long_traceback() -> None:
+    words = last_words(91, "the budget is spent", replace(FAILURE, detail=tuple(f"ä line {i}" for i in range(1000))))
+    assert len(words.encode()) <= LIMIT
+    lines = words.splitlines()
+    assert lines[0] == "exit code 91: the budget is spent"
+    assert lines[1].startswith("root cause: rank 5")
+    assert lines[2:4] == ["    its logs: /logs", "..."]
+    assert lines[-1] == "ä line 999"
+    assert len(words.encode()) > LIMIT - 20
+
+
+def test_last_words_are_bounded_whatever_they_say() -> None:
+    words = last_words(91, "ä" * 5000, FAILURE)
+    assert LIMIT - 1 <= len(words.encode()) <= LIMIT
+
+
+def test_without_a_failure_the_last_words_are_the_end() -> None:
+    assert last_words(94, "below the minimum", None) == "exit code 94: below the minimum\n"
+
+
+def test_the_termination_log_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "termination-log"
+    path.write_text("something longer than what comes")
+    write_termination_log("short", {"ELASTIC_LAUNCH_TERMINATION_LOG": str(path)})
+    assert path.read_text() == "short"
+
+
+def _missing(path: Path) -> None:
+    """Nobody looks for it there."""
+
+
+@pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_termination_log(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "there"
+    make(path)
+    was = path.stat().st_mode if path.exists() else None
+    write_termination_log("x", {"ELASTIC_LAUNCH_TERMINATION_LOG": str(path)})
+    assert (path.stat().st_mode if path.exists() else None) == was
