@@ -108,6 +108,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
     ("role", "trainer", "role", "trainer"),
     ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
+    ("config", "job.yaml", "role", "from-a-file"),
     ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
@@ -117,6 +118,7 @@ def test_every_spelling_of_a_flag_with_a_value(
     parse: Parse, name: str, text: str, attribute: str, expected: object
 ) -> None:
     Path("secret").write_text("correct-horse-battery-staple\n")
+    Path("job.yaml").write_text("role: from-a-file\n")
     under = name.replace("-", "_")
     variable = f"PET_{under.upper()}"
     for line in (
@@ -136,7 +138,7 @@ def test_every_flag_is_tested() -> None:
     tested = {f"--{name}" for name, *_ in VALUES}
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested == switches
-    assert switches == {"--standalone", "--module", "--no-python", "--help", "--version"}
+    assert switches == {"--standalone", "--module", "--no-python", "--print-config", "--help", "--version"}
 
 
 @pytest.mark.parametrize(
