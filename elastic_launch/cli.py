@@ -65,7 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
     """
-    return reported(lambda: launch(split(sys.argv[1:] if argv is None else argv)))
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    # Most have no use for it; the script's own arguments may have these words, too.
+    if any(token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv):
+        from elastic_launch import composer
+
+        if composer.wanted(argv):
+            return composer.start(argv)
+    return launch(split(argv))
 
 
 def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None) -> int:

@@ -295,7 +295,7 @@ def _shown_flag(values: Values, flag: Flag, settings: Mapping[str, Setting]) -> 
     key = flag.name[2:]
     origin = values.origin(flag.name)
     if origin is not None:
-        text = ",".join(values.given.get(flag.name, ())) if flag.name == "--rdzv-conf" else ""
+        text = ",".join(values.given.get(flag.name, ())) if flag.metavar.endswith(",...") else ""
         text = text or (values.text(flag.name) or "") if flag.metavar else str(values.switch(flag.name)).lower()
         return _entry(key, text, origin)
     if setting := settings.get(key.replace("-", "_")):

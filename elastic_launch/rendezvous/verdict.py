@@ -8,7 +8,7 @@ from enum import IntEnum
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["Kind", "exit_code", "kind_of", "root_cause"]
+__all__ = ["Kind", "exit_code", "kind_of", "own_code", "root_cause"]
 
 EARLY = 10.0
 """A plain script that exits non-zero within this many seconds of its start may never have started right."""
@@ -74,13 +74,16 @@ def judge(broken: Kind, failures: Iterable[Failure]) -> Kind:
 def exit_code(failure: Failure | None, max_restarts: int) -> int:
     """Return the run's exit code when a failure finds the budget spent.
 
-    With a budget of 0 it is the worker's own code (128 + N for signal N), unless that is one of this program's own.
+    With a budget of 0 it is the worker's own code, see :func:`own_code`.
     """
-    if max_restarts > 0 or failure is None:
-        return ExitCode.BUDGET_SPENT
-    if failure.exit_code < 0:
-        return 128 - failure.exit_code
-    return ExitCode.TRAINING_FAILED if failure.exit_code in _OURS or not failure.exit_code else failure.exit_code
+    return ExitCode.BUDGET_SPENT if max_restarts > 0 or failure is None else own_code(failure.exit_code)
+
+
+def own_code(exit_code: int) -> int:
+    """Return what to exit with for a worker's: 128 + N for signal N, else the same unless that has a meaning here."""
+    if exit_code < 0:
+        return 128 - exit_code
+    return ExitCode.TRAINING_FAILED if exit_code in _OURS or not exit_code else exit_code
 
 
 def is_early(failure: Failure) -> bool:
