@@ -27,6 +27,9 @@ _FLAG_KEYS = {
     name[2:]: flag for flag in FLAGS for name in flag.names if name.startswith("--") and flag.name not in _NOT_IN_FILES
 }
 
+# Given several times, all of their values count.
+_MERGED = ("--rdzv-conf", "--preload", "--no-preload")
+
 _OWN_KEYS = ("script", "args", "env")
 
 _SET_BY_US = worker_environment(
@@ -191,7 +194,7 @@ class _Reader:
             truth = str(node.value).lower() in ("true", "yes", "on")
             return Sourced("true" if truth else "false", self._where(node))
         remedy = f"Write {key}: {flag.metavar}."
-        if isinstance(node, yaml.SequenceNode) and ("," in flag.metavar or flag.name == "--rdzv-endpoint"):
+        if isinstance(node, yaml.SequenceNode) and _takes_list(flag):
             return Sourced(",".join(self._text(key, item, remedy).text for item in node.value), self._where(node))
         if isinstance(node, yaml.MappingNode) and "K=V" in flag.metavar:
             pairs = [
@@ -252,6 +255,10 @@ class _Reader:
         raise UsageError(f"{self._where(node)} {problem}.", hint)
 
 
+def _takes_list(flag: Flag) -> bool:
+    return "," in flag.metavar or flag.metavar == "LIST" or flag.name == "--rdzv-endpoint"
+
+
 def _kind(node: yaml.Node) -> str:
     """Name what a node is, for errors."""
     if isinstance(node, yaml.SequenceNode):
@@ -295,7 +302,7 @@ def _shown_flag(values: Values, flag: Flag, settings: Mapping[str, Setting]) -> 
     key = flag.name[2:]
     origin = values.origin(flag.name)
     if origin is not None:
-        text = ",".join(values.given.get(flag.name, ())) if flag.metavar.endswith(",...") else ""
+        text = ",".join(values.given.get(flag.name, ())) if flag.name in _MERGED else ""
         text = text or (values.text(flag.name) or "") if flag.metavar else str(values.switch(flag.name)).lower()
         return _entry(key, text, origin)
     if setting := settings.get(key.replace("-", "_")):

@@ -7,5 +7,6 @@
 ``workers``   the workers of a round; ``processes`` and ``sessions`` start and end their processes
 ``output``    their stdout and stderr, on the console and in files
 ``failures``  what a dead worker left to say
+``fixed``     the same for a world of fixed size, without a rendezvous
 ``guard``     kills the workers if the agent itself is killed
 """
