@@ -205,7 +205,11 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
             return Line(given, rest[0] if rest else None, tuple(rest[1:]))
         if not token.startswith("-") or token == "-":
             return Line(given, token, tuple(rest))
-        flag, value = _resolve(token, table)
+        try:
+            flag, value = _resolve(token, table)
+        except UsageError as error:
+            hint = " If the job file names it, they go after --." if "--config" in given else ""
+            raise UsageError(error.message, error.hint + hint) from None
         if not flag.metavar:
             if value is not None:
                 raise UsageError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")

@@ -101,6 +101,12 @@ def test_arguments_of_the_command_line_follow_those_of_the_file(
     assert parse(text, *line).command.display == display
 
 
+def test_a_stranger_among_the_flags_is_sent_behind_two_dashes(parse: Parse) -> None:
+    assert refused(parse, "script: train.py\n", "--lr", "2").hint.endswith(
+        "If the job file names it, they go after --."
+    )
+
+
 def test_variables_are_added_where_the_environment_has_none(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("env:\n  A: 010\n  B: on\n  C: ''\n")

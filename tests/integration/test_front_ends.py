@@ -80,6 +80,18 @@ def test_with_use_env_the_script_gets_no_argument(here: Path) -> None:
     assert worker["argv"] == []
 
 
+@pytest.mark.slow
+def test_torchs_own_module_hands_over_the_same(here: Path) -> None:
+    source = (here / "example.py").read_text().replace('"--local_rank"', '"--local-rank"')
+    (here / "example.py").write_text(source)
+    theirs, ours = (
+        said(run(here, sys.executable, "-m", module, "--nproc_per_node=2", "example.py", "--local_world_size=2"))
+        for module in ("torch.distributed.launch", "elastic_launch.launch")
+    )
+    assert [worker["argv"][0] for worker in theirs] == ["--local-rank=0", "--local-rank=1"]
+    assert ours == theirs
+
+
 def test_a_job_file_runs_with_its_variables(here: Path) -> None:
     (here / "job.yaml").write_text(
         "nproc: 1\nmax-restarts: 5\nscript: example.py\nargs: [--local_rank, 7]\nenv: {ADDED: 010}\n"
