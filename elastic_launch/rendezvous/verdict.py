@@ -74,16 +74,18 @@ def judge(broken: Kind, failures: Iterable[Failure]) -> Kind:
 def exit_code(failure: Failure | None, max_restarts: int) -> int:
     """Return the run's exit code when a failure finds the budget spent.
 
-    With a budget of 0 it is the worker's own code, see :func:`own_code`.
+    With a budget of 0 it is the worker's own code (128 + N for signal N), unless that is one of this program's own.
     """
-    return ExitCode.BUDGET_SPENT if max_restarts > 0 or failure is None else own_code(failure.exit_code)
+    if max_restarts > 0 or failure is None:
+        return ExitCode.BUDGET_SPENT
+    return own_code(failure.exit_code)
 
 
-def own_code(exit_code: int) -> int:
-    """Return what to exit with for a worker's: 128 + N for signal N, else the same unless that has a meaning here."""
-    if exit_code < 0:
-        return 128 - exit_code
-    return ExitCode.TRAINING_FAILED if exit_code in _OURS or not exit_code else exit_code
+def own_code(code: int) -> int:
+    """Return what a worker's exit code (-N for signal N) becomes as that of the run."""
+    if code < 0:
+        return 128 - code
+    return ExitCode.TRAINING_FAILED if code in _OURS or not code else code
 
 
 def is_early(failure: Failure) -> bool:
