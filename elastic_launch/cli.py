@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
@@ -26,12 +26,13 @@ from elastic_launch.config import (
 )
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.jobfile import Job, shown
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.termination import write_termination_log
 
-__all__ = ["console_main", "main", "parse"]
+__all__ = ["console_main", "exiting", "find_module", "launch", "main", "parse", "reported"]
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,13 @@ BACKENDS = ("c10d", "etcd")
 
 def console_main() -> NoReturn:
     """The console script."""
+    exiting(main)
+
+
+def exiting(act: Callable[[], int]) -> NoReturn:
+    """Exit with what act returns, or as after Ctrl-C."""
     try:
-        code = main()
+        code = act()
     except KeyboardInterrupt:
         # The agent has handlers of its own: this came before there was anything to clean up.
         code = ExitCode.INTERRUPTED
@@ -57,19 +63,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
     """
-    try:
-        line = split(sys.argv[1:] if argv is None else argv)
-        if line.wants == "--help":
-            sys.stdout.write(help_text())
-            return ExitCode.DONE
-        if line.wants == "--version":
-            print(f"{PROGRAM} {__version__}")
-            return ExitCode.DONE
-        config = _configure(line, os.environ)
-        # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
-        from elastic_agents.main import run
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv))
 
-        return run(config)
+
+def _main(argv: Sequence[str]) -> int:
+    # Most have no use for it; the script's own arguments may have these words, too.
+    if any(token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv):
+        from elastic_launch import composer
+
+        if composer.wanted(argv):
+            return composer.start(argv)
+    return launch(split(argv))
+
+
+def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None) -> int:
+    """Do what a command line asks for, and return the exit code.
+
+    Args:
+        prepare: what another front end changes before the job is looked at.
+
+    Raises:
+        ElasticLaunchError: if that cannot be done.
+    """
+    if line.wants == "--help":
+        sys.stdout.write(help_text())
+        return ExitCode.DONE
+    if line.wants == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return ExitCode.DONE
+    job = Job(line, os.environ)
+    prepare(job)
+    if job.values.switch("--print-config"):
+        sys.stdout.write(shown(job, {key: value for layer in _layers(job.values) for key, value in layer.items()}))
+        _configure(job)
+        return ExitCode.DONE
+    config = _configure(job)
+    os.environ.update(job.added)
+    # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
+    from elastic_agents.main import run
+
+    return run(config)
+
+
+def reported(act: Callable[[], int]) -> int:
+    """Return what act returns; print the error that it ends with, and return its code."""
+    try:
+        return act()
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
         write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
@@ -87,15 +126,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
     Raises:
         UsageError: if they cannot be a launch.
     """
-    return _configure(split(argv), environ)
+    return _configure(Job(split(argv), environ))
 
 
-def _configure(line: Line, environ: Mapping[str, str]) -> LaunchConfig:
-    values = Values(line.given, environ)
+def _configure(job: Job) -> LaunchConfig:
     try:
-        return _build(line, values)
+        return _build(job.line, job.values)
     except UsageError as error:
-        raise values.attribute(error) from None
+        raise job.values.attribute(error) from None
 
 
 def _build(line: Line, values: Values) -> LaunchConfig:
@@ -118,9 +156,8 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     asked = values.text("--rdzv-endpoint")
     if standalone and (asked or backend != LaunchConfig.backend):
         ignored = "--rdzv-endpoint" if asked else "--rdzv-backend"
-        asker = ignored if ignored in values.given else values.variable(ignored)
         what = parse_endpoint(asked) if asked and backend == LaunchConfig.backend else asked or backend
-        log.warning("--standalone ignores %s %s: this node hosts its own store.", asker, what)
+        log.warning("--standalone ignores %s %s: this node hosts its own store.", values.origin(ignored), what)
         asked, backend = None, LaunchConfig.backend
     endpoints = _endpoints(asked, backend, values.text("--rdzv-id"))
     endpoint = endpoints[0] if endpoints else None
@@ -181,6 +218,14 @@ def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[End
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:
     """The settings by where they stand, weakest first: the environment's, then those of the command line."""
     flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
+    for layer in reversed(values.beneath):
+        if conf := layer.get("--rdzv-conf"):
+            yield parse_conf(f"{conf.source}: rdzv-conf", conf.text)
+        yield {
+            key: Setting(f"{value.source}: {name[2:]}: ", value.text)
+            for key, name in flags.items()
+            if (value := layer.get(name))
+        }
     if variable := values.variable("--rdzv-conf"):
         yield parse_conf(variable, values.environ[variable])
     yield {
@@ -276,7 +321,7 @@ def _check_script(script: str) -> None:
 def _check_module(name: str) -> None:
     """Find the top-level package, or the module if there is no dot; to look further would import it."""
     top, _, rest = name.partition(".")
-    spec = _find(top) if top else None
+    spec = find_module(top) if top else None
     if spec is None:
         raise UsageError(
             f"-m {name}: there is no module {top!r} in {_here()} or on sys.path.",
@@ -295,7 +340,8 @@ def _check_module(name: str) -> None:
         )
 
 
-def _find(top: str) -> ModuleSpec | None:
+def find_module(top: str) -> ModuleSpec | None:
+    """Find a top-level module as ``python -m`` would, without importing it."""
     importlib.invalidate_caches()
     # python -m looks in the working directory first.
     if found := PathFinder.find_spec(top, ["", *sys.path]):

@@ -22,6 +22,7 @@ __all__ = [
     "USAGE",
     "Flag",
     "Line",
+    "Sourced",
     "Values",
     "help_text",
     "split",
@@ -137,6 +138,13 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         ),
     ),
     (
+        "Job file",
+        (
+            Flag(("--config",), "YAML file with values of these flags", "FILE"),
+            Flag(("--print-config",), "show every value and its source, and exit"),
+        ),
+    ),
+    (
         "Information",
         (
             Flag(("-h", "--help"), "show this and exit", in_environment=False),
@@ -165,6 +173,14 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class Sourced:
+    """A flag's value from elsewhere than command line and environment; source says from where."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """A command line, split but not yet understood.
 
@@ -173,21 +189,27 @@ class Line:
         script: what the workers run, or None if the line names nothing.
         arguments: what came after it, verbatim.
         wants: ``--help`` or ``--version``, if one was met.
+        defaults: values by the name of their flag that another front end starts from.
     """
 
     given: dict[str, list[str]] = field(default_factory=dict)
     script: str | None = None
     arguments: tuple[str, ...] = ()
     wants: str | None = None
+    defaults: Mapping[str, Sourced] = field(default_factory=dict)
 
 
-def split(argv: Sequence[str]) -> Line:
+def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
     """Split an argument vector into our flags, the script, and the script's arguments.
+
+    Args:
+        also: further flags, those of another front end.
 
     Raises:
         UsageError: on an unknown or ambiguous flag, and on a value that is missing or too much.
     """
     given: dict[str, list[str]] = {}
+    table = BY_NAME | {name: flag for flag in also for name in flag.names}
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -195,14 +217,18 @@ def split(argv: Sequence[str]) -> Line:
             return Line(given, rest[0] if rest else None, tuple(rest[1:]))
         if not token.startswith("-") or token == "-":
             return Line(given, token, tuple(rest))
-        flag, value = _resolve(token)
+        try:
+            flag, value = _resolve(token, table)
+        except UsageError as error:
+            hint = " If the job file names it, they go after --." if "--config" in given else ""
+            raise UsageError(error.message, error.hint + hint) from None
         if not flag.metavar:
             if value is not None:
                 raise UsageError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
-            if not flag.in_environment:
+            if flag.name in ("--help", "--version"):
                 return Line(given, wants=flag.name)
         elif value is None:
-            if not rest or _is_flag(rest[0]):
+            if not rest or _is_flag(rest[0], table):
                 found = f"found {rest[0]}" if rest else "the command ends there"
                 raise UsageError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
             value = rest.pop(0)
@@ -211,20 +237,38 @@ def split(argv: Sequence[str]) -> Line:
 
 
 class Values:
-    """The values of the flags: those given, then those of the environment.
+    """The values of the flags: those given, then those of the environment, then those of a job file.
 
     Attributes:
         given: see :class:`Line`.
         environ: the variables to go by.
+        beneath: values by the name of their flag that count where neither gives one, the first of them winning.
     """
 
-    def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Sequence[str]],
+        environ: Mapping[str, str],
+        beneath: Sequence[Mapping[str, Sourced]] = (),
+    ) -> None:
         self.given = given
         self.environ = environ
+        self.beneath = tuple(beneath)
 
     def variable(self, name: str) -> str | None:
         """The variable that gives a flag's value in the environment; empty ones count as unset."""
         return next((variable for variable in BY_NAME[name].variables if self.environ.get(variable)), None)
+
+    def below(self, name: str) -> Sourced | None:
+        """A flag's value that only counts where neither command line nor environment gives one."""
+        return next((layer[name] for layer in self.beneath if name in layer), None)
+
+    def origin(self, name: str) -> str | None:
+        """Where a flag's value comes from: the flag, a variable, a line of a job file; None: nothing gives one."""
+        if name in self.given:
+            return name
+        below = self.below(name)
+        return self.variable(name) or (below.source if below else None)
 
     def text(self, name: str) -> str | None:
         """The value of a flag as the user wrote it, or None.
@@ -236,15 +280,19 @@ class Values:
             if not texts[-1].strip():
                 raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
             return texts[-1]
-        variable = self.variable(name)
-        return self.environ[variable] if variable else None
+        if variable := self.variable(name):
+            return self.environ[variable]
+        below = self.below(name)
+        return below.text if below else None
 
     def switch(self, name: str) -> bool:
         """Whether a switch is on."""
         if name in self.given:
             return True
-        variable = self.variable(name)
-        return variable is not None and Setting(f"{variable}=", self.environ[variable]).truth()
+        if variable := self.variable(name):
+            return Setting(f"{variable}=", self.environ[variable]).truth()
+        below = self.below(name)
+        return below is not None and Setting(f"{below.source}: {name[2:]}: ", below.text).truth()
 
     def setting(self, name: str) -> Setting | None:
         """The value of a flag, or None, to be read as a number."""
@@ -257,22 +305,25 @@ class Values:
         return setting.whole() if setting else None
 
     def attribute(self, error: UsageError) -> UsageError:
-        """Return error, saying which flags in its message come from the environment, as nobody typed them."""
+        """Return error, saying where flags in its message come from that nobody typed."""
         found = [
-            f"{flag.name} comes from {variable}={self.environ[variable]} in the environment."
+            f"{flag.name} comes from {self._place(flag.name)}."
             for flag in FLAGS
-            if flag.name not in self.given
-            and (variable := self.variable(flag.name))
+            if self.origin(flag.name) not in (None, flag.name)
             and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
         ]
         return UsageError(" ".join([error.message, *found]), error.hint)
 
+    def _place(self, name: str) -> str | None:
+        variable = self.variable(name)
+        return f"{variable}={self.environ[variable]} in the environment" if variable else self.origin(name)
 
-def _resolve(token: str) -> tuple[Flag, str | None]:
+
+def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     """Find the flag that token spells, and the value after its equals sign."""
     spelled, equals, text = token.partition("=")
     name, value = spelled.replace("_", "-"), text if equals else None
-    if flag := BY_NAME.get(name):
+    if flag := table.get(name):
         return flag, value
     if name == "--token":
         raise UsageError(
@@ -281,24 +332,24 @@ def _resolve(token: str) -> tuple[Flag, str | None]:
         )
     if not name.startswith("--"):
         # -n4 and -t0:1, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
-        if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals:
-            return BY_NAME[name[:2]], name[2:]
-        raise _unknown(spelled)
-    candidates = {flag.name: flag for known, flag in BY_NAME.items() if known.startswith(name)}
+        if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals and name[:2] in table:
+            return table[name[:2]], name[2:]
+        raise _unknown(spelled, table)
+    candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
     if not candidates:
-        raise _unknown(spelled)
+        raise _unknown(spelled, table)
     if len(candidates) > 1:
         raise UsageError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
     return next(iter(candidates.values())), value
 
 
-def _is_flag(token: str) -> bool:
+def _is_flag(token: str, table: Mapping[str, Flag]) -> bool:
     """Whether token, met where a value belongs, is rather the next flag."""
-    return token.startswith("--") or token in BY_NAME
+    return token.startswith("--") or token in table
 
 
-def _unknown(spelled: str) -> UsageError:
-    meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in BY_NAME if n.startswith("--")))
+def _unknown(spelled: str, table: Mapping[str, Flag]) -> UsageError:
+    meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in table if n.startswith("--")))
     first = f"Did you mean {meant}? " if meant else ""
     return UsageError(
         f"unknown flag {spelled}.",

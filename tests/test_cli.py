@@ -117,6 +117,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("duplicate-stdout-filters", "loss,a,,b", "output", Output(stdout_filters=("loss", "a,b"))),
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
     ("logs-specs", "default", "output", Output()),
+    ("config", "job.yaml", "role", "from-a-file"),
     ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
@@ -126,6 +127,7 @@ def test_every_spelling_of_a_flag_with_a_value(
     parse: Parse, name: str, text: str, attribute: str, expected: object
 ) -> None:
     Path("secret").write_text("correct-horse-battery-staple\n")
+    Path("job.yaml").write_text("role: from-a-file\n")
     under = name.replace("-", "_")
     variable = f"PET_{under.upper()}"
     for line in (
@@ -147,7 +149,7 @@ def test_every_flag_is_tested() -> None:
     assert {flag.name for flag in FLAGS} - tested == switches
     assert switches == {
         *("--standalone", "--module", "--no-python", "--no-warm", "--prefix"),
-        *("--help", "--version"),
+        *("--print-config", "--help", "--version"),
     }
 
 

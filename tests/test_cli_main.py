@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 
@@ -112,6 +114,13 @@ def test_console_main_exits(
         cli.console_main()
     assert caught.value.code == code
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_console_scripts_name_functions() -> None:
+    scripts = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"elastic-launch", "elastic-composer", "elasticctl"}
+    for target in scripts.values():
+        assert callable(EntryPoint("", target, "").load())
 
 
 # In a process of its own.

@@ -20,7 +20,8 @@ KNOWN = {
     "elastic_launch/clock.py": ["time.clock_gettime"],  # of CLOCK_BOOTTIME, which does not jump
     "elastic_launch/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
     "elastic_launch/rendezvous/whereabouts.py": ["path.stat().st_mtime"],  # which of several runs is the newest
-    "elastic_launch/cli.py": ["datetime.now"],  # the name of the log directory
+    "elastic_launch/output_flags.py": ["datetime.now"],  # the name of the log directory
+    "elastic_launch/composer.py": ["datetime.now"],  # the same, in Composer mode
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import ctl, dist, events
+from elastic_launch import composer, ctl, dist, events
 from elastic_launch.config import Timing
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import ExitCode
@@ -85,6 +85,15 @@ def test_a_flag_is_shown_with_its_value_default_and_variables(flag: Flag) -> Non
     assert names(variables) == list(flag.variables)
     assert not flag.default or default.strip("`") == flag.default
     assert meaning
+
+
+def test_the_flags_of_composer_are_shown_with_their_values_and_variables() -> None:
+    table = rows(sections(REFERENCE / "composer.md", "##")["Flags"])[2:]
+    shown = [(names(row[0]), names(row[2])) for row in table]
+    wanted = [
+        ([*flag.names[:-1], f"{flag.names[-1]} {flag.metavar}".strip()], flag.fallback) for flag in composer.FLAGS
+    ]
+    assert shown == [(spelled, [variable] if variable else []) for spelled, variable in wanted]
 
 
 def test_every_command_and_flag_of_elasticctl_is_shown_and_no_other() -> None:

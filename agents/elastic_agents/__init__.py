@@ -8,5 +8,6 @@
 ``warm``      what they are forked from, so that they need not import
 ``output``    their stdout and stderr, on the console and in files
 ``failures``  what a dead worker left to say
+``fixed``     the same for a world of fixed size, without a rendezvous
 ``guard``     kills the workers if the agent itself is killed
 """

@@ -8,7 +8,7 @@ from enum import IntEnum
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["Kind", "exit_code", "kind_of", "root_cause"]
+__all__ = ["Kind", "exit_code", "kind_of", "own_code", "root_cause"]
 
 EARLY = 10.0
 """A plain script that exits non-zero within this many seconds of its start may never have started right."""
@@ -78,9 +78,14 @@ def exit_code(failure: Failure | None, max_restarts: int) -> int:
     """
     if max_restarts > 0 or failure is None:
         return ExitCode.BUDGET_SPENT
-    if failure.exit_code < 0:
-        return 128 - failure.exit_code
-    return ExitCode.TRAINING_FAILED if failure.exit_code in _OURS or not failure.exit_code else failure.exit_code
+    return own_code(failure.exit_code)
+
+
+def own_code(code: int) -> int:
+    """Return what a worker's exit code (-N for signal N) becomes as that of the run."""
+    if code < 0:
+        return 128 - code
+    return ExitCode.TRAINING_FAILED if code in _OURS or not code else code
 
 
 def is_early(failure: Failure) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
@@ -79,9 +80,7 @@ class WarmServer:
             f"sys.path.append({root!r}); from elastic_agents.warm.server import serve; sys.path.pop(); "
             "serve(sys.argv[1])()"
         )
-        config.run_directory.mkdir(parents=True, exist_ok=True)
-        log = config.run_directory / f"imports-{config.node_id}.log"
-        with theirs, log.open("ab") as output:
+        with theirs, _log_of(config) as output:
             # The command at the end leaves room for a worker to show its own in its place.
             self._process = subprocess.Popen(
                 [argv[0], "-u", "-c", code, json.dumps(settings), "warm server of", *argv],
@@ -236,6 +235,15 @@ class WarmProcesses:
             names = ", ".join(differing)
             _log.info("workers import for themselves: %s differs between them and matters at import", names)
         return bool(differing)
+
+
+def _log_of(config: LaunchConfig) -> BinaryIO:
+    """Where the output of imports goes: a full disk must not stop training."""
+    try:
+        config.run_directory.mkdir(parents=True, exist_ok=True)
+        return (config.run_directory / f"imports-{config.node_id}.log").open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def _be_subreaper(yes: bool) -> None:

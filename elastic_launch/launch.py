@@ -1,0 +1,146 @@
+"""Stands in for ``torch.distributed.launch``, as ``python -m elastic_launch.launch`` and as a file run by its path.
+
+It is ``elastic-launch``, except that the script gets its local rank as the first argument, and that nothing is
+restarted unless ``--max-restarts`` says so; see https://docs.pytorch.org/docs/stable/distributed.html#launch-utility.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and not __package__:
+    # Run by its path, this directory is searched first, and its files would stand for others' modules of their names.
+    _here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _here]
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_launch.cli import exiting, find_module, launch, reported
+from elastic_launch.errors import UsageError
+from elastic_launch.flags import Flag, Sourced, split
+from elastic_launch.jobfile import Job
+
+__all__ = ["console_main", "main", "spelling"]
+
+LONGEST_SOURCE = 1 << 20
+"""Characters of a script that are searched for the name of its argument."""
+
+FLAGS = (
+    Flag(("--use-env",), "hand the script no local rank; LOCAL_RANK has it", in_environment=False),
+    Flag(("--local-rank-name",), "how the script spells --local-rank", "NAME", in_environment=False),
+)
+
+HELP = """
+As torch.distributed.launch:
+  The script's first argument is --local-rank=N, or --local_rank=N if that is what its source has.
+  --use-env               hand the script no local rank; LOCAL_RANK has it
+  --local-rank-name NAME  another name for that argument
+  --max-restarts          is 0 by default
+"""
+
+
+def console_main() -> NoReturn:
+    """``python -m elastic_launch.launch``, and the file itself."""
+    exiting(main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launch as a command line for ``torch.distributed.launch`` asks for it.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit code, see :class:`~elastic_launch.errors.ExitCode`.
+    """
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    line = split(argv, FLAGS)
+    code = launch(
+        replace(line, defaults={"--max-restarts": Sourced("0", "default of torch.distributed.launch")}),
+        hand_local_rank,
+    )
+    if line.wants == "--help":
+        sys.stdout.write(HELP)
+    return code
+
+
+def hand_local_rank(job: Job) -> None:
+    """Put the local rank before the script's arguments, unless ``--use-env`` forbids it.
+
+    Raises:
+        UsageError: if the workers run a program that is not Python's, as nothing says that it takes one.
+    """
+    if "--use-env" in job.line.given or job.line.script is None:
+        return
+    if job.values.switch("--no-python"):
+        raise UsageError(
+            "--no-python without --use-env would hand the program a --local-rank.",
+            "Add --use-env; the program finds its local rank in LOCAL_RANK.",
+        )
+    if (asked := job.line.given.get("--local-rank-name")) is not None:
+        name = _named(asked[-1])
+    else:
+        name = spelling(_source(job.line.script, module=job.values.switch("--module")))
+    # The agent puts the number there for each worker.
+    job.line = replace(job.line, arguments=(f"{name}=${{local_rank}}", *job.line.arguments))
+
+
+def spelling(source: str) -> str:
+    """Return how a script spells the argument: with dashes, unless its source only has the underscores.
+
+    What stands in quotes counts before what a comment or a usage text may say.
+    """
+    for quote in (r"""["']""", ""):
+        found = set(re.findall(rf"{quote}(--local[-_]rank)(?![\w-]){quote}", source))
+        if found:
+            return "--local-rank" if "--local-rank" in found else "--local_rank"
+    return "--local-rank"
+
+
+def _named(text: str) -> str:
+    name = text if text.startswith("-") else f"--{text}"
+    if not re.fullmatch(r"-{1,2}[A-Za-z][\w.-]*", name):
+        raise UsageError(
+            f"--local-rank-name {text!r} is no argument's name.", "Write one, as in --local-rank-name local_rank."
+        )
+    return name
+
+
+def _source(script: str, *, module: bool) -> str:
+    """Return the source of what the workers run, as far as it can be found without importing anything."""
+    path = _module_file(script) if module else Path(script)
+    if path is None:
+        return ""
+    if path.is_dir():
+        path = path / "__main__.py"
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(LONGEST_SOURCE)
+    except OSError:
+        return ""  # what is wrong with it is said where the command is put together
+
+
+def _module_file(name: str) -> Path | None:
+    top, *parts = name.split(".")
+    spec = find_module(top) if top else None
+    for depth in range(len(parts)):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join([top, *parts[: depth + 1]]), list(spec.submodule_search_locations))
+    if spec is None or spec.origin is None:
+        return None
+    # A package is run by its __main__.
+    return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+
+
+if __name__ == "__main__":
+    console_main()
