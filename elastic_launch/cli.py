@@ -15,28 +15,21 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
 from elastic_launch import __version__
-from elastic_launch.config import (
-    Command,
-    Endpoint,
-    LaunchConfig,
-    Limits,
-    parse_endpoint,
-    parse_endpoints,
-    parse_nnodes,
-)
+from elastic_launch.config import Command, LaunchConfig, Limits, parse_nnodes
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
 from elastic_launch.jobfile import Job, shown
+from elastic_launch.meeting import read_meeting
+from elastic_launch.options import devices_of, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.termination import write_termination_log
+from elastic_launch.torch_options import visible_device
 
 __all__ = ["console_main", "exiting", "find_module", "launch", "main", "parse", "reported"]
 
 log = logging.getLogger(__name__)
-
-BACKENDS = ("c10d", "etcd")
 
 
 def console_main() -> NoReturn:
@@ -141,46 +134,35 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
     max_restarts = values.integer("--max-restarts")
     limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
-    standalone = values.switch("--standalone")
-    if standalone and high > 1:
-        raise UsageError(
-            f"--standalone runs on one node, --nnodes {values.text('--nnodes')} asks for up to {high}.",
-            "Drop --nnodes to stay on this node, or --standalone to use several.",
-        )
-    backend = values.text("--rdzv-backend") or LaunchConfig.backend
-    if backend not in BACKENDS:
-        raise UsageError(
-            f"--rdzv-backend {backend} is not supported.",
-            f"Supported: {', '.join(BACKENDS)}. Without the flag it is {LaunchConfig.backend}.",
-        )
-    asked = values.text("--rdzv-endpoint")
-    if standalone and (asked or backend != LaunchConfig.backend):
-        ignored = "--rdzv-endpoint" if asked else "--rdzv-backend"
-        what = parse_endpoint(asked) if asked and backend == LaunchConfig.backend else asked or backend
-        log.warning("--standalone ignores %s %s: this node hosts its own store.", values.origin(ignored), what)
-        asked, backend = None, LaunchConfig.backend
-    endpoints = _endpoints(asked, backend, values.text("--rdzv-id"))
-    endpoint = endpoints[0] if endpoints else None
-    timing, is_host, reuse = read_timing(_layers(values))
-    if endpoint is None and is_host is False:
+    meeting = read_meeting(values, limits)
+    timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values))
+    if meeting.backend == "static":
+        if is_host is not None:
+            raise UsageError(
+                "--rdzv-conf is_host contradicts --rdzv-backend static, whose host is the node of rank 0.",
+                "Drop is_host.",
+            )
+        is_host = meeting.node_rank == 0
+    if meeting.endpoint is None and is_host is False:
         raise UsageError(
             "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
             "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
         )
     grace = values.setting("--shutdown-timeout")
     log_dir, link_dir = read_log_dir(values)
-    return LaunchConfig(
+    config = LaunchConfig(
         command=command,
         limits=limits,
         # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
-        run_id=values.text("--rdzv-id") or (LaunchConfig.run_id if endpoint else secrets.token_hex(6)),
-        backend=backend,
-        endpoint=endpoint,
-        endpoints=endpoints if backend == "etcd" else (),
-        announce=high > 1 and endpoint is None,
+        run_id=values.text("--rdzv-id")
+        or (LaunchConfig.run_id if meeting.endpoint or meeting.foreign else secrets.token_hex(6)),
+        backend=meeting.backend,
+        endpoint=meeting.endpoint,
+        endpoints=meeting.endpoints if meeting.backend == "etcd" else (),
+        announce=high > 1 and meeting.endpoint is None,
         timing=timing,
-        node_id=values.text("--node-id") or default_node_id(),
-        node_rank=values.integer("--node-rank"),
+        node_id=meeting.node_id or default_node_id(),
+        node_rank=meeting.node_rank,
         local_addr=values.text("--local-addr"),
         is_host=is_host,
         reuse=reuse,
@@ -193,26 +175,15 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         link_dir=link_dir,
         output=read_output(values),
         token=read_token(values.text("--token-file"), values.environ),
+        signals=read_signals(values),
+        options=read_torch_options(values, own_agent=meeting.foreign is None),
+        foreign=meeting.foreign,
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
     )
-
-
-def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
-    """Return where the store is: one address, or several of an etcd cluster; none if this node is to host it."""
-    if backend != "etcd":
-        return () if asked is None else (parse_endpoint(asked),)
-    if asked is None:
-        raise UsageError(
-            "--rdzv-backend etcd needs the addresses of the cluster.",
-            "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...].",
-        )
-    if not run_id:
-        raise UsageError(
-            "--rdzv-backend etcd needs a name for the run: its record outlives it.",
-            "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
-        )
-    return parse_endpoints(asked)
+    if config.options.virtual_local_rank:
+        visible_device(config.nproc - 1, values.environ)
+    return config
 
 
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:
@@ -256,6 +227,8 @@ def _nproc(text: str) -> int:
                 "Give a number or cpu, or mend the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
             )
         return torch.cuda.device_count()
+    if text.isalpha() and (found := devices_of(text)):
+        return found
     try:
         return Setting("--nproc ", text).whole()
     except UsageError:
@@ -278,6 +251,8 @@ def _command(line: Line, values: Values) -> Command:
     if script is None:
         raise UsageError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
     module, no_python = values.switch("--module"), values.switch("--no-python")
+    if values.switch("--run-path"):
+        return _run_path(script, arguments, module=module, no_python=no_python)
     if module and no_python:
         raise UsageError(
             "-m/--module and --no-python contradict each other.",
@@ -296,6 +271,21 @@ def _command(line: Line, values: Values) -> Command:
         return Command((python, "-u", "-m", script, *arguments), ("-m", script, *arguments))
     _check_script(script)
     return Command((python, "-u", script, *arguments), (script, *arguments))
+
+
+def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python: bool) -> Command:
+    if module:
+        raise UsageError(
+            "-m/--module and --run-path contradict each other: one wants the name of a module, one a path.",
+            "Drop --module to run a file, or --run-path to run a module.",
+        )
+    if no_python:
+        log.warning("--no-python has no effect: --run-path takes precedence.")
+    if not os.path.isabs(script):
+        raise UsageError(f"--run-path {script}: it is not a full path.", f"Write --run-path {os.path.abspath(script)}.")
+    _check_script(script)
+    argv = (sys.executable, "-u", "-m", "elastic_launch.run_path", script, *arguments)
+    return Command(argv, ("--run-path", script, *arguments))
 
 
 def _here() -> str:

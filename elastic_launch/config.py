@@ -19,6 +19,7 @@ from pathlib import Path
 from elastic_launch.errors import UsageError
 from elastic_launch.output import LATEST, Output
 from elastic_launch.secret import Token
+from elastic_launch.torch_options import Foreign, Signals, TorchOptions
 
 __all__ = [
     "Command",
@@ -169,6 +170,7 @@ class LaunchConfig:
         token: the run's secret, or None; part of no output and of no digest.
         warm: fork workers from a process that has their imports done, where possible.
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
+        foreign: where nodes meet by a handler of somebody else's, which ``backend`` names; None: by one of ours.
     """
 
     command: Command
@@ -194,6 +196,9 @@ class LaunchConfig:
     warm: bool = True
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()
+    signals: Signals = field(default_factory=Signals)
+    options: TorchOptions = field(default_factory=TorchOptions)
+    foreign: Foreign | None = None
 
     def __post_init__(self) -> None:
         if self.nproc < 1:
@@ -266,13 +271,13 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def parse_endpoint(text: str, default_port: int = 29400) -> Endpoint:
+def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-endpoint") -> Endpoint:
     """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``.
 
     Raises:
         UsageError: if text is none of these.
     """
-    asked = f"--rdzv-endpoint {text!r}"
+    asked = f"{asker} {text!r}"
     hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."
     text = text.strip()
     if text.startswith("["):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_launch import __version__
-from elastic_launch.cli import BACKENDS
 from elastic_launch.config import LaunchConfig, parse_endpoint, parse_endpoints, parse_nnodes, state_directory
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events import counted
 from elastic_launch.flags import Values
+from elastic_launch.meeting import BACKENDS
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous.inquiry import Address, Inquiry, RunEndedError
 from elastic_launch.rendezvous.whereabouts import Whereabouts, find
@@ -122,7 +122,7 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
         found = _found(log_dir, run_id, environ)
         backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
     leader = parse_endpoint(found.leader) if found is not None and found.leader else None
-    backend = backend or LaunchConfig.backend
+    backend = LaunchConfig.backend if backend in (None, "static") else backend
     if backend not in BACKENDS:
         raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
     if backend == "c10d":

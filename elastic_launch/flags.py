@@ -85,13 +85,15 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "Where nodes meet",
         (
-            Flag(("--rdzv-backend",), "what keeps the control record", "NAME", "c10d"),
+            Flag(("--rdzv-backend",), "c10d, etcd, static, or torch's", "NAME", "c10d"),
             Flag(("--rdzv-endpoint",), "host of the record, or etcd's", "HOST:PORT", "this one"),
             Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
             Flag(("--rdzv-conf",), "settings of the rendezvous, several merge", "K=V,..."),
             Flag(("--node-rank",), "wanted rank of this node", "N", "any"),
             Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
             Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
+            Flag(("--master-addr",), "of node 0, for static", "ADDR", "127.0.0.1"),
+            Flag(("--master-port",), "its port, for static", "PORT", "29500"),
             Flag(("--token-file",), "file with the run's token", "PATH"),
         ),
     ),
@@ -121,6 +123,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--no-warm",), "workers do their imports themselves"),
             Flag(("--preload",), "import these ahead, too", "MODULE,..."),
             Flag(("--no-preload",), "don't import these ahead", "MODULE,..."),
+            Flag(("--run-path",), "the script, by its full path, is run by runpy"),
+            Flag(("--virtual-local-rank",), "each sees one GPU and LOCAL_RANK 0"),
+            Flag(("--numa-binding",), "CPUs near its GPU, as node", "MODE", "unbound"),
             Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
         ),
     ),
@@ -145,6 +150,21 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         ),
     ),
     (
+        "Signals",
+        (
+            Flag(("--signals-to-handle",), "that end this node", "LIST", "TERM,INT,HUP,QUIT"),
+            Flag(("--signals-to-forward",), "passed to the workers", "LIST", "USR1,USR2"),
+        ),
+    ),
+    (
+        "For torch",
+        (
+            Flag(("--event-log-handler",), "gets the ends of agent and workers", "NAME", "null"),
+            Flag(("--monitor-interval",), "no effect but on torch's agent", "S", "0.1"),
+            Flag(("--start-method",), "no effect but on torch's agent", "NAME", "spawn"),
+        ),
+    ),
+    (
         "Information",
         (
             Flag(("-h", "--help"), "show this and exit", in_environment=False),
@@ -156,6 +176,16 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
 FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)
 
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+_TORCHRUN = """
+    nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval
+    start-method event-log-handler role module no-python run-path log-dir redirects tee local-ranks-filter
+    duplicate-stdout-filters duplicate-stderr-filters node-rank master-addr master-port local-addr logs-specs
+    numa-binding signals-to-handle shutdown-timeout virtual-local-rank help
+"""
+
+TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
+"""The long names of torchrun's own flags (torch 2.13); a test compares them with its parser."""
 
 EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.DONE, "all workers of all nodes are done"),
@@ -338,6 +368,10 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
     if not candidates:
         raise _unknown(spelled, table)
+    of_torchrun = {table[known].name for known in TORCHRUN if known.startswith(name) and known in table}
+    if len(of_torchrun) == 1:
+        # What is short enough for torchrun must stay so, whatever flags there are beside its own.
+        return table[of_torchrun.pop()], value
     if len(candidates) > 1:
         raise UsageError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
     return next(iter(candidates.values())), value
@@ -380,7 +414,8 @@ def help_text() -> str:
         "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
         "  join_timeout, read_timeout, is_host, reuse;",
-        "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt",
+        "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",
+        "  without effect: close_timeout, heartbeat_timeout, store_type",
         "",
         "Exit codes:",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import secrets
 import socket
@@ -12,7 +13,19 @@ from dataclasses import dataclass, fields
 from elastic_launch.config import ZERO_ALLOWED, Timing, check_seconds
 from elastic_launch.errors import UsageError
 
-__all__ = ["CONF_KEYS", "TIMES", "Setting", "check_keys", "default_node_id", "nearest", "parse_conf", "read_timing"]
+__all__ = [
+    "CONF_KEYS",
+    "TIMES",
+    "Setting",
+    "check_keys",
+    "conf_items",
+    "default_node_id",
+    "nearest",
+    "parse_conf",
+    "read_timing",
+]
+
+log = logging.getLogger("elastic_launch.cli")
 
 TIMES = tuple(item.name for item in fields(Timing))
 
@@ -20,14 +33,22 @@ OF_TORCH = {
     "last_call_timeout": "join_settle",
     "keep_alive_interval": "beat",
     "keep_alive_max_attempt": "dead_after",
+    "timeout": "join_timeout",
 }
 """torch's keys of --rdzv-conf that have another name here."""
+
+IDLE = {
+    "close_timeout": "no node waits for others to close the rendezvous",
+    "heartbeat_timeout": "a node is judged by dead_after",
+    "store_type": "the store is a TCPStore",
+}
+"""torch's keys of --rdzv-conf that have no effect here, and why."""
 
 # What torch assumes if only one of the two is given.
 TORCH_KEEP_ALIVE_INTERVAL = 5.0
 TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
 
-CONF_KEYS = (*TIMES, "is_host", "reuse", *OF_TORCH)
+CONF_KEYS = (*TIMES, "is_host", "reuse", *OF_TORCH, *IDLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,10 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
             # Our words win over torch's, but not those in the environment over torch's in a flag.
             settings.pop(OF_TORCH.get(key, ""), None)
         settings |= layer
+    _tell_idle(settings)
     times = {key: settings[key].seconds(zero=key in ZERO_ALLOWED) for key in TIMES if key in settings}
+    if patience := settings.get("timeout"):
+        times.setdefault("join_timeout", patience.seconds())
     if last_call := settings.get("last_call_timeout"):
         times.setdefault("join_settle", last_call.seconds(zero=True))
     interval, attempts = settings.get("keep_alive_interval"), settings.get("keep_alive_max_attempt")
@@ -113,15 +137,35 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
     return Timing(**times), host.truth() if host else None, reuse.truth() if reuse else False
 
 
+def _tell_idle(settings: Mapping[str, Setting]) -> None:
+    for key, why in IDLE.items():
+        if not (setting := settings.get(key)):
+            continue
+        if key == "store_type" and setting.text != "tcp":
+            raise UsageError(
+                f"{setting.asked}{setting.text}: {why}, not a file.",
+                "Drop store_type, or run torchrun for a store in a file.",
+            )
+        if key != "store_type":
+            log.warning("%s%s has no effect: %s.", setting.asked, setting.text, why)
+
+
 def parse_conf(asked: str, text: str) -> dict[str, Setting]:
     """Parse ``key=value,key=value``."""
-    found: dict[str, Setting] = {}
+    items = conf_items(asked, text, known=CONF_KEYS)
+    return {key: Setting(f"{asked} {key}=", value) for key, value in items.items()}
+
+
+def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, str]:
+    """Split ``key=value,key=value``; without known keys any will do."""
+    found: dict[str, str] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         key, _, value = map(str.strip, item.partition("="))
-        check_keys(asked, [key])
+        if known:
+            check_keys(asked, [key])
         if not value:
             raise UsageError(f"{asked} gives {key} no value.", "Write KEY=VALUE,KEY=VALUE.")
-        found[key] = Setting(f"{asked} {key}=", value)
+        found[key] = value
     return found
 
 

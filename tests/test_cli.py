@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.flags import FLAGS
 from elastic_launch.output import Output, Std, Streams
 from elastic_launch.secret import Token
+from elastic_launch.torch_options import Signals, TorchOptions
 
 Parse = Callable[..., LaunchConfig]
 
@@ -118,6 +120,14 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
     ("logs-specs", "default", "output", Output()),
     ("config", "job.yaml", "role", "from-a-file"),
+    ("master-addr", "10.0.0.7", "options", TorchOptions()),
+    ("master-port", "29501", "endpoint", Endpoint("127.0.0.1", 29501)),
+    ("numa-binding", "core-complex", "options", TorchOptions(numa_binding="core-complex")),
+    ("signals-to-handle", "USR2,SIGTERM", "signals", Signals((SIGUSR2, SIGTERM), (SIGUSR1,))),
+    ("signals-to-forward", "SIGINT", "signals", Signals((SIGTERM, SIGHUP, SIGQUIT), (SIGINT,))),
+    ("event-log-handler", "console", "options", TorchOptions(event_log_handler="console")),
+    ("monitor-interval", "5", "options", TorchOptions(monitor_interval=5)),
+    ("start-method", "fork", "options", TorchOptions(start_method="fork")),
     ("token-file", "secret", "token", Token("correct-horse-battery-staple", "test")),
 ]
 
@@ -149,7 +159,7 @@ def test_every_flag_is_tested() -> None:
     assert {flag.name for flag in FLAGS} - tested == switches
     assert switches == {
         *("--standalone", "--module", "--no-python", "--no-warm", "--prefix"),
-        *("--print-config", "--help", "--version"),
+        *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank"),
     }
 
 
@@ -216,7 +226,7 @@ def test_standalone_is_one_node(parse: Parse, nnodes: str) -> None:
     assert "--standalone comes from PET_STANDALONE=1 in the environment" in error.message
 
 
-@pytest.mark.parametrize("backend", ["static", "etcd-v2", "C10D"])
+@pytest.mark.parametrize("backend", ["statics", "zeus", "C10D"])
 def test_other_backends_name_what_is_supported(parse: Parse, backend: str) -> None:
     error = refused(parse, f"--rdzv-backend {backend} train.py")
     assert backend in error.message

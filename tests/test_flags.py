@@ -42,9 +42,15 @@ def test_prefixes(prefix: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("token", "candidates"),
     [
-        ("--n", ["--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"]),
+        (
+            "--n",
+            [
+                *("--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"),
+                "--numa-binding",
+            ],
+        ),
         ("--no", ["--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"]),
-        ("--node_", ["--node-rank", "--node-id"]),
+        ("--master_", ["--master-addr", "--master-port"]),
         ("--rdzv=3", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"]),
     ],
 )
