@@ -6,6 +6,7 @@
     ├── UsageError                  2   a flag or value that cannot work
     └── RendezvousError            95   lost or refused
         ├── EndpointError               cannot be resolved, reached or bound
+        │   └── UnresolvedError         its name is not known, or not yet
         ├── RefusedError                this node does not fit the run
         ├── StoreError                  the control store failed or did not answer in time
         │   ├── RecordTooLargeError     it never takes a record of that size
@@ -27,6 +28,7 @@ __all__ = [
     "RefusedError",
     "RendezvousError",
     "StoreError",
+    "UnresolvedError",
     "UsageError",
 ]
 
@@ -80,6 +82,10 @@ class RendezvousError(ElasticLaunchError):
 
 class EndpointError(RendezvousError):
     """The endpoint cannot be resolved, reached or bound."""
+
+
+class UnresolvedError(EndpointError):
+    """The endpoint's name is not known here, or not yet."""
 
 
 class RefusedError(RendezvousError):

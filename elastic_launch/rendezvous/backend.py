@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import secrets
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,13 +15,17 @@ from elastic_launch.errors import EndpointError, RefusedError, StoreError
 from elastic_launch.events import EventSink
 from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
-from elastic_launch.rendezvous.net import listen, routable_address, source_address, try_listen
+from elastic_launch.rendezvous.hosting import explain, said_rank
+from elastic_launch.rendezvous.net import listen, listen_anywhere, routable_address, source_address, try_listen
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.service import LeaderService
+from elastic_launch.rendezvous.shared_store import SharedStore
 from elastic_launch.rendezvous.store import ControlStore
 
 __all__ = ["Backend", "C10dBackend", "Place"]
+
+_log = logging.getLogger(__name__)
 
 ACK_TIMEOUT = 5.0
 """Seconds for which the host of an ended run waits until all nodes have heard of the end."""
@@ -101,16 +107,21 @@ class C10dBackend:
         wanted = config.endpoint or self._own_endpoint()
         address = config.local_addr or source_address(wanted)
         listener = None
+        taken = False
         if config.is_host is not False:
             listener, taken = try_listen(wanted)
+            if config.backend == "static" and listener is None and not taken:
+                listener = listen_anywhere(wanted.port)  # the address may be translated on the way to this host
             if config.is_host and listener is None:
                 found = "its port is in use" if taken else "it is not an address of this host"
+                asker = "--node-rank 0" if config.backend == "static" else "is_host=true"
                 raise EndpointError(
-                    f"This node is to host the store at {wanted} (is_host=true), but {found}.",
+                    f"This node is to host the store at {wanted} ({asker}), but {found}.",
                     "Give another --rdzv-endpoint, or leave out is_host.",
                 )
+        self._tell(wanted, hosts=listener is not None, taken=taken)
         if listener is None:
-            self._taken = config.is_host is not False and taken
+            self._taken = taken
             return Place(address, incarnation, wanted, hosting=False)
         port = int(listener.getsockname()[1])
         self._endpoint = Endpoint(wanted.host, port)
@@ -119,7 +130,9 @@ class C10dBackend:
             links = undo.enter_context(contextlib.closing(listen(address)))
             host = str(listener.getsockname()[0])
             hosted = host_store(listener, host, config.run_id, config.timing.read_timeout)
-            store = SealedStore(hosted, config.token, config.run_id)
+            store: ControlStore = SealedStore(hosted, config.token, config.run_id)
+            if config.backend == "static":
+                store = SharedStore(store, hosted)
             leader = Leader(config.node_id, incarnation, address, int(links.getsockname()[1]))
             record = ControlRecord(config.run_id, config.digest(), 1, leader, work=config.work()).renewed()
             if not store.compare_and_set(None, record.encode(), config.timing.read_timeout):
@@ -140,6 +153,16 @@ class C10dBackend:
         )
         self._service.start()
         return Place(address, incarnation, self._endpoint, hosting=True)
+
+    def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool) -> None:
+        config = self._config
+        if config.endpoint is None or config.limits.max_nodes == 1:
+            return  # nobody else is to come, or the command for them is printed
+        said = said_rank(config.node_rank, os.environ)
+        level, text = explain(
+            wanted, said, hosts=hosts, taken=taken, is_host=config.is_host, nodes=config.limits.max_nodes
+        )
+        _log.log(level, "%s", text)
 
     def _own_endpoint(self) -> Endpoint:
         """No endpoint was given: any free port, on a routable address if others are to come."""

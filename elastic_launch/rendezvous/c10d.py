@@ -24,7 +24,8 @@ from elastic_launch.rendezvous.net import resolve
 
 __all__ = ["C10dStore", "NotAStoreError", "connect_store", "host_store"]
 
-_RUN_KEY = "elastic_launch/run"
+_OWN = "elastic_launch/"
+_RUN_KEY = f"{_OWN}run"
 _POLL = 0.05
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class C10dStore:
 
     def __init__(self, store: TCPStore, run_id: str, where: str, *, embedded: bool) -> None:
         self._store: TCPStore | None = store
-        self._key = f"elastic_launch/record/{run_id}"
+        self._key = f"{_OWN}record/{run_id}"
         self._where = where
         self._embedded = embedded
 
@@ -69,6 +70,16 @@ class C10dStore:
             if value != known or time.monotonic() >= deadline:
                 return value
             time.sleep(_POLL)
+
+    def remove_others(self, timeout: float) -> None:
+        """Remove all keys that are not this project's own."""
+
+        def remove(store: TCPStore) -> None:
+            for key in store.list_keys():
+                if not key.startswith(_OWN):
+                    store.delete_key(key)
+
+        self._call(remove, timeout)
 
     def close(self) -> None:
         self._store = None  # the last reference closes client and server

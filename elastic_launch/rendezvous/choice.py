@@ -17,7 +17,7 @@ __all__ = ["backend_of"]
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
     """Return the backend that the configuration names."""
-    if config.backend == "c10d":
+    if config.backend in ("c10d", "static"):
         return C10dBackend(config, clock, events)
     # Only who asks for etcd pays for its client.
     from elastic_launch.rendezvous.elected import ElectedBackend

@@ -15,7 +15,15 @@ from collections.abc import Callable
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
-from elastic_launch.errors import DeniedError, EndpointError, ProtocolError, RefusedError, RendezvousError, StoreError
+from elastic_launch.errors import (
+    DeniedError,
+    EndpointError,
+    ProtocolError,
+    RefusedError,
+    RendezvousError,
+    StoreError,
+    UnresolvedError,
+)
 from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
@@ -148,7 +156,7 @@ class Membership:
 
     def _run(self) -> None:
         try:
-            place = self._backend.open()
+            place = self._open()
             hello = self._first_hello(place)
             with self._lock:
                 self._side.begin(hello)
@@ -162,6 +170,20 @@ class Membership:
             self._former.close()
             self._backend.close()
             self._wake_in.close()
+
+    def _open(self) -> Place:
+        """Open the backend; a name that is not known yet, as those of pods that start, is asked for again."""
+        patience = self._config.timing.join_timeout
+        deadline = self._clock.now() + patience
+        while True:
+            try:
+                return self._backend.open()
+            except UnresolvedError as error:
+                if self._clock.now() >= deadline or self._closing.is_set():
+                    raise
+                text = error.message.rstrip(".")
+                self._once.warn("unresolved", "%s; it is asked for again, for up to %g s", text, patience)
+                self._closing.wait(RETRY)
 
     def _first_hello(self, place: Place) -> m.Hello:
         config = self._config
@@ -184,7 +206,7 @@ class Membership:
         """Keep a link to the leader until closed."""
         timing, clock, hearing = self._config.timing, self._clock, self._hearing
         search = Search(timing, clock.now())
-        until = AT_ENDPOINT if self._config.backend == "c10d" else "a leader can be elected"
+        until = AT_ENDPOINT if self._config.backend != "etcd" else "a leader can be elected"
         while not self._closing.is_set():
             try:
                 sock = self._connect(search.attempt(hearing, clock.now()))

@@ -6,9 +6,9 @@ import errno
 import socket
 
 from elastic_launch.config import Endpoint
-from elastic_launch.errors import EndpointError
+from elastic_launch.errors import EndpointError, UnresolvedError
 
-__all__ = ["listen", "resolve", "routable_address", "source_address", "try_listen"]
+__all__ = ["listen", "listen_anywhere", "resolve", "routable_address", "source_address", "try_listen"]
 
 _ANYWHERE = ("192.0.2.1", 9)
 """An address that is nowhere (RFC 5737): connecting a datagram socket to it asks the route and sends nothing."""
@@ -18,12 +18,12 @@ def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, i
     """Return the endpoint's addresses in the resolver's order.
 
     Raises:
-        EndpointError: if the name does not resolve.
+        UnresolvedError: if the name does not resolve.
     """
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        raise EndpointError(
+        raise UnresolvedError(
             f"The rendezvous endpoint {endpoint} does not resolve: {error}.",
             "Check --rdzv-endpoint, and that the name is known on this host.",
         ) from error
@@ -60,7 +60,16 @@ def listen(address: str, port: int = 0) -> socket.socket:
     listener, taken = try_listen(Endpoint(address, port))
     if taken:
         raise EndpointError(f"Port {port} of {address} is in use.", "Give another port, or end what listens there.")
-    return listener or _bound(socket.AF_INET, ("", port))
+    return listener or listen_anywhere(port)
+
+
+def listen_anywhere(port: int) -> socket.socket:
+    """Listen at all of this host's addresses.
+
+    Raises:
+        OSError: if the port is in use or may not be had.
+    """
+    return _bound(socket.AF_INET, ("", port))
 
 
 def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
