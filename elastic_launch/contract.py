@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "ENV_LOCAL_RANK",
     "ENV_ROUND",
     "ENV_SOCKET",
     "ENV_START_REASON",
@@ -40,6 +41,9 @@ ENV_ROUND = "ELASTIC_LAUNCH_ROUND"
 ENV_START_REASON = "ELASTIC_LAUNCH_START_REASON"
 """Why this worker was started: ``first`` or the cause for which the last round ended."""
 
+
+ENV_LOCAL_RANK = "ELASTIC_LAUNCH_LOCAL_RANK"
+"""Rank among the workers of the node, if ``LOCAL_RANK`` is 0 for all of them (``--virtual-local-rank``); else unset."""
 
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Where the agent listens for its workers: a Unix socket; a name with ``@`` first lies in the abstract namespace."""

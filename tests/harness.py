@@ -68,12 +68,13 @@ class Agent:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         prefix: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "elastic_launch"),
     ) -> None:
         self.name = name
         self.output_path = directory / f"{name}.{time.monotonic_ns()}.out"
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "elastic_launch", *arguments],
+                [*prefix, sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -149,6 +150,12 @@ class Job:
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
         agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env, cwd, prefix)
+        self.agents.append(agent)
+        return agent
+
+    def program(self, command: list[str], name: str = "program") -> Agent:
+        """Start a Python program that is an agent in its turn."""
+        agent = Agent(command, self.directory, name, program=())
         self.agents.append(agent)
         return agent
 

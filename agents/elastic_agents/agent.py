@@ -29,7 +29,7 @@ from elastic_agents.logs_specs import LogsSpecsFailed
 from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, place, placements
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
-from elastic_agents.telling import tell_opened, tell_order
+from elastic_agents.telling import tell_forwarded, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
@@ -258,6 +258,9 @@ class LocalElasticAgent(ElasticAgent):
             case WorkerSaved(round=number, step=step, error=error, asked=asked):
                 self._membership.saved(m.Saved(number, step, error=error, asked=asked))
                 return None
+            case SignalCaught(number=number) if number in self._config.signals.forward:
+                tell_forwarded(number, self._workers.forward(number))
+                return None
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
@@ -294,7 +297,8 @@ class LocalElasticAgent(ElasticAgent):
         config = self._config
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
-        self._run_file.write(Whereabouts(config.run_id, config.backend, where, config.node_id))
+        backend = "c10d" if config.backend == "static" else config.backend
+        self._run_file.write(Whereabouts(config.run_id, backend, where, config.node_id))
         tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
@@ -394,10 +398,10 @@ class LocalElasticAgent(ElasticAgent):
     def _start(self, form: m.Form) -> None:
         assert self._store is not None
         self._local_failures.clear()
-        self._rank = place(self._group, form.round, self._config.node_id)
-        if self._rank == 0:
+        self._rank = place(self._group, form.round, self._config)
+        if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
             self._store.serve(self._config.timing.read_timeout)
-        placed = placements(self._group, form.round)
+        placed = placements(self._group)
         try:
             self._logs, envs = self._places.prepare(form.round.number, placed, partial(self._environment, form))
         except LogsSpecsFailed as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
+from elastic_launch.torch_options import TorchOptions
 
 if TYPE_CHECKING:
     from elastic_agents.agent import Outcome
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _log = logging.getLogger("elastic_launch")
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class _Journal:
@@ -50,7 +48,11 @@ def run(config: LaunchConfig) -> int:
     configure_logging()
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
-    with SignalsTo(_SIGNALS, inbox):
+    if config.foreign is not None:
+        from elastic_agents.foreign import run_foreign
+
+        return run_foreign(config)
+    with SignalsTo((*config.signals.leave, *config.signals.forward), inbox):
         directory = config.run_directory
         _log.info("run %s, logs in %s", config.run_id, directory)
         journal = _Journal(
@@ -61,19 +63,38 @@ def run(config: LaunchConfig) -> int:
             ),
             clock,
         )
+        _check(config)
         processes = start_processes(config)  # first of all: it takes longest, and needs nothing of what follows
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_agents.logs import link_latest
+            from elastic_agents.torch_events import TorchEvents
             from elastic_launch.rendezvous.choice import backend_of
 
         link_latest(config)
-        backend = backend_of(config, clock, journal)
-        agent = LocalElasticAgent(config, backend, journal, clock=clock, inbox=inbox, processes=processes)
+        events = TorchEvents(config, journal, clock)
+        backend = backend_of(config, clock, events)
+        agent = LocalElasticAgent(config, backend, events, clock=clock, inbox=inbox, processes=processes)
+        events.group = agent.get_worker_group()
         agent.run()
+        events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
     if line := journal.ledger.summary(config.limits.max_restarts):
         _log.info("%s", line)
     return _tell(config, agent.outcome)
+
+
+def _check(config: LaunchConfig) -> None:
+    """Have torch judge what it is asked for, before anything is started; it is waited for only if it is asked."""
+    options = config.options
+    with _quiet_torch():
+        if options.numa_binding is not None:
+            from elastic_agents.numa import check_binding
+
+            check_binding(config)
+        if options.event_log_handler != TorchOptions.event_log_handler:
+            from elastic_agents.torch_events import check_handler
+
+            check_handler(options.event_log_handler)
 
 
 def _tell(config: LaunchConfig, outcome: Outcome) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from elastic_agents.numa import bound
 from elastic_launch.config import LaunchConfig
-from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
+from elastic_launch.torch_options import visible_device
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -20,17 +22,20 @@ _SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
-def place(group: WorkerGroup, formed: Round, node_id: str) -> int:
+def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     """Give a group's workers their ranks in a round, and return the node's rank among the members."""
-    me = next(rank for rank, member in enumerate(formed.members) if member.node_id == node_id)
+    me = next(rank for rank, member in enumerate(formed.members) if member.node_id == config.node_id)
     first = sum(member.workers for member in formed.members[:me])
-    master = formed.members[0]
+    first_member = formed.members[0]
+    master_addr, master_port = first_member.address, first_member.store_port
+    if config.backend == "static" and config.endpoint is not None:
+        master_addr, master_port = config.endpoint.host, config.endpoint.port
     # torch annotates none of these beyond their initial None.
     values = {
         "group_rank": me,
         "group_world_size": len(formed.members),
-        "master_addr": master.address,
-        "master_port": master.store_port,
+        "master_addr": master_addr,
+        "master_port": master_port,
     }
     for name, value in values.items():
         setattr(group, name, value)
@@ -40,9 +45,8 @@ def place(group: WorkerGroup, formed: Round, node_id: str) -> int:
     return me
 
 
-def placements(group: WorkerGroup, formed: Round) -> list[Placement]:
-    """Return where the workers of a group stand that has its ranks in the round."""
-    master = formed.members[0]
+def placements(group: WorkerGroup) -> list[Placement]:
+    """Return where the workers of a group stand that has its ranks in a round."""
     return [
         Placement(
             rank=worker.global_rank,
@@ -50,9 +54,9 @@ def placements(group: WorkerGroup, formed: Round) -> list[Placement]:
             group_rank=int(group.group_rank),  # type: ignore[call-overload]
             world_size=worker.world_size,
             local_world_size=len(group.workers),
-            group_world_size=len(formed.members),
-            master_addr=master.address,
-            master_port=master.store_port,
+            group_world_size=int(group.group_world_size),  # type: ignore[call-overload]
+            master_addr=str(group.master_addr),
+            master_port=int(group.master_port),  # type: ignore[call-overload]
         )
         for worker in group.workers
     ]
@@ -62,7 +66,8 @@ def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
     """Return a worker's command."""
     program, *rest = config.command.argv
     # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
-    return [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
+    command = [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
+    return bound(command, placement.local_rank, config.options.numa_binding)
 
 
 def environment(
@@ -84,6 +89,10 @@ def environment(
             nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
         )
     )
+    if config.options.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = visible_device(placement.local_rank, env)
+        env[ENV_LOCAL_RANK] = str(placement.local_rank)
     return env
 
 

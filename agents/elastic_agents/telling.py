@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import shlex
+import signal
 
 from elastic_launch.config import LaunchConfig
 from elastic_launch.events import counted
 from elastic_launch.rendezvous import messages as m
 
-__all__ = ["tell_opened", "tell_order"]
+__all__ = ["tell_forwarded", "tell_opened", "tell_order"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+_spared: set[int] = set()
+"""Signals of which it was said that some workers do not get them."""
 
 
 def tell_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
@@ -27,6 +31,16 @@ def tell_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: 
     elif config.limits.max_nodes > 1:
         role = "hosts the run's store" if hosting else "joins"
         _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
+
+
+def tell_forwarded(number: int, spared: list[int]) -> None:
+    """Say once for each signal which ranks it was kept from."""
+    name = signal.Signals(number).name
+    _log.debug("%s passed on to the workers", name)
+    if spared and number not in _spared:
+        _spared.add(number)
+        ranks = ", ".join(map(str, spared))
+        _log.warning("%s is kept from rank %s, which has no handler and would end by it (said once)", name, ranks)
 
 
 def tell_order(order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd, number: int, cause: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_agents.failures import OutOfMemoryCounter, report
+from elastic_agents.forwarding import heeds
 from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs
 from elastic_agents.output import OutputPump, Stream
@@ -133,6 +134,14 @@ class WorkerSet:
             self._processes.signal(pid, signal.SIGTERM)
             # A stopped process would not see it before its grace is over.
             self._processes.signal(pid, signal.SIGCONT)
+
+    def forward(self, number: int) -> list[int]:
+        """Pass a signal on to the workers that it does not end; return the ranks of the others."""
+        spared = [worker.placement.rank for pid, worker in self._alive.items() if not heeds(pid, number)]
+        for pid, worker in self._alive.items():
+            if worker.placement.rank not in spared:
+                self._processes.signal(pid, number)
+        return spared
 
     def kill(self, local_ranks: frozenset[int] | None = None) -> None:
         """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_ROUND
+from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 
 __all__ = ["World", "join", "leave"]
@@ -28,6 +28,7 @@ class World:
         round: number of the round under an agent of this project, else 0.
         restarts: restarts of the run so far.
         alone: there is no launcher: one process without a process group of others.
+        one_gpu: this process sees no GPU but its own.
         placed: whether local_rank is known, and not only taken for 0.
     """
 
@@ -39,6 +40,7 @@ class World:
     round: int = 0
     restarts: int = 0
     alone: bool = True
+    one_gpu: bool = False
     placed: bool = True
 
     @staticmethod
@@ -70,7 +72,8 @@ class World:
         return World(
             rank=rank,
             world_size=world_size,
-            local_rank=number("LOCAL_RANK", number("SLURM_LOCALID", 0)),
+            local_rank=number(ENV_LOCAL_RANK, number("LOCAL_RANK", number("SLURM_LOCALID", 0))),
+            one_gpu=ENV_LOCAL_RANK in environ,
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
             round=number(ENV_ROUND, 0),
@@ -90,6 +93,8 @@ class World:
                 f"Rank {self.rank} of {self.world_size} cannot tell which GPU is its own: LOCAL_RANK is not set.",
                 "Set LOCAL_RANK and LOCAL_WORLD_SIZE for each process, as elastic-launch and torchrun do.",
             )
+        if torch.cuda.is_available() and self.one_gpu:
+            return torch.device("cuda", 0)
         if torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world_size:
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")

@@ -42,6 +42,8 @@ PR_SET_CHILD_SUBREAPER = 36
 def start_processes(config: LaunchConfig) -> Callable[[OnExit], WorkerProcesses]:
     """Start what a node's workers will be started by, as early as can be, and return how to take it into use."""
     python, *rest = config.command.argv
+    if config.options.numa_binding is not None:
+        return ExecProcesses  # by numactl
     if not config.warm or config.command.display[0] == "--no-python" or python != sys.executable or rest[0] != "-u":
         return ExecProcesses
     make = partial(WarmServer, config, shared_environment(config))

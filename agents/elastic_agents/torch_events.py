@@ -1,0 +1,106 @@
+"""Status events in torch's form, for ``--event-log-handler``."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import Event as TorchEvent
+from torch.distributed.elastic.events.api import EventSource
+from torch.distributed.elastic.events.handlers import get_logging_handler
+
+from elastic_launch.clock import Clock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import UsageError
+from elastic_launch.events import Event, EventSink, WorkerExited
+
+__all__ = ["TorchEvents", "check_handler"]
+
+
+def check_handler(name: str) -> None:
+    """Find out whether torch has a handler of that name.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    try:
+        get_logging_handler(name)
+    except KeyError:
+        raise UsageError(
+            f"--event-log-handler {name} is none that torch knows.",
+            "Give null or console, or add it to torch.distributed.elastic.events before elastic_launch.cli.main.",
+        ) from None
+
+
+class TorchEvents:
+    """A sink that passes events on, and tells a handler of torch's how workers and the agent end.
+
+    The events have the names and the metadata of those that torch's agent records
+    (https://docs.pytorch.org/docs/stable/elastic/events.html), one at each worker's end instead of its last only.
+
+    Attributes:
+        group: this node's workers, once there is an agent.
+    """
+
+    def __init__(self, config: LaunchConfig, sink: EventSink, clock: Clock) -> None:
+        self._name = config.options.event_log_handler
+        self._config = config
+        self._sink = sink
+        self._clock = clock
+        self._began = clock.now()
+        self.group: WorkerGroup | None = None
+
+    def emit(self, event: Event) -> None:
+        self._sink.emit(event)
+        if isinstance(event, WorkerExited):
+            self._worker(event)
+
+    def ended(self, code: int, cause: str, restarts: int) -> None:
+        """Tell how the agent ended."""
+        error = json.dumps({"message": cause, "exit_code": code}) if code else None
+        self._record("FAILED" if code else "SUCCEEDED", EventSource.AGENT, {"agent_restarts": restarts}, error)
+
+    def _worker(self, exited: WorkerExited) -> None:
+        state = "SUCCEEDED" if exited.exit_code == 0 else "TERMINATED" if exited.stopped else "FAILED"
+        more = {
+            "global_rank": exited.rank,
+            "worker_id": str(exited.pid),
+            "duration_ms": round(1000 * exited.ran_s),
+        }
+        error = None if state != "FAILED" else json.dumps({"exit_code": exited.exit_code})
+        about = {"local_rank": exited.local_rank, "exit_code": exited.exit_code, "worker_pid": exited.pid}
+        self._record(state, EventSource.WORKER, more, error, about)
+
+    def _record(
+        self,
+        state: str,
+        source: EventSource,
+        more: dict[str, Any],
+        error: str | None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        config, group = self._config, self.group
+        about = {
+            "group_world_size": group.group_world_size if group else None,
+            "entry_point": group.spec.get_entrypoint_name() if group else None,
+            **(about or {}),
+        }
+        metadata = {
+            "run_id": config.run_id,
+            "global_rank": None,
+            "group_rank": group.group_rank if group else None,
+            "worker_id": None,
+            "role": config.role,
+            "hostname": socket.getfqdn(),
+            "state": state,
+            "total_run_time": int(self._clock.now() - self._began),
+            "rdzv_backend": config.backend,
+            "raw_error": error,
+            "metadata": json.dumps(about),
+            **more,
+        }
+        name = f"torchelastic.worker.status.{state}"
+        record(TorchEvent(name, source=source, metadata=metadata), self._name)
