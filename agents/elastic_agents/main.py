@@ -91,7 +91,7 @@ def _check(config: LaunchConfig) -> None:
             from elastic_agents.numa import check_binding
 
             check_binding(config)
-        if options.event_log_handler != TorchOptions.event_log_handler:
+        if options.event_log_handler != TorchOptions().event_log_handler:
             from elastic_agents.torch_events import check_handler
 
             check_handler(options.event_log_handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from typing import Any
 
@@ -85,7 +86,7 @@ class TorchEvents:
         config, group = self._config, self.group
         about = {
             "group_world_size": group.group_world_size if group else None,
-            "entry_point": group.spec.get_entrypoint_name() if group else None,
+            "entry_point": os.path.basename(config.command.argv[0]),
             **(about or {}),
         }
         metadata = {
