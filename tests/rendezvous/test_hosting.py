@@ -1,0 +1,74 @@
+"""Tests of why a node says that it hosts the store, or does not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from elastic_launch.config import Endpoint
+from elastic_launch.rendezvous.hosting import explain, said_rank
+
+HERE = Endpoint("127.0.0.1", 29400)
+THERE = Endpoint("192.0.2.7", 29400)
+
+
+def line(wanted: Endpoint, said: tuple[int, str] | None = None, **how: Any) -> tuple[int, str]:
+    return explain(wanted, said, **{"hosts": False, "taken": False, "is_host": None, "nodes": 4, **how})
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "environ", "said"),
+    [
+        (None, {}, None),
+        (2, {"SLURM_NODEID": "0"}, (2, "--node-rank 2")),
+        (None, {"SLURM_NODEID": "3", "JOB_COMPLETION_INDEX": "1"}, (3, "SLURM_NODEID=3")),
+        (None, {"SLURM_NODEID": "", "JOB_COMPLETION_INDEX": "1"}, (1, "JOB_COMPLETION_INDEX=1")),
+        (None, {"SLURM_NODEID": "first"}, None),
+    ],
+)
+def test_who_says_which_node_this_is(
+    node_rank: int | None, environ: dict[str, str], said: tuple[int, str] | None
+) -> None:
+    assert said_rank(node_rank, environ) == said
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (
+            {"hosts": True},
+            "hosts the store at 127.0.0.1:29400: 127.0.0.1 is an address of this host, and the",
+        ),
+        ({"hosts": True, "is_host": True}, "hosts the store at 127.0.0.1:29400: as it is told"),
+        ({"taken": True}, "does not host the store at 127.0.0.1:29400: the port is in use on this host"),
+        ({"is_host": False}, "does not host the store at 127.0.0.1:29400: it is told not to"),
+        ({}, "does not host the store at 127.0.0.1:29400: 127.0.0.1 is no address of this host"),
+    ],
+)
+def test_each_reason_is_told(how: dict[str, Any], why: str) -> None:
+    level, text = line(HERE, **how)
+    assert level == logging.INFO
+    assert why in text
+    assert "although" not in text
+
+
+def test_what_the_scheduler_says_otherwise_is_told_too() -> None:
+    first, third = (0, "SLURM_NODEID=0"), (3, "SLURM_NODEID=3")
+    assert line(THERE, first)[1].endswith("(although SLURM_NODEID=0 says that it is the first)")
+    assert line(THERE, third, hosts=True)[1].endswith("(although SLURM_NODEID=3 says that it is not the first)")
+    for said, hosts in ((first, True), (third, False), (None, True), (None, False)):
+        assert "although" not in line(THERE, said, hosts=hosts)[1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_later_node_that_hosts_at_loopback_is_warned(host: str) -> None:
+    """Every node of the job would host a run of its own, and wait for the others."""
+    said = (3, "JOB_COMPLETION_INDEX=3")
+    level, text = line(Endpoint(host, 29400), said, hosts=True)
+    assert level == logging.WARNING
+    assert "JOB_COMPLETION_INDEX=3 says that it is not the first" in text
+    assert "--rdzv-endpoint" in text
+    assert line(Endpoint(host, 29400), said, hosts=True, is_host=True)[0] == logging.INFO
+    assert line(Endpoint(host, 29400), (0, "SLURM_NODEID=0"), hosts=True)[0] == logging.INFO
