@@ -62,6 +62,18 @@ def test_the_run_goes_on_when_the_leader_is_killed(job: Job, servers: list[Membe
 
 
 @pytest.mark.slow
+def test_node_rank_orders_ranks(job: Job, servers: list[Member]) -> None:
+    run = Run(job, servers)
+    agents = [run.node(name, "--nnodes", "2", "--node-rank", rank) for name, rank in (("a", "1"), ("b", "0"))]
+    workers = job.world(2)
+    (formed,) = job.events("round_formed")
+    assert formed["nodes"] == ["b", "a"]
+    assert [worker["env"]["GROUP_RANK"] for worker in workers] == ["0", "1"]
+    job.finish()
+    assert [agent.wait() for agent in agents] == [0, 0]
+
+
+@pytest.mark.slow
 def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name, "--rdzv-conf", "dead_after=2,beat=0.2") for name in "ab"}
