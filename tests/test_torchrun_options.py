@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
@@ -16,7 +17,7 @@ from elastic_launch import cli
 from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import BY_NAME, TORCHRUN, split
-from elastic_launch.torch_options import NUMA_MODES, START_METHODS, visible_device
+from elastic_launch.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 
 TO_COME = {
     *("--redirects", "--tee", "--local-ranks-filter", "--logs-specs"),
@@ -149,6 +150,28 @@ def test_what_has_no_effect_says_so_once(
 def test_what_has_an_effect_is_silent(parse: Parse, caplog: pytest.LogCaptureFixture, line: str) -> None:
     parse(line)
     assert not caplog.records
+
+
+# Backends.
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "foreign"),
+    [("elastic-c10d", "c10d", False), ("etcd-v2", "etcd-v2", True), ("mine", "mine", True)],
+)
+def test_registered_backends_are_taken(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, name: str, backend: str, foreign: bool
+) -> None:
+    monkeypatch.setitem(rendezvous_handler_registry._registry, "mine", lambda params: None)
+    line = f"--rdzv-backend {name} --rdzv-endpoint e:1 --rdzv-conf a=1,b=2 --rdzv-conf b=3 train.py"
+    config = parse(line if foreign else f"--rdzv-backend {name} --rdzv-endpoint e:1 train.py")
+    assert config.backend == backend
+    assert config.foreign == (Foreign("e:1", (("a", "1"), ("b", "3"))) if foreign else None)
+
+
+def test_xpu_is_what_torch_says_of_it(parse: Parse) -> None:
+    """No machine here has one: torch finds none, and so do we."""
+    assert "--nproc xpu" in refused(parse, "--nproc xpu train.py").message
 
 
 # Static, as torchrun has it.

@@ -33,6 +33,7 @@ from elastic_launch.training.ranks import (
     is_available,
     is_initialized,
     joined,
+    rank_on_node,
 )
 from elastic_launch.training.world import environment, join, leave
 
@@ -237,7 +238,7 @@ def run_local_rank_zero_first() -> Iterator[None]:
     if not joined("run_local_rank_zero_first"):
         yield
         return
-    if get_local_rank() != 0:
+    if rank_on_node() != 0:
         _raise_if_one_failed(None)
         yield
         return
@@ -268,7 +269,7 @@ def local_rank_zero_download_and_wait(
     Raises:
         ElasticLaunchError: if the file is not there in time, or local rank 0 leaves the body without it.
     """
-    path, local_rank = os.fspath(expected_file_path), get_local_rank()
+    path, local_rank = os.fspath(expected_file_path), rank_on_node()
     deadline = time.monotonic() + timeout
     while local_rank != 0 and not os.path.exists(path):
         if time.monotonic() >= deadline:

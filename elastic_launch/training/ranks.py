@@ -7,6 +7,7 @@ import os
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from elastic_launch.contract import ENV_LOCAL_RANK
 from elastic_launch.errors import UsageError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "joined",
+    "rank_on_node",
 ]
 
 
@@ -61,6 +63,15 @@ def get_local_rank() -> int:
         UsageError: if LOCAL_RANK is no number, or is missing in a world of several.
     """
     return _place("LOCAL_RANK")
+
+
+def rank_on_node() -> int:
+    """Return the same also where every worker's local rank is 0, each having one GPU (``--virtual-local-rank``).
+
+    Raises:
+        UsageError: see :func:`get_local_rank`.
+    """
+    return _place(ENV_LOCAL_RANK) if os.environ.get(ENV_LOCAL_RANK) else get_local_rank()
 
 
 def get_local_world_size() -> int:

@@ -56,6 +56,17 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
 
 
 @pytest.mark.slow
+def test_workers_whose_local_ranks_are_all_0_are_told_apart(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", "--virtual-local-rank", command=digits(job))
+    number = trains(job, 2)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
+    assert [event["round"] for event in job.events("round_drained")] == [number]
+    assert job.events("round_broken") == []
+    assert "its state saved" in agent.output
+
+
+@pytest.mark.slow
 def test_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, undisturbed: str) -> None:
     command = digits(job, step_time=0.5)  # enough is left to be done for a resize to pay
     host = job.node("a", command=command)

@@ -1,0 +1,37 @@
+"""Tests of the seam to torch's NUMA binding; the CPUs of a GPU are torch's affair, and need one."""
+
+from __future__ import annotations
+
+import pytest
+import torch.numa.binding
+
+from elastic_agents.numa import bound, check_binding
+from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.errors import UsageError
+from elastic_launch.torch_options import TorchOptions
+
+
+def config(mode: str | None) -> LaunchConfig:
+    return LaunchConfig(Command(("python",), ("train.py",)), nproc=2, options=TorchOptions(numa_binding=mode))
+
+
+def test_a_worker_is_run_by_numactl_on_the_cpus_that_torch_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cpus(*, gpu_index: int, numa_options: torch.numa.binding.NumaOptions) -> set[int]:
+        assert numa_options.affinity_mode.value == "exclusive"
+        return {8 * gpu_index, 8 * gpu_index + 1}
+
+    monkeypatch.setattr(torch.numa.binding, "_get_validated_logical_cpus_to_bind_to", cpus)
+    assert bound(["python", "train.py"], 1, "exclusive") == ["numactl", "--physcpubind=8-9", "python", "train.py"]
+    check_binding(config("exclusive"))
+
+
+def test_without_a_mode_nothing_is_asked() -> None:
+    assert bound(["python", "train.py"], 7, None) == ["python", "train.py"]
+    check_binding(config(None))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_the_first_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match="--numa-binding node cannot be had for local rank 0"):
+        check_binding(config("node"))
+    assert not caplog.records
