@@ -63,7 +63,6 @@ def test_workers_whose_local_ranks_are_all_0_are_told_apart(job: Job) -> None:
     assert agent.wait(60) == 143
     assert [event["round"] for event in job.events("round_drained")] == [number]
     assert job.events("round_broken") == []
-    assert "its state saved" in agent.output
 
 
 @pytest.mark.slow
