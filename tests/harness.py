@@ -173,7 +173,8 @@ class Job:
             text = (self.work / "started.jsonl").read_text()
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in text.splitlines()]
+        # The last line may be half-written: with the environment in it, it is longer than one write.
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def world(self, size: int, *, after: int = 0, timeout: float = 40.0) -> list[dict[str, Any]]:
         """Wait until a whole round of a world size runs, beyond a round number; return its workers in rank order."""
