@@ -17,7 +17,8 @@ from typing import NoReturn
 from elastic_launch import __version__
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_nnodes
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
-from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, help_text, split
+from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, split
+from elastic_launch.help import help_text
 from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
 from elastic_launch.options import devices_of, read_signals, read_torch_options

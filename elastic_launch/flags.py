@@ -1,4 +1,4 @@
-"""The table of flags, how an argument vector is split by it, and the help made from it.
+"""The table of flags, and how an argument vector is split by it.
 
 argparse would do for the values, not for the names: it calls two spellings of one flag ambiguous, objects to
 an argument of the script that resembles several flags, and drops a ``--`` in front of the script's arguments.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_launch.config import LaunchConfig, Limits, Timing
-from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.errors import UsageError
 from elastic_launch.settings import Setting, nearest
 
 __all__ = [
@@ -24,13 +24,11 @@ __all__ = [
     "Line",
     "Sourced",
     "Values",
-    "help_text",
     "split",
 ]
 
 PROGRAM = "elastic-launch"
 USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
-SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it runs."
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +184,6 @@ _TORCHRUN = """
 
 TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
 """The long names of torchrun's own flags (torch 2.13); a test compares them with its parser."""
-
-EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
-    (ExitCode.DONE, "all workers of all nodes are done"),
-    (ExitCode.TRAINING_FAILED, "failed, and the worker's own code is unknown"),
-    (ExitCode.USAGE, "a flag or value that cannot work"),
-    (ExitCode.STARTUP_FAILURE, "workers fail at their start, again and again"),
-    (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
-    (ExitCode.NO_PROGRESS, "restarts without progress"),
-    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use"),
-    (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
-    (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
-    (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),
-    (ExitCode.TERMINATED, "terminated by SIGTERM"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,31 +378,3 @@ def _unknown(spelled: str, table: Mapping[str, Flag]) -> UsageError:
 def _either(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def help_text() -> str:
-    """The help: flags by group, one line each, then the environment and the exit codes."""
-    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
-    column = 2 + max(len(text) for text in shown.values()) + 2
-    lines = [f"usage: {USAGE}", "", SUMMARY]
-    for title, flags in GROUPS:
-        lines += ["", f"{title}:"]
-        for flag in flags:
-            default = f" [{flag.default}]" if flag.default else ""
-            lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default)
-    lines += [
-        "",
-        "Names take dashes or underscores and may be shortened while they stay unique.",
-        "PET_<NAME>, as in PET_NNODES=1:4, gives a flag's default.",
-        "",
-        "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
-        "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
-        "  join_timeout, read_timeout, is_host, reuse;",
-        "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",
-        "  without effect: close_timeout, heartbeat_timeout, store_type",
-        "",
-        "Exit codes:",
-    ]
-    lines += [f"  {code.value:<6}{meaning}" for code, meaning in EXIT_CODES]
-    lines += ["  other a failed worker's own code, or 128 + N if signal N ended it"]
-    return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ import elastic_launch
 from elastic_launch import cli
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import EndpointError
-from elastic_launch.flags import help_text
+from elastic_launch.help import help_text
 
 
 @pytest.fixture

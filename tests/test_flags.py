@@ -7,7 +7,8 @@ import re
 import pytest
 
 from elastic_launch.errors import ExitCode, UsageError
-from elastic_launch.flags import EXIT_CODES, FLAGS, Line, Values, help_text, split
+from elastic_launch.flags import FLAGS, Line, Values, split
+from elastic_launch.help import EXIT_CODES, help_text
 from elastic_launch.settings import CONF_KEYS
 
 

@@ -19,17 +19,9 @@ from elastic_launch.errors import UsageError
 from elastic_launch.flags import BY_NAME, TORCHRUN, split
 from elastic_launch.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 
-TO_COME = {
-    *("--redirects", "--tee", "--local-ranks-filter", "--logs-specs"),
-    *("--duplicate-stdout-filters", "--duplicate-stderr-filters"),
-} - BY_NAME.keys()
-"""What is not there yet."""
+ACTIONS = [action for action in get_args_parser()._actions if action.option_strings]
 
-ALL = [action for action in get_args_parser()._actions if action.option_strings]
-
-ACTIONS = [action for action in ALL if not TO_COME & set(action.option_strings)]
-
-LONG = sorted({name.replace("_", "-") for a in ALL for name in a.option_strings if name.startswith("--")})
+LONG = sorted({name.replace("_", "-") for a in ACTIONS for name in a.option_strings if name.startswith("--")})
 
 Parse = Callable[..., LaunchConfig]
 
@@ -93,8 +85,6 @@ def unambiguous() -> list[tuple[str, str]]:
 def test_what_is_unambiguous_for_torchrun_is_so_here() -> None:
     assert len(unambiguous()) > 100
     for prefix, name in unambiguous():
-        if name in TO_COME:
-            continue
         flag = BY_NAME[name]
         line = split([prefix, "1", "train.py"] if flag.metavar else [prefix, "train.py"])
         assert line.wants == name or list(line.given) == [flag.name], prefix

@@ -55,14 +55,15 @@ def run_foreign(config: LaunchConfig) -> int:
         raise RendezvousError(f"the rendezvous {config.backend} failed: {error}") from error
     except ValueError as error:
         raise UsageError(f"--rdzv-backend {config.backend}: {error}", "See what its handler needs.") from error
-    _log.info("done: all workers finished; logs in %s", config.run_directory)
+    _log.info("done: all workers finished; logs in %s", config.log_dir)
     return ExitCode.DONE
 
 
 def _torch_config(config: LaunchConfig) -> TorchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig as TorchConfig
     from torch.numa.binding import AffinityMode, NumaOptions
+
+    from elastic_agents.logs_specs import torch_logs_specs
 
     foreign, options = config.foreign, config.options
     assert foreign is not None
@@ -70,7 +71,9 @@ def _torch_config(config: LaunchConfig) -> TorchConfig:
         min_nodes=config.limits.min_nodes,
         max_nodes=config.limits.max_nodes,
         nproc_per_node=config.nproc,
-        logs_specs=DefaultLogsSpecs(log_dir=str(config.run_directory)),
+        logs_specs=torch_logs_specs(config),
+        duplicate_stdout_filters=list(config.output.stdout_filters),
+        duplicate_stderr_filters=list(config.output.stderr_filters),
         run_id=config.run_id,
         role=config.role,
         rdzv_endpoint=foreign.endpoint,
@@ -92,6 +95,6 @@ def _torch_config(config: LaunchConfig) -> TorchConfig:
 def _failed(config: LaunchConfig, error: ChildFailedError) -> int:
     rank, failure = error.get_first_failure()
     code = own_code(failure.exitcode) if config.limits.max_restarts == 0 else ExitCode.BUDGET_SPENT
-    _log.error("exit code %d: the workers of this node have failed; logs in %s", code, config.run_directory)
+    _log.error("exit code %d: the workers of this node have failed; logs in %s", code, config.log_dir)
     _log.error("root cause: rank %d (pid %d): %s", rank, failure.pid, failure.message)
     return code

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 
 from elastic_launch.config import LaunchConfig
@@ -19,7 +19,7 @@ from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
 from elastic_launch.output import LOGS_SPECS_GROUP, Route, Streams
 
-__all__ = ["LogsSpecsFailed", "NamedLogs"]
+__all__ = ["LogsSpecsFailed", "NamedLogs", "torch_logs_specs"]
 
 
 class LogsSpecsFailed(Exception):
@@ -36,7 +36,7 @@ class NamedLogs:
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
         self._asked = f"--logs-specs {config.output.logs_specs}"
-        self._specs = self._made()
+        self._specs = torch_logs_specs(config)
 
     def places(
         self, placements: Sequence[Placement], envs: dict[int, dict[str, str]]
@@ -83,22 +83,31 @@ class NamedLogs:
             header=header,
         )
 
-    def _made(self) -> LogsSpecs:
-        config = self._config
-        found = entry_points(group=LOGS_SPECS_GROUP, name=config.output.logs_specs)
-        try:
-            (point,) = found
-            specs = point.load()(
-                log_dir=str(config.log_dir) if config.output.keep else os.devnull,
-                redirects=_torch_std(config.output.redirects),
-                tee=_torch_std(config.output.tee),
-                local_ranks_filter=set(config.output.local_ranks) or None,
-            )
-        except Exception as error:  # anything may come out of other people's code
-            raise UsageError(f"{self._asked} cannot be loaded: {error!r}.", "Mend its package, or drop it.") from error
-        if not isinstance(specs, LogsSpecs):
-            raise UsageError(f"{self._asked} is a {type(specs).__name__}, no LogsSpecs.", "Name another, or drop it.")
-        return specs
+
+def torch_logs_specs(config: LaunchConfig) -> LogsSpecs:
+    """Return the named logs specs, or torch's own, for what is asked of the output.
+
+    Raises:
+        UsageError: if they cannot be loaded or made.
+    """
+    name, output = config.output.logs_specs, config.output
+    asked = f"--logs-specs {name}"
+    try:
+        made: type[LogsSpecs] = DefaultLogsSpecs
+        if name:
+            (point,) = entry_points(group=LOGS_SPECS_GROUP, name=name)
+            made = point.load()
+        specs = made(
+            log_dir=str(config.log_dir) if output.keep else os.devnull,
+            redirects=_torch_std(output.redirects),
+            tee=_torch_std(output.tee),
+            local_ranks_filter=set(output.local_ranks) or None,
+        )
+    except Exception as error:  # anything may come out of other people's code
+        raise UsageError(f"{asked} cannot be loaded: {error!r}.", "Mend its package, or drop it.") from error
+    if not isinstance(specs, LogsSpecs):
+        raise UsageError(f"{asked} is a {type(specs).__name__}, no LogsSpecs.", "Name another, or drop it.")
+    return specs
 
 
 def _file(text: str) -> Path | None:

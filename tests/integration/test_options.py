@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import LOOP, SCRIPTS, Job, round_of, wait_for
+from harness import LOOP, SCRIPTS, Job, alive, round_of, wait_for
 
 SIGNALLED = str(SCRIPTS / "signalled.py")
 
@@ -225,13 +225,26 @@ def test_a_registered_handler_is_run_by_torchs_own_agent(job: Job, tmp_path: Pat
     program.write_text(textwrap.dedent(HANDLER))
     script.write_text("import os, sys; print('worker', os.environ['RANK'], sys.argv[1:], flush=True); sys.exit(7)")
     flags = ["--rdzv-backend", "alone", "--rdzv-endpoint", "somewhere", "--rdzv-conf", "colour=red"]
-    more = ["--max-restarts", restarts, "--monitor-interval", "0.05", str(script), "--x"]
+    more = ["--max-restarts", restarts, "--monitor-interval", "0.05", "--tee", "3", str(script), "--x"]
     agent = job.program([str(program), *flags, "--rdzv-id", "r7", "--log-dir", str(job.logs), *more])
     assert agent.wait(60) == code
     assert "asked somewhere r7 red" in agent.output
-    assert agent.output.count("worker 0 ['--x']") == agent.output.count("round ") == int(restarts) + 1
+    assert agent.output.count("[default0]:worker 0 ['--x']") == agent.output.count("round ") == int(restarts) + 1
     assert "torch's own agent runs the workers, without drains" in agent.output
     assert "has no effect" not in agent.output
+
+
+def test_a_signal_ends_torchs_own_agent_with_its_number(job: Job, tmp_path: Path) -> None:
+    program = tmp_path / "mine.py"
+    program.write_text(textwrap.dedent(HANDLER))
+    command = [str(program), "--rdzv-backend", "alone", "--log-dir", str(job.logs), LOOP, str(job.work)]
+    agent = job.program(command)
+    worker = wait_for("its worker", job.started)[0]
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert "stopped by SIGTERM" in agent.output
+    assert "Traceback" not in agent.output
+    assert not alive(worker["pid"])
 
 
 # Called from Python.
