@@ -352,7 +352,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
     if not candidates:
         raise _unknown(spelled, table)
-    of_torchrun = {table[known].name for known in TORCHRUN if known.startswith(name) and known in table}
+    of_torchrun = {table[known].name for known in TORCHRUN if known.startswith(name)}
     if len(of_torchrun) == 1:
         # What is short enough for torchrun must stay so, whatever flags there are beside its own.
         return table[of_torchrun.pop()], value
