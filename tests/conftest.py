@@ -36,11 +36,16 @@ def _descriptors() -> set[str]:
     return found
 
 
+def _shared() -> set[str]:
+    # Semaphores of multiprocessing have random names and live for moments: they may be those of other programs.
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves threads, children, descriptors or shared memory."""
     threads, children = set(threading.enumerate()), _children()
-    descriptors, shared = _descriptors(), set(os.listdir("/dev/shm"))
+    descriptors, shared = _descriptors(), _shared()
     yield
     deadline = time.monotonic() + 2.0
     while True:
@@ -48,7 +53,7 @@ def nothing_left_behind() -> Iterator[None]:
             "threads": [t.name for t in threading.enumerate() if t not in threads],
             "children": sorted(_children() - children),
             "descriptors": sorted(_descriptors() - descriptors),
-            "shared memory": sorted(set(os.listdir("/dev/shm")) - shared),
+            "shared memory": sorted(_shared() - shared),
         }
         if not any(left.values()) or time.monotonic() > deadline:
             break

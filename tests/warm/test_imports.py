@@ -106,5 +106,6 @@ def test_the_entry_point_of_each_form_is_found(tmp_path: Path, monkeypatch: pyte
     assert entry_point([f"{here}/a"]) == (f"{here}/a/__main__.py", f"{here}/a", "")
     assert entry_point(["-m", "a.script"]) == (script, here, "a.script")
     assert entry_point(["-m", "a"]) == (f"{here}/a/__main__.py", here, "a")
+    assert entry_point(["-m", "elastic_launch.run_path", script, "x"]) == (script, f"{here}/a", "")
     assert entry_point(["-m", "no.such"])[0] == ""
     assert entry_point(["compiled"])[0] == ""

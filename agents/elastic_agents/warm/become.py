@@ -92,12 +92,15 @@ def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
     """Find what a command runs.
 
     Args:
-        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``.
+        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``; behind the module that stands for
+            torchrun's ``--run-path`` it is the script that counts.
 
     Returns:
         the file with its code, what stands first on ``sys.path`` ("" if nothing does), and the module's name with
         ``-m``. The file is "" where it cannot be known without running something, or is no source.
     """
+    if argv[0] == "-m" and argv[1] == "elastic_launch.run_path":
+        argv = argv[2:]
     if argv[0] == "-m":
         here = "" if sys.flags.safe_path else os.getcwd()
         return _module_file(argv[1], [here, *sys.path] if here else sys.path), here, argv[1]
