@@ -23,7 +23,7 @@ def main() -> None:
             network = model()
             optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
             data = torch.utils.data.TensorDataset(*examples())
-            loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=4), seed=SEED)
+            loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 2), seed=SEED)
             checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
             restored = False
             for step in run.steps(loader, network, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba"):
