@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ def show(reports: Sequence[Record], args: argparse.Namespace, section: str) -> N
     text = "\n\n".join(parts)
     print(text)
     if args.markdown:
+        if args.chart:
+            text += f"\n\n![medians]({os.path.relpath(args.chart, args.markdown.parent)})"
         fill(args.markdown, section, text)
     if args.chart:
         args.chart.write_text(chart(rows))
@@ -126,10 +129,10 @@ def fill(path: Path, section: str, text: str) -> None:
 
 
 def chart(rows: Sequence[Record]) -> str:
-    """Bars of the medians as SVG: a group for each row, each group with a scale of its own."""
+    """Bars of the medians that have a goal, as SVG: a group for each row, each group with a scale of its own."""
     shapes: list[str] = []
     top = 10
-    for row in (row for row in rows if row["medians"]):
+    for row in (row for row in rows if row["medians"] and row["goal"] and row["unit"]):
         shapes.append(_text(10, top + 14, row["title"], weight="bold"))
         top += 22
         longest = max(row["medians"].values()) or 1.0

@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import slow_storage
 from jobs import RUN_ID, Figures, Job, Missing, Record, program
@@ -41,8 +42,8 @@ def intervals(job: Job) -> list[Record]:
     return [{**step, "since": before["clock"]} for before, step in pairwise(steps)]
 
 
-def seconds(steps: list[Record]) -> list[float]:
-    return [step["clock"] - step["since"] for step in steps]
+def mean(steps: list[Record]) -> float:
+    return statistics.fmean(step["clock"] - step["since"] for step in steps)
 
 
 def takes_snapshot(step: Record) -> bool:
@@ -54,21 +55,20 @@ def measure_memory(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figu
     """A run without snapshots, then one with."""
     with new_job() as job:
         train(job, args, args.steps, "--no-snapshots")
-        without = seconds(intervals(job))
+        without = mean(intervals(job))
     with new_job() as job:
         train(job, args, args.steps)
         steps = intervals(job)
-    taken = seconds([step for step in steps if takes_snapshot(step)])
-    other = seconds([step for step in steps if not takes_snapshot(step)])
-    if not taken or not other:
-        raise Missing(f"took {len(taken)} snapshots in {len(steps)} steps: --steps should be higher")
-    more = statistics.fmean(taken) - statistics.fmean(other)
+    # As a machine has moods, each snapshot is compared with what is next to it.
+    more = [mean(group) - mean(around(steps, group, takes_snapshot)) for group in groups(steps, takes_snapshot)]
+    if not more:
+        raise Missing(f"found no snapshot in {len(steps)} steps: --steps should be higher")
     return {
-        "off": statistics.fmean(without),
-        "on": statistics.fmean(taken + other),
-        "taken": float(len(taken)),
-        "more": more,
-        "share": 100 * more * len(taken) / (sum(taken) + sum(other)),
+        "off": without,
+        "on": mean(steps),
+        "taken": float(len(more)),
+        "more": statistics.median(more),
+        "share": 100 * statistics.fmean(more) * len(more) / (mean(steps) * len(steps)),
     }
 
 
@@ -81,18 +81,31 @@ def measure_copies(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figu
         train(job, args, args.copy_steps, "--url", url, "--every", str(args.every), environ=environ)
         copies = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         steps = [step for step in intervals(job) if not takes_snapshot(step)]
-    within = seconds([step for step in steps if under_way(step, copies)])
-    beside = seconds([step for step in steps if not under_way(step, copies)])
-    if not within or not beside:
-        raise Missing(f"found {len(within)} steps with a copy under way and {len(beside)} without: change --every")
-    usual = statistics.fmean(beside)
+    busy = partial(under_way, copies=copies)
+    pairs = [(group, beside) for group in groups(steps, busy) if (beside := around(steps, group, busy))]
+    if not pairs:
+        raise Missing(f"found no steps beside those with a copy under way, of {len(steps)}: --every should be higher")
+    within = [step for group, _beside in pairs for step in group]
     return {
-        "copies": float(len(copies)),
-        "beside": usual,
-        "within": statistics.fmean(within),
-        "longest": max(within),
-        "share": 100 * (statistics.fmean(within) / usual - 1),
+        "copies": float(len(pairs)),
+        "beside": mean([step for _group, beside in pairs for step in beside]),
+        "within": mean(within),
+        "longest": max(step["clock"] - step["since"] for step in within),
+        "share": 100 * (statistics.median(mean(group) / mean(beside) for group, beside in pairs) - 1),
     }
+
+
+def groups(steps: list[Record], wanted: Callable[[Record], bool]) -> list[list[Record]]:
+    """Steps in a row of which something holds, that have others on both sides."""
+    found = [(holds, list(group)) for holds, group in groupby(steps, wanted)]
+    return [group for holds, group in found[1:-1] if holds]
+
+
+def around(steps: list[Record], group: list[Record], wanted: Callable[[Record], bool]) -> list[Record]:
+    """As many steps before a group as it has, and as many behind it, as far as they are none of the same kind."""
+    first, last = steps.index(group[0]), steps.index(group[-1])
+    near = steps[max(0, first - len(group)) : first] + steps[last + 1 : last + 1 + len(group)]
+    return [step for step in near if not wanted(step)]
 
 
 def under_way(step: Record, copies: list[Record]) -> bool:
