@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from jobs import Figures, Job, Record
 from launchers import ALL, BOTH, Node, Nodes, start_alone
@@ -117,7 +118,7 @@ def disturb(job: Job, times: list[float], until: float, strike: Callable[[int, f
     One that finds nobody training comes as soon as somebody does, or, if the next one's time is there, not at all.
     """
     struck = 0
-    for number, (at, following) in enumerate(zip(times, [*times[1:], until], strict=True)):
+    for number, (at, following) in enumerate(pairwise([*times, until])):
         job.sleep(at)
         struck += strike(number, following)
     return struck

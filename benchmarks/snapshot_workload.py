@@ -5,6 +5,7 @@ Each line has, beside what noting() gives, the step after which the last snapsho
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from workload import SEED, noting, parser
@@ -51,6 +52,7 @@ def main() -> None:
                 step.backward(torch.nn.functional.mse_loss(step.model(sample), target))
             step.update()
             note(step.number, snapshot=memory.rhythm._last)
+            time.sleep(args.sleep)
 
 
 if __name__ == "__main__":

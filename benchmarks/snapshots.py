@@ -31,7 +31,7 @@ def train(job: Job, args: argparse.Namespace, steps: int, *options: str, environ
     """Train to the end."""
     own = ["--standalone", "--rdzv-id", RUN_ID, "--node-id", "host", "--log-dir", str(job.directory / "logs")]
     model = ["--width", str(args.width), "--steps", str(steps)]
-    script = job.script("snapshot_workload.py", *model, *options, sleep=0.0)
+    script = job.script("snapshot_workload.py", *model, *options, sleep=args.sleep)
     job.start([program("elastic-launch"), "--nproc", str(args.nproc), *own, *script], environ)
     job.step(0, args.nproc, steps)
 
@@ -137,6 +137,7 @@ def main() -> int:
     options.add_argument("--copy-steps", type=positive, default=200, help="of a run for copies [200]")
     options.add_argument("--every", type=positive, default=50, help="steps between copies [50]")
     options.add_argument("--delay", type=float, default=10.0, help="seconds that storage takes for a copy [10]")
+    options.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after a step of a small model [0]")
     args = options.parse_args()
     scenarios = {
         "memory": Scenario(partial(measure_memory, args=args), ("ours",), MEMORY),

@@ -89,7 +89,8 @@ def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
 
 
 def test_snapshots_and_copies_to_slow_storage_are_found(tmp_path: Path) -> None:
-    options = ["--width", "256", "--steps", "40", "--copy-steps", "250", "--every", "100", "--delay", "0.5"]
+    options = ["--width", "64", "--sleep", "0.05", "--steps", "40"]
+    options += ["--copy-steps", "200", "--every", "80", "--delay", "0.5"]
     rows = measured("snapshots.py", tmp_path / "snapshots.json", *options)
     assert rows["memory.taken"]["medians"]["ours"] >= 1
     assert rows["memory.off"]["medians"]["ours"] > 0
