@@ -1,8 +1,16 @@
 """The same training as workload.py, by this project's library: what it notes is the same, what it loses is less."""
 
+# ruff: noqa: E402
 import time
 
+BEGAN = time.monotonic()
+
+import torch
 from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser
+
+import elastic_launch as el
+
+IMPORTED = time.monotonic()
 
 
 def main() -> None:
@@ -11,13 +19,8 @@ def main() -> None:
     options.add_argument("--every", default="5s", help="between durable checkpoints")
     args = options.parse_args()
     with noting(args.file) as note:
-        note(0, mark="begin")
-        # Not at the top: these take seconds, and the script's begin has to be noted before.
-        import torch
-
-        import elastic_launch as el
-
-        note(0, mark="imported")
+        note(0, mark="begin", clock=BEGAN)
+        note(0, mark="imported", clock=IMPORTED)
         with el.session() as run:
             note(0, mark="initialized")
             network = model()

@@ -26,9 +26,9 @@ from itertools import pairwise
 from jobs import Figures, Job, Record
 from launchers import ALL, BOTH, Node, Nodes, start_alone
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run, say
-from workload import SEED
 
 SECTION = "goodput"
+SEED = 0
 OFF = 0.5
 GOALS = {"kill-10": Goal(least=97), "kill-30": Goal(least=98.5)}
 AWAY = 1 / 4

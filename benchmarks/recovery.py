@@ -7,7 +7,6 @@ does.
 from __future__ import annotations
 
 from jobs import Figures, Job, Record
-from workload import MARKS
 
 __all__ = ["PHASES", "Before", "launched", "recovered"]
 
@@ -24,6 +23,9 @@ PHASES = (
     "new step",
 )
 """In order; ``until begin`` is the sum of those before it, which are known of ours alone."""
+
+MARKS = ("begin", "imported", "initialized", "restored")
+"""Those of a script that has come to its first step."""
 
 NOTICED = ("worker_exited", "node_lost", "round_broken")
 

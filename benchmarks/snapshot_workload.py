@@ -6,17 +6,17 @@ Each line has, beside what noting() gives, the step after which the last snapsho
 from __future__ import annotations
 
 import time
-from typing import Any
 
+import torch
 from workload import SEED, noting, parser
+
+import elastic_launch as el
 
 LAYERS = 6
 SAMPLES = 512
 
 
-def network(width: int) -> Any:
-    import torch
-
+def network(width: int) -> torch.nn.Module:
     torch.manual_seed(SEED)
     layers: list[torch.nn.Module] = []
     for _ in range(LAYERS):
@@ -33,10 +33,6 @@ def main() -> None:
     options.add_argument("--url", default="", help="where durable checkpoints go")
     options.add_argument("--every", type=int, default=50, help="steps between durable checkpoints")
     args = options.parse_args()
-    import torch
-
-    import elastic_launch as el
-
     with noting(args.file) as note, el.session() as run:
         model = network(args.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

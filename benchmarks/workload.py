@@ -7,16 +7,25 @@ imports torch (what comes before is the launcher's share, what comes after its o
 group is there; the state is restored. With ``--snapshot`` it saves every so many steps, and goes on from there.
 """
 
+# ruff: noqa: E402
+import time
+
+BEGAN = time.monotonic()
+
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+IMPORTED = time.monotonic()
 WIDTH = 32
 SAMPLES = 4096
 GLOBAL_BATCH = 16
@@ -24,7 +33,6 @@ NOISE = 0.1
 SEED = 0
 LEARNING_RATE = 0.01
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
-MARKS = ("begin", "imported", "initialized", "restored")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,18 +59,14 @@ def noting(path: Path) -> Iterator[Callable[..., None]]:
         os.close(file)
 
 
-def model() -> Any:
+def model() -> nn.Module:
     """The same weights in every process."""
-    import torch
-
     torch.manual_seed(SEED)
-    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
-def examples() -> tuple[Any, Any]:
+def examples() -> tuple[Tensor, Tensor]:
     """The same inputs and noisy answers of one linear teacher in every process."""
-    import torch
-
     source = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(SAMPLES, WIDTH, generator=source)
     teacher = torch.randn(WIDTH, 1, generator=source) / WIDTH**0.5
@@ -70,12 +74,6 @@ def examples() -> tuple[Any, Any]:
 
 
 def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
-    # Not at the top: these take seconds, and the script's begin has to be noted before.
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    note(0, mark="imported")
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     note(0, mark="initialized")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -92,7 +90,7 @@ def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
         # The same global batch whatever the world's size.
         chosen = torch.randint(SAMPLES, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))[rank::world]
         optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(ddp(inputs[chosen]), targets[chosen])
+        loss = nn.functional.mse_loss(ddp(inputs[chosen]), targets[chosen])
         loss.backward()
         optimizer.step()
         note(step, loss=loss.item())
@@ -112,7 +110,8 @@ def main() -> None:
     options.add_argument("--every", type=int, default=10, help="steps between snapshots")
     args = options.parse_args()
     with noting(args.file) as note:
-        note(0, mark="begin")
+        note(0, mark="begin", clock=BEGAN)
+        note(0, mark="imported", clock=IMPORTED)
         train(args, note)
 
 
