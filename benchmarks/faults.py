@@ -200,7 +200,7 @@ def scenarios(seconds: float) -> dict[str, Scenario]:
 
 
 def main() -> int:
-    options = parser("Measure what launches, faults and changes cost, in turn.", runs=5, timeout=120)
+    options = parser("Measure what launches, faults and changes cost, in turn.", runs=5, timeout=90)
     options.add_argument("--only", choices=scenarios(0), action="append", help="measure this one; may be repeated")
     options.add_argument("--who", choices=ALL, action="append", help="measure this one; may be repeated")
     options.add_argument("--watch", type=positive, default=20, metavar="S", help="to watch an agent's memory and CPU")

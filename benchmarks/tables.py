@@ -31,7 +31,6 @@ class Goal:
     Attributes:
         most, least: of the median.
         ratio: most that the median may be of torchrun's at its best settings.
-        base: most that it may be, as torchrun's own median.
     """
 
     most: float | None = None
@@ -134,7 +133,7 @@ def described(scenario: str, row: Row, result: Result) -> Record:
         "digits": row.digits,
         "figures": {who: values for who, values in figures.items() if values},
         "medians": medians,
-        "ratio": ours / base if ours is not None and base else None,
+        "ratio": ours / base if ours is not None and base is not None and base > 0 else None,
         "goal": asdict(row.goal) if row.goal else None,
         "met": row.goal.met(ours, base) if row.goal and ours is not None else None,
         "without_figure": result.failed,
