@@ -8,23 +8,61 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from jobs import Record
 from launchers import CONTENDERS
 from recovery import PHASES
 
-__all__ = ["chart", "fill", "phase_table", "show", "table"]
+__all__ = ["chart", "fill", "judged", "phase_table", "show", "table"]
+
+BASE = "torchrun"
+"""Whom ratios and goals compare ours with."""
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 
+def judged(row: Record) -> Record:
+    """A row with what follows from its figures: medians, ours beside torchrun's, and whether the goal is met."""
+    medians = {who: statistics.median(values) for who, values in row["figures"].items()}
+    ours, base, goal = medians.get("ours"), medians.get(BASE), row["goal"]
+    met = None
+    if goal and ours is not None and (goal["ratio"] is None or base is not None):
+        met = (
+            (goal["most"] is None or ours <= goal["most"])
+            and (goal["least"] is None or ours >= goal["least"])
+            and (goal["ratio"] is None or base is None or ours <= goal["ratio"] * base)
+        )
+    ratio = ours / base if ours is not None and base is not None and base > 0 else None
+    return {**row, "medians": medians, "ratio": ratio, "met": met}
+
+
+def joined(reports: Sequence[Record]) -> tuple[list[Record], dict[str, Record]]:
+    """All rows, and all phases, of reports: what was measured in several of them together."""
+    rows: dict[tuple[str, str], Record] = {}
+    phases: dict[str, Record] = {}
+    for report in reports:
+        for row in report["rows"]:
+            whole = rows.setdefault((row["scenario"], row["key"]), {**row, "figures": {}, "without_figure": {}})
+            for part in ("figures", "without_figure"):
+                _add(whole[part], row[part])
+        for scenario, found in report["phases"].items():
+            for who, each in found.items():
+                _add(phases.setdefault(scenario, {}).setdefault(who, {}), each)
+    return [judged(row) for row in rows.values()], phases
+
+
+def _add(whole: dict[str, list[Any]], part: Mapping[str, list[Any]]) -> None:
+    for name, values in part.items():
+        whole[name] = [*whole.get(name, []), *values]
+
+
 def show(reports: Sequence[Record], args: argparse.Namespace, section: str) -> None:
     """Print reports, and write what ``--markdown`` and ``--chart`` ask for."""
-    rows = [row for report in reports for row in report["rows"]]
+    rows, phases = joined(reports)
     parts = [*map(headline, reports), table(rows)]
-    phases = {name: found for report in reports for name, found in report["phases"].items()}
     if phases:
         parts.append(phase_table(phases))
     parts += missing(rows)

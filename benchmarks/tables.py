@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs import IDLE_SHARE, Figures, Job, Missing, Others, Record, Stop, Stopped, become_subreaper
-from reports import show
+from reports import judged, show
 
 NewJob = Callable[[], Job]
-
-BASE = "torchrun"
-"""Whom ratios and goals compare ours with."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,6 @@ class Goal:
     most: float | None = None
     least: float | None = None
     ratio: float | None = None
-
-    def met(self, ours: float, base: float | None) -> bool | None:
-        """None if nothing can be said, as torchrun was not measured."""
-        if self.ratio is not None and base is None:
-            return None
-        return (
-            (self.most is None or ours <= self.most)
-            and (self.least is None or ours >= self.least)
-            and (self.ratio is None or base is None or ours <= self.ratio * base)
-        )
 
 
 @dataclass(frozen=True)
@@ -123,21 +109,17 @@ def measure_all(
 def described(scenario: str, row: Row, result: Result) -> Record:
     """A row of the report: all figures, not only their medians."""
     figures = {who: [run[row.key] for run in runs if row.key in run] for who, runs in result.figures.items()}
-    medians = {who: statistics.median(values) for who, values in figures.items() if values}
-    ours, base = medians.get("ours"), medians.get(BASE)
-    return {
+    about = {
         "scenario": scenario,
         "key": row.key,
         "title": row.title,
         "unit": row.unit,
         "digits": row.digits,
         "figures": {who: values for who, values in figures.items() if values},
-        "medians": medians,
-        "ratio": ours / base if ours is not None and base is not None and base > 0 else None,
         "goal": asdict(row.goal) if row.goal else None,
-        "met": row.goal.met(ours, base) if row.goal and ours is not None else None,
         "without_figure": result.failed,
     }
+    return judged(about)
 
 
 def phases(result: Result) -> Record:
