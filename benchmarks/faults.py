@@ -194,7 +194,7 @@ def scenarios(seconds: float) -> dict[str, Scenario]:
         "scale-up": Scenario(measure_scale_up, ALL, changed("second node joins", 0.5)),
         "sigterm": Scenario(measure_sigterm, ALL, changed("SIGTERM at a node, the other's", 1)),
         "two-nodes": Scenario(measure_two_nodes, BOTH, TWO_NODES),
-        "footprint": Scenario(partial(measure_footprint, seconds=seconds), BOTH, small),
+        "footprint": Scenario(partial(measure_footprint, seconds=seconds), ALL[:3], small),
         "copies": Scenario(partial(measure_copies, seconds=seconds), ("ours",), with_copies),
     }
 
