@@ -1,40 +1,42 @@
 """The same training as workload.py, by this project's library: what it notes is the same, what it loses is less."""
 
-import argparse
+# ruff: noqa: E402
 import time
-from pathlib import Path
 
-from workload import WIDTH, noting
+BEGAN = time.monotonic()
 
+import torch
+from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a layer for as long as a benchmark needs.")
-    parser.add_argument("--file", type=Path, required=True, help="where the lines go")
-    parser.add_argument("--steps", type=int, default=3000, help="after which it ends by itself")
-    parser.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after each step")
-    return parser.parse_args()
+import elastic_launch as el
+
+IMPORTED = time.monotonic()
 
 
 def main() -> None:
-    args = parse_args()
+    options = parser()
+    options.add_argument("--checkpoint", help="directory of durable checkpoints")
+    options.add_argument("--every", default="5s", help="between durable checkpoints")
+    args = options.parse_args()
     with noting(args.file) as note:
-        note(0)
-        # Not at the top: these take seconds, and step 0 has to be noted before.
-        import torch
-
-        import elastic_launch as el
-
+        note(0, mark="begin", clock=BEGAN)
+        note(0, mark="imported", clock=IMPORTED)
         with el.session() as run:
-            model = torch.nn.Linear(WIDTH, WIDTH)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            loader = el.ElasticLoader(
-                torch.utils.data.TensorDataset(torch.ones(64, WIDTH)), el.GlobalBatch(16, micro=4)
-            )
-            for step in run.steps(loader, model, optimizer, until=f"{args.steps}ba"):
-                for (sample,) in step:
-                    step.backward(step.model(sample).square().mean())
+            note(0, mark="initialized")
+            network = model()
+            optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+            data = torch.utils.data.TensorDataset(*examples())
+            loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 2), seed=SEED)
+            checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
+            restored = False
+            for step in run.steps(loader, network, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba"):
+                if not restored:
+                    note(0, mark="restored")
+                    restored = True
+                for inputs, targets in step:
+                    step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
                 step.update()
-                note(step.number)
+                note(step.number, loss=step.loss)
                 time.sleep(args.sleep)
 
 

@@ -16,15 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-WORKLOAD = Path(__file__).resolve().parent / "workload.py"
 STEP_SLEEP = 0.02
-STEPS_BEFORE_KILL = 10
+RUN_ID = "benchmark"
 POLL = 0.01
 KILL_TIMEOUT = 15.0
 CPUS = os.cpu_count() or 1
@@ -38,6 +38,8 @@ COMPILES_ANEW = "PYTHONDONTWRITEBYTECODE"
 COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 Record = dict[str, Any]
+Figures = dict[str, float]
+"""What one measurement gives, by key."""
 
 
 class Missing(Exception):
@@ -148,7 +150,7 @@ class Job:
 
     def __enter__(self) -> Job:
         self._others.begin(self._stop)
-        self._temporary = tempfile.TemporaryDirectory(prefix="launch-benchmark-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="fault-benchmark-")
         self.directory = Path(self._temporary.name)
         self.steps = Tail(self.directory / "steps.jsonl")
         self._deadline = time.monotonic() + self._timeout
@@ -165,10 +167,10 @@ class Job:
                 process.poll()
             self._temporary.cleanup()
 
-    def script(self, workload: Path = WORKLOAD, *options: str) -> list[str]:
+    def script(self, workload: str, *options: str, sleep: float = STEP_SLEEP) -> list[str]:
         """The command of a workload that notes its steps, with further options."""
-        noted = ["--file", str(self.directory / "steps.jsonl"), "--sleep", str(STEP_SLEEP)]
-        return [str(workload), *noted, *options]
+        noted = ["--file", str(self.directory / "steps.jsonl"), "--sleep", str(sleep)]
+        return [str(Path(__file__).resolve().with_name(workload)), *noted, *options]
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[int, float]:
         """Start a launcher; return its pid and the moment just before."""
@@ -188,13 +190,29 @@ class Job:
         self._launchers.append((shlex.join(command), process))
         return process.pid, began
 
-    def step(self, rank: int, world: int, at_least: int = 1, other_than: int = 0) -> Record:
-        """Wait for a rank's first step with this world size, not by the process other_than; 0: its script's begin."""
+    def limit(self, seconds: float) -> None:
+        """Wait no longer than so many seconds from now."""
+        self._timeout = seconds
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def running(self) -> bool:
+        """Whether a launcher is."""
+        return any(process.poll() is None for _command, process in self._launchers)
+
+    def sleep(self, until: float) -> None:
+        """Wait for a moment of the monotonic clock, or for the end of all launchers."""
+        while (left := until - time.monotonic()) > 0 and self.running:
+            self._stop.check()
+            time.sleep(min(left, 10 * POLL))
+
+    def step(self, rank: int, world: int, at_least: int = 1, other_than: Collection[int] = ()) -> Record:
+        """Wait for a rank's first step with this world size, by none of these processes."""
         wanted = f"rank {rank} of {world} to do step {at_least}" + (" after its restart" if other_than else "")
         return self._wait(
             wanted,
             self.steps,
-            lambda x: (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and x["pid"] != other_than,
+            lambda x: (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and x["pid"] not in other_than,
         )
 
     def until(self, wanted: str, match: Callable[[Record], bool]) -> Record:
@@ -203,9 +221,17 @@ class Job:
 
     def event(self, source: str, name: str, after: float = 0.0, **fields: object) -> Record:
         """Wait for the first event of this name, with these fields, in a node's log, after a moment."""
-        log = Tail(self.directory / "logs" / "benchmark" / f"events-{source}.jsonl")
         wanted = {"event": name, **fields}
-        return self._wait(f"{name} of {source}", log, lambda x: x["clock"] > after and wanted.items() <= x.items())
+        return self._wait(
+            f"{name} of {source}", self._log(source), lambda x: x["clock"] > after and wanted.items() <= x.items()
+        )
+
+    def events(self, source: str) -> list[Record]:
+        """All events of a node of ours so far; none if it is not ours."""
+        return self._log(source).read()
+
+    def _log(self, source: str) -> Tail:
+        return Tail(self.directory / "logs" / RUN_ID / f"events-{source}.jsonl")
 
     def _wait(self, wanted: str, tail: Tail, match: Callable[[Record], bool]) -> Record:
         while True:
@@ -228,8 +254,8 @@ class Job:
         return "\n".join(texts)
 
 
-def descendants() -> list[int]:
-    """Every process below this one, orphans included, as this one is their subreaper."""
+def descendants(root: int) -> list[int]:
+    """Every process below one; below this one also orphans, as it is their subreaper."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -239,7 +265,7 @@ def descendants() -> list[int]:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    found, queue = [], [os.getpid()]
+    found, queue = [], [root]
     while queue:
         below = children.get(queue.pop(), [])
         found += below
@@ -254,7 +280,7 @@ def kill_descendants() -> None:
         RuntimeError: if some are still there after KILL_TIMEOUT.
     """
     deadline = time.monotonic() + KILL_TIMEOUT
-    while pids := descendants():
+    while pids := descendants(os.getpid()):
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {pids} cannot be killed")
         for pid in pids:
@@ -268,10 +294,14 @@ def kill_descendants() -> None:
 
 
 def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    signal_all([pid], signal.SIGKILL)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Signal processes, those that are gone left out."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def become_subreaper() -> None:

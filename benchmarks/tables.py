@@ -1,4 +1,4 @@
-"""From measurements to a report: each scenario measured in turn for each launcher, medians, ratios, JSON."""
+"""Measurements: each scenario in turn for each contender, until a report that `reports.py` can show."""
 
 from __future__ import annotations
 
@@ -6,18 +6,47 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from jobs import IDLE_SHARE, Job, Missing, Others, Record, Stop, Stopped, become_subreaper
+from jobs import IDLE_SHARE, Figures, Job, Missing, Others, Record, Stop, Stopped, become_subreaper
+from reports import judged, show
 
-Figures = tuple[float, ...]
 NewJob = Callable[[], Job]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What ours should reach.
+
+    Attributes:
+        most, least: of the median.
+        ratio: most that the median may be of torchrun's at its best settings.
+    """
+
+    most: float | None = None
+    least: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a scenario.
+
+    Attributes:
+        key: under which the measurement returns it.
+    """
+
+    key: str
+    title: str
+    goal: Goal | None = None
+    unit: str = "s"
+    digits: int = 2
 
 
 @dataclass(frozen=True)
@@ -25,14 +54,13 @@ class Scenario:
     """One thing to measure.
 
     Attributes:
-        measure: does it once, for one of the launchers.
-        rows: for each of its figures, a title, with its unit behind a comma if that is not seconds, and the goal, or an
-            empty text.
+        measure: does it once, for one of the contenders.
+        rows: what the table shows of its figures. Those whose key begins with ``phase`` are shown by themselves.
     """
 
     measure: Callable[[NewJob, str], Figures]
-    launchers: tuple[str, ...]
-    rows: tuple[tuple[str, str], ...]
+    contenders: tuple[str, ...]
+    rows: tuple[Row, ...]
 
 
 Scenarios = Mapping[str, Scenario]
@@ -40,69 +68,73 @@ Scenarios = Mapping[str, Scenario]
 
 @dataclass
 class Result:
-    """What was measured of one scenario: by launcher, the figures of its runs and the number of runs without."""
+    """What was measured of one scenario: by contender, the figures of its runs and why others gave none."""
 
     figures: dict[str, list[Figures]] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def attempt(scenarios: Scenarios, name: str, launcher: str, new_job: NewJob, result: Result) -> None:
+def attempt(scenarios: Scenarios, name: str, who: str, new_job: NewJob, result: Result) -> None:
     """Measure once and note the figures, or that there are none."""
     try:
-        figures = scenarios[name].measure(new_job, launcher)
+        figures = scenarios[name].measure(new_job, who)
     except Missing as error:
-        result.failed[launcher] = result.failed.get(launcher, 0) + 1
-        say(f"{name}, {launcher}: no figure: {error}")
+        result.failed.setdefault(who, []).append(str(error).splitlines()[0])
+        say(f"{name}, {who}: no figure: {error}")
         return
-    result.figures.setdefault(launcher, []).append(figures)
-    say(f"{name}, {launcher}: " + ", ".join(f"{x:.3f}" for x in figures))
+    result.figures.setdefault(who, []).append(figures)
+    say(f"{name}, {who}: " + ", ".join(f"{key} {x:.3f}" for key, x in figures.items()))
 
 
-def measure_all(scenarios: Scenarios, results: Mapping[str, Result], runs: int, new_job: NewJob) -> None:
-    """Measure each scenario so many times, the launchers in turn; all once before any twice, as machines have moods."""
-    say("not counted, so that files are in memory:")
-    first = next(iter(results))
-    for launcher in sorted({launcher for name in results for launcher in scenarios[name].launchers}):
-        attempt(scenarios, first, launcher, new_job, Result())
+def measure_all(
+    scenarios: Scenarios, results: Mapping[str, Result], runs: int, new_job: NewJob, only: Iterable[str], warm: bool
+) -> None:
+    """Measure all scenarios so many times, contenders in turn; all once before any twice, as machines have moods."""
+    wanted = {name: [who for who in scenarios[name].contenders if who in only] for name in results}
+    if warm:
+        say("not counted, so that files are in memory:")
+        for who in sorted({who for each in wanted.values() for who in each}):
+            attempt(scenarios, next(name for name in results if who in wanted[name]), who, new_job, Result())
     for number in range(1, runs + 1):
         say(f"run {number} of {runs}:")
         for name, result in results.items():
-            for launcher in scenarios[name].launchers:
-                attempt(scenarios, name, launcher, new_job, result)
+            for who in wanted[name]:
+                attempt(scenarios, name, who, new_job, result)
 
 
-def column(result: Result, launcher: str, row: int) -> list[float]:
-    return [figures[row] for figures in result.figures.get(launcher, [])]
+def described(scenario: str, row: Row, result: Result) -> Record:
+    """A row of the report: all figures, not only their medians."""
+    figures = {who: [run[row.key] for run in runs if row.key in run] for who, runs in result.figures.items()}
+    about = {
+        "scenario": scenario,
+        "key": row.key,
+        "title": row.title,
+        "unit": row.unit,
+        "digits": row.digits,
+        "figures": {who: values for who, values in figures.items() if values},
+        "goal": asdict(row.goal) if row.goal else None,
+        "without_figure": result.failed,
+    }
+    return judged(about)
 
 
-def cell(result: Result, launcher: str, row: int) -> str:
-    """Median (least..greatest), and how many runs gave nothing."""
-    values = column(result, launcher, row)
-    parts = [f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f})"] if values else []
-    if failed := result.failed.get(launcher):
-        parts.append(f"{failed} of {failed + len(values)} runs without a figure")
-    return ", ".join(parts) or "-"
+def phases(result: Result) -> Record:
+    """By contender and phase, the figures of all runs."""
+    found: Record = {}
+    for who, runs in result.figures.items():
+        for run in runs:
+            for key, value in run.items():
+                if key.startswith("phase "):
+                    found.setdefault(who, {}).setdefault(key.removeprefix("phase "), []).append(value)
+    return found
 
 
-def table(scenarios: Scenarios, results: Mapping[str, Result]) -> str:
-    """A Markdown table of all figures."""
-    lines = ["| seconds, unless said otherwise | ours | torchrun | ours / torchrun | goal |", "|---|---|---|---|---|"]
-    for name, result in results.items():
-        for row, (title, goal) in enumerate(scenarios[name].rows):
-            ours, theirs = column(result, "ours", row), column(result, "torchrun", row)
-            base = statistics.median(theirs) if theirs else 0.0
-            ratio = f"{statistics.median(ours) / base:.2f}" if ours and base else "-"
-            cells = [title, cell(result, "ours", row), cell(result, "torchrun", row), ratio, goal or "-"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def circumstances(results: Mapping[str, Result], load: float, others: float) -> Record:
-    """Under which the figures hold."""
+def report(scenarios: Scenarios, results: Mapping[str, Result], load: float, others: float) -> Record:
+    """What --json writes."""
     runs = [len(figures) for result in results.values() for figures in result.figures.values()]
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -112,29 +144,9 @@ def circumstances(results: Mapping[str, Result], load: float, others: float) -> 
         "runs": min(runs, default=0),
         "load_before": round(load, 2),
         "others_cpu": round(others, 3),
+        "rows": [described(name, row, result) for name, result in results.items() for row in scenarios[name].rows],
+        "phases": {name: found for name, result in results.items() if (found := phases(result))},
     }
-
-
-def report(scenarios: Scenarios, about: Record, results: Mapping[str, Result]) -> Record:
-    """What --json writes: all figures, not only their medians."""
-    rows = [
-        {
-            "scenario": name,
-            "title": title,
-            "goal": goal,
-            "figures": {launcher: column(result, launcher, row) for launcher in scenarios[name].launchers},
-            "without_figure": result.failed,
-        }
-        for name, result in results.items()
-        for row, (title, goal) in enumerate(scenarios[name].rows)
-    ]
-    return {**about, "rows": rows}
-
-
-def headline(about: Record) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    load = f"load before {about['load_before']:.2f}, {about['others_cpu']:.0%} of the CPU used by others meanwhile"
-    return f"{about['date']}: {versions}, {about['cores']} cores, CPU, gloo; median of {about['runs']} runs; {load}"
 
 
 def positive(text: str) -> int:
@@ -144,39 +156,53 @@ def positive(text: str) -> int:
     return value
 
 
-def parse_args(scenarios: Scenarios, description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=f"{description} No figure is asserted: the exit code is 1 only if a measurement gave none."
+def parser(description: str, *, runs: int, timeout: int) -> argparse.ArgumentParser:
+    """The options that all these programs have."""
+    options = argparse.ArgumentParser(
+        description=f"{description} No figure is asserted: the exit code is 1 only if a measurement of ours gave none."
     )
-    parser.add_argument("--runs", type=positive, default=5, help="of each scenario and launcher [5]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
-    parser.add_argument("--only", choices=scenarios, action="append", help="measure this one; may be repeated")
-    parser.add_argument("--timeout", type=positive, default=60, help="seconds for one measurement [60]")
-    parser.add_argument(
+    options.add_argument("--runs", type=positive, default=runs, help=f"of each scenario and contender [{runs}]")
+    options.add_argument("--timeout", type=positive, default=timeout, help=f"seconds for one measurement [{timeout}]")
+    options.add_argument(
         "--patience",
         type=float,
         default=0.0,
         metavar="S",
         help=f"seconds to wait, before each measurement, until others use less than {IDLE_SHARE:.0%}% of the CPU [0]",
     )
-    return parser.parse_args()
+    options.add_argument("--cold", action="store_true", help="leave out the first run of each, which is not counted")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
+    options.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables into its generated section, too")
+    options.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw the medians there, too")
+    options.add_argument(
+        "--show", type=Path, metavar="FILE", nargs="+", help="measure nothing: show what --json wrote, of several runs"
+    )
+    return options
 
 
-def main(scenarios: Scenarios, description: str) -> int:
-    """Measure what the command line asks for, and print it."""
-    args = parse_args(scenarios, description)
+def run(scenarios: Scenarios, args: argparse.Namespace, only: Iterable[str], section: str) -> int:
+    """Measure, and show it as the options say.
+
+    Args:
+        only: contenders to measure.
+        section: name of the generated section that ``--markdown`` fills.
+    """
+    if args.show:
+        show([json.loads(path.read_text()) for path in args.show], args, section)
+        return 0
     load, others, stop = os.getloadavg()[0], Others(args.patience), Stop()
-    results = {name: Result() for name in args.only or scenarios}
+    results = {name: Result() for name in scenarios}
     stop.catch()
     become_subreaper()
     try:
-        measure_all(scenarios, results, args.runs, lambda: Job(stop, args.timeout, others))
+        new_job = lambda: Job(stop, args.timeout, others)  # noqa: E731
+        measure_all(scenarios, results, args.runs, new_job, only, warm=not args.cold)
     except Stopped as stopped:
         say(f"{stopped}; what was measured until then:")
-    about = circumstances(results, load, others.share)
-    print(f"{headline(about)}\n\n{table(scenarios, results)}")
+    found: dict[str, Any] = report(scenarios, results, load, others.share)
     if args.json:
-        args.json.write_text(json.dumps(report(scenarios, about, results), indent=2) + "\n")
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    show([found], args, section)
     if stop.number:
         return 128 + stop.number
-    return 1 if any(result.failed for result in results.values()) else 0
+    return 1 if any(result.failed.get("ours") for result in results.values()) else 0

@@ -1,42 +1,56 @@
 """What the benchmarks train: a plain DDP script that notes the time of every optimizer step.
 
 It imports nothing of any launcher and stands on torchrun's environment variables alone. Every rank appends one JSON
-line per step to the same file: {"step", "rank", "world", "pid", "clock"}, the last by ``time.monotonic()``, which all
-processes of a Linux host share. Step 0 is the script's first act, before it imports torch: what comes before is the
-launcher's share, what comes after is its own. With ``--snapshot`` it saves every so many steps, and goes on from there.
+line per step to the same file: {"step", "rank", "world", "pid", "clock", "loss"}, the clock by ``time.monotonic()``,
+which all processes of a Linux host share. Lines of step 0 have a "mark" instead of a loss: the script begins, before it
+imports torch (what comes before is the launcher's share, what comes after its own); torch is imported; the process
+group is there; the state is restored. With ``--snapshot`` it saves every so many steps, and goes on from there.
 """
+
+# ruff: noqa: E402
+import time
+
+BEGAN = time.monotonic()
 
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+IMPORTED = time.monotonic()
 WIDTH = 32
+SAMPLES = 4096
+GLOBAL_BATCH = 16
+NOISE = 0.1
+SEED = 0
+LEARNING_RATE = 0.01
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a layer for as long as a benchmark needs.")
-    parser.add_argument("--file", type=Path, required=True, help="where the lines go")
-    parser.add_argument("--steps", type=int, default=3000, help="after which it ends by itself")
-    parser.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after each step")
-    parser.add_argument("--snapshot", type=Path, help="file to save to and to go on from")
-    parser.add_argument("--every", type=int, default=10, help="steps between snapshots")
-    return parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description="Train a small model for as long as a benchmark needs.")
+    options.add_argument("--file", type=Path, required=True, help="where the lines go")
+    options.add_argument("--steps", type=int, default=1_000_000, help="after which it ends by itself")
+    options.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after each step")
+    return options
 
 
 @contextmanager
-def noting(path: Path) -> Iterator[Callable[[int], None]]:
+def noting(path: Path) -> Iterator[Callable[..., None]]:
     """Give a function that appends the line of one step: in one write, so that lines never mix."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def note(step: int) -> None:
-        line = {"step": step, "rank": rank, "world": world, "pid": os.getpid(), "clock": time.monotonic()}
+    def note(step: int, **more: object) -> None:
+        line = {"step": step, "rank": rank, "world": world, "pid": os.getpid(), "clock": time.monotonic(), **more}
         os.write(file, json.dumps(line).encode() + b"\n")
 
     try:
@@ -45,27 +59,42 @@ def noting(path: Path) -> Iterator[Callable[[int], None]]:
         os.close(file)
 
 
-def train(args: argparse.Namespace, note: Callable[[int], None]) -> None:
-    # Not at the top: these take seconds, and step 0 has to be noted before.
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+def model() -> nn.Module:
+    """The same weights in every process."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
+
+def examples() -> tuple[Tensor, Tensor]:
+    """The same inputs and noisy answers of one linear teacher in every process."""
+    source = torch.Generator().manual_seed(SEED)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=source)
+    teacher = torch.randn(WIDTH, 1, generator=source) / WIDTH**0.5
+    return inputs, torch.tanh(inputs @ teacher) + NOISE * torch.randn(SAMPLES, 1, generator=source)
+
+
+def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    ddp = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    batch = torch.ones(8, WIDTH)
+    note(0, mark="initialized")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
+    inputs, targets = examples()
     done = 0
     if args.snapshot and args.snapshot.exists():
         state = torch.load(args.snapshot)
         ddp.module.load_state_dict(state["model"])
         done = state["step"]
+    note(0, mark="restored")
     for step in range(done + 1, args.steps + 1):
+        # The same global batch whatever the world's size.
+        chosen = torch.randint(SAMPLES, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))[rank::world]
         optimizer.zero_grad()
-        ddp(batch).square().mean().backward()
+        loss = nn.functional.mse_loss(ddp(inputs[chosen]), targets[chosen])
+        loss.backward()
         optimizer.step()
-        note(step)
-        if args.snapshot and step % args.every == 0 and dist.get_rank() == 0:
+        note(step, loss=loss.item())
+        if args.snapshot and step % args.every == 0 and rank == 0:
             new = args.snapshot.with_suffix(".new")
             torch.save({"model": ddp.module.state_dict(), "step": step}, new)
             new.rename(args.snapshot)
@@ -76,9 +105,13 @@ def train(args: argparse.Namespace, note: Callable[[int], None]) -> None:
 
 
 def main() -> None:
-    args = parse_args()
+    options = parser()
+    options.add_argument("--snapshot", type=Path, help="file to save to and to go on from")
+    options.add_argument("--every", type=int, default=10, help="steps between snapshots")
+    args = options.parse_args()
     with noting(args.file) as note:
-        note(0)
+        note(0, mark="begin", clock=BEGAN)
+        note(0, mark="imported", clock=IMPORTED)
         train(args, note)
 
 

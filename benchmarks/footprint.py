@@ -1,0 +1,69 @@
+"""What an agent takes from the training: memory and CPU of all its processes but the workers and their children."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from jobs import Figures, Job, descendants
+from launchers import start_alone
+
+__all__ = ["measure"]
+
+SAMPLES = 10
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
+    """Watch an agent while its two workers train.
+
+    Returns:
+        MiB of memory, shared pages by their share (PSS): of all processes together, the median and the most of ten
+        looks; CPU seconds in 20 s, those of short-lived children included; their number.
+    """
+    agent, _began = start_alone(job, who, 2, *options)
+    for rank in (0, 1):
+        job.step(rank, 2, 20)
+    began, before = time.monotonic(), _cpu(_helpers(job, agent))
+    memory, most = [], 0
+    for look in range(1, SAMPLES + 1):
+        job.sleep(began + seconds * look / SAMPLES)
+        helpers = _helpers(job, agent)
+        memory.append(sum(map(_pss, helpers)) / 2**20)
+        most = max(most, len(helpers))
+    after, took = _cpu(_helpers(job, agent)), time.monotonic() - began
+    spent = sum(after[pid] - before.get(pid, 0.0) for pid in after)
+    return {
+        "memory": sorted(memory)[SAMPLES // 2],
+        "peak": max(memory),
+        "cpu": spent * 20 / took,
+        "processes": float(most),
+    }
+
+
+def _helpers(job: Job, agent: int) -> list[int]:
+    workers = {record["pid"] for record in job.steps.read()}
+    training = workers.union(*map(descendants, workers))
+    return [agent, *(pid for pid in descendants(agent) if pid not in training)]
+
+
+def _pss(pid: int) -> int:
+    """Bytes; 0 of a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def _cpu(pids: list[int]) -> dict[int, float]:
+    """CPU seconds of each, with those of the children that it has reaped."""
+    found = {}
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[pid] = sum(map(int, fields[11:15])) * TICK
+    return found

@@ -1,0 +1,127 @@
+"""From a fault, or a change, to the step that follows: how long each part of the way took.
+
+The script's lines tell what it does, for any launcher; before, the events of the node named ``host`` tell what ours
+does.
+"""
+
+from __future__ import annotations
+
+from jobs import Figures, Job, Record
+
+__all__ = ["PHASES", "Before", "launched", "recovered"]
+
+PHASES = (
+    "detect",
+    "stop",
+    "form",
+    "start",
+    "until begin",
+    "import",
+    "init",
+    "build, restore",
+    "first step",
+    "new step",
+)
+"""In order; ``until begin`` is the sum of those before it, which are known of ours alone."""
+
+MARKS = ("begin", "imported", "initialized", "restored")
+"""Those of a script that has come to its first step."""
+
+NOTICED = ("worker_exited", "node_lost", "round_broken")
+
+
+class Before:
+    """Who trained before a fault or a change."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.pids = {record["pid"] for record in job.steps.read()}
+
+    def last(self) -> Record:
+        """The last step that they did; only once others train."""
+        return max(
+            (record for record in self._job.steps.read() if record["pid"] in self.pids and record["step"]),
+            key=lambda record: (record["step"], record["clock"]),
+        )
+
+
+def launched(job: Job, began: float, world: int = 2) -> Figures:
+    """The first start of a run: from its launcher's start to rank 0's script and first step."""
+    first = job.step(0, world)
+    marks = _marks(job, first["pid"])
+    moments = {"until begin": marks["begin"], **_own_phases(marks), "first step": first["clock"]}
+    return {"begin": marks["begin"] - began, "step": first["clock"] - began, **_durations(began, moments)}
+
+
+def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figures:
+    """What it cost until a world of a size trained.
+
+    Args:
+        fault: when it happened; None: a planned change, counted from the last step before it.
+
+    Returns:
+        seconds to the begin of rank 0's next script, to its first step and to the first step that is new; ``lost``
+        steps done before that were done again; phases.
+    """
+    first = job.step(0, world, other_than=before.pids)
+    last = before.last()
+    since = last["clock"] if fault is None else fault
+    new = job.step(0, world, last["step"] + 1, other_than=before.pids)
+    marks = _marks(job, first["pid"])
+    moments = {
+        **_launcher_phases(job.events("host"), since, marks["begin"], planned=fault is None),
+        "until begin": marks["begin"],
+        **_own_phases(marks),
+        "first step": first["clock"],
+        "new step": new["clock"],
+    }
+    return {
+        "begin": marks["begin"] - since,
+        "step": first["clock"] - since,
+        "new": new["clock"] - since,
+        "lost": float(last["step"] - first["step"] + 1),
+        **_durations(since, moments),
+    }
+
+
+def _marks(job: Job, pid: int) -> dict[str, float]:
+    lines = [record for record in job.steps.read() if record["pid"] == pid and record["step"] == 0]
+    found = {record["mark"]: record["clock"] for record in lines}
+    return {mark: found[mark] for mark in MARKS}
+
+
+def _own_phases(marks: dict[str, float]) -> dict[str, float]:
+    return {
+        "import": marks["imported"],
+        "init": marks["initialized"],
+        "build, restore": marks["restored"],
+    }
+
+
+def _launcher_phases(events: list[Record], since: float, begin: float, *, planned: bool) -> dict[str, float]:
+    """Ends of what ours does until the script begins; nothing of a launcher without events."""
+    within = [event for event in events if since < event["clock"] < begin]
+    formed = [event["clock"] for event in within if event["event"] == "round_formed"]
+    if not formed:
+        return {}
+    noticed = [event["clock"] for event in within if event["event"] in NOTICED]
+    exits = [event["clock"] for event in within if event["event"] == "worker_exited" and event["clock"] < formed[-1]]
+    detected = since if planned or not noticed else noticed[0]
+    return {
+        "detect": detected,
+        "stop": max(exits, default=detected),
+        "form": formed[-1],
+        "start": begin,
+    }
+
+
+def _durations(since: float, moments: dict[str, float]) -> Figures:
+    """Seconds from each moment to the next; that of the script's begin from the very first."""
+    durations, at = {}, since
+    for name in PHASES:
+        if name not in moments:
+            continue
+        moment = max(at, moments[name])
+        durations[f"phase {name}"] = moment - (since if name == "until begin" else at)
+        at = moment
+    return durations

@@ -1,0 +1,98 @@
+"""The benchmarks run, with their smallest settings, and tell what they found in a form that can be read again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run(program: str, *options: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / program), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def measured(program: str, result: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Run it and return its rows by scenario and key."""
+    run(program, "--runs", "1", "--json", str(result), *options)
+    found = json.loads(result.read_text())
+    assert found["runs"] == 1
+    return {f"{row['scenario']}.{row['key']}": row for row in found["rows"]}
+
+
+def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Path) -> None:
+    result, page, picture = tmp_path / "faults.json", tmp_path / "page.md", tmp_path / "chart.svg"
+    rows = measured("faults.py", result, "--cold", "--only", "worker-killed", "--who", "ours", "--who", "torchrun")
+    step, new = rows["worker-killed.step"], rows["worker-killed.new"]
+    for who in ("ours", "torchrun"):
+        assert 0 < step["medians"][who] <= new["medians"][who]
+    assert new["ratio"] == pytest.approx(new["medians"]["ours"] / new["medians"]["torchrun"])
+    assert 0 <= rows["worker-killed.lost"]["medians"]["torchrun"] <= 11, "it saves every ten steps"
+
+    phases = json.loads(result.read_text())["phases"]["worker-killed"]
+    parts = {name: values[0] for name, values in phases["ours"].items()}
+    before = sum(parts[name] for name in ("detect", "stop", "form", "start"))
+    assert before == pytest.approx(parts["until begin"])
+    assert sum(parts.values()) - before == pytest.approx(new["medians"]["ours"])
+    assert "until begin" in phases["torchrun"]
+    assert "detect" not in phases["torchrun"], "nothing is known of it"
+
+    page.write_text("before\n<!-- generated: faults -->\nold\n<!-- end of generated: faults -->\nafter\n")
+    shown = run("faults.py", "--show", str(result), "--markdown", str(page), "--chart", str(picture))
+    text = page.read_text()
+    assert f"{new['medians']['ours']:.2f} s" in text
+    assert shown.splitlines()[0] in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "![medians](chart.svg)" in text
+    bars = ElementTree.fromstring(picture.read_text()).findall("{http://www.w3.org/2000/svg}rect")
+    assert len(bars) == 1 + 2, "the background, and two contenders of one row with a goal"
+
+
+def test_a_planned_change_costs_the_library_no_step(tmp_path: Path) -> None:
+    rows = measured("faults.py", tmp_path / "faults.json", "--cold", "--only", "scale-up", "--who", "ours")
+    assert rows["scale-up.lost"]["figures"] == {"ours": [0]}
+    assert rows["scale-up.lost"]["met"] is True
+    assert rows["scale-up.new"]["ratio"] is None
+
+
+def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) -> None:
+    options = ["--cold", "--only", "footprint", "--who", "ours", "--watch", "1"]
+    rows = measured("faults.py", tmp_path / "faults.json", *options)
+    assert rows["footprint.processes"]["medians"]["ours"] >= 2, "the agent and its guard"
+    assert 10 < rows["footprint.memory"]["medians"]["ours"] <= rows["footprint.peak"]["medians"]["ours"]
+    assert rows["footprint.cpu"]["medians"]["ours"] >= 0
+
+
+def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
+    options = ["--schedule", "kill-4", "--schedule", "node-4", "--schedule", "none", "--seconds", "6", "--who", "ours"]
+    rows = measured("goodput.py", tmp_path / "goodput.json", *options)
+    for schedule, faults in (("kill-4", 1), ("node-4", 1), ("none", 0)):
+        assert rows[f"{schedule}.faults"]["figures"] == {"ours": [faults]}
+        assert rows[f"{schedule}.kept"]["medians"]["ours"] > 10
+        assert 0 < rows[f"{schedule}.with launch"]["medians"]["ours"] < rows[f"{schedule}.goodput"]["medians"]["ours"]
+        assert 0 < rows[f"{schedule}.loss"]["medians"]["ours"] < 2
+    assert rows["none.again"]["figures"] == {"ours": [0]}
+    assert rows["kill-4.goodput"]["medians"]["ours"] < rows["none.goodput"]["medians"]["ours"] <= 101
+
+
+def test_snapshots_and_copies_to_slow_storage_are_found(tmp_path: Path) -> None:
+    options = ["--width", "64", "--sleep", "0.05", "--steps", "40"]
+    options += ["--copy-steps", "200", "--every", "80", "--delay", "0.5"]
+    rows = measured("snapshots.py", tmp_path / "snapshots.json", *options)
+    assert rows["memory.taken"]["medians"]["ours"] >= 1
+    assert rows["memory.off"]["medians"]["ours"] > 0
+    assert rows["copies.copies"]["medians"]["ours"] >= 1
+    assert rows["copies.within"]["medians"]["ours"] <= rows["copies.longest"]["medians"]["ours"]
