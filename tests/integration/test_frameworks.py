@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -114,9 +116,10 @@ def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@each("lightning")
-def test_sigterm_at_a_worker_of_lightning_drains_the_round(job: Job, name: str) -> None:
-    """Lightning's own handler would join a collective out of turn."""
+@pytest.mark.usefixtures("extensions")
+@each("deepspeed", "lightning")
+def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None:
+    """Lightning's own handler would join a collective out of turn; DeepSpeed's loop has no callbacks."""
     agent = job.launch("--standalone", "--nproc", "2", command=command(job, name, "drain.py", every=1000))
     held(job, 1, 2)
     os.kill(noted(job, 1, rank=1)[-1]["pid"], signal.SIGTERM)
@@ -126,3 +129,21 @@ def test_sigterm_at_a_worker_of_lightning_drains_the_round(job: Job, name: str) 
     (drained,) = job.events("round_drained")
     assert len(noted(job, 1)) == drained["step"]
     assert len(noted(job, 2)) == STEPS - drained["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@each("accelerate")
+def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
+    job.tell("slow")
+    job.tell("go-1")
+    options = ["--steps", "400", "--every", "1000"]
+    agent = job.launch("--standalone", command=[*command(job, name, "drain.py", every=1000), *options])
+    wait_for("steps", lambda: len(noted(job, 1)) > 1, 100)
+    asking = [sys.executable, "-m", "elastic_launch.ctl", "checkpoint", "--log-dir", str(job.logs)]
+    done = subprocess.run(asking, capture_output=True, text=True, timeout=60)
+    (job.work / "slow").unlink()
+    assert agent.wait(100) == 0, agent.output
+    (saved,) = (job.directory / "checkpoints").glob("step-*")
+    assert done.stdout.strip() == f"checkpoint of step {saved.name.removeprefix('step-')} written"
+    assert job.events("round_drained") == []

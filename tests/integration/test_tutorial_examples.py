@@ -110,7 +110,9 @@ def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
     places = {name: job.directory / f"disk-{name}" for name in "abc"}
     for place in places.values():
         place.mkdir()
-    host, lost = (job.node(name, command=command, nnodes="2", cwd=places[name]) for name in "ab")
+    host = job.node("a", command=command, nnodes="2", cwd=places["a"])
+    host.says("hosts the run's store")
+    lost = job.node("b", command=command, nnodes="2", cwd=places["b"])
     held(job, 1, 9)
     job.tell("go-2")
     lost.kill()

@@ -1,7 +1,8 @@
 """Run a script and note its optimizer steps; hold them back: ``gated.py DIRECTORY SCRIPT [ARGUMENT ...]``.
 
 Each step appends a line to DIRECTORY/optimizer.jsonl. Behind the n-th step of a process, n being what DIRECTORY/hold
-says, it waits until DIRECTORY/go-ROUND is there. Every optimizer of torch's is followed, whichever framework calls it.
+says, it waits until DIRECTORY/go-ROUND is there. While DIRECTORY/slow is there, each step takes a while. Every optimizer
+of torch's is followed, whichever framework calls it.
 """
 
 import json
@@ -34,6 +35,8 @@ def stepped(*_: Any) -> None:
     }
     with (work / "optimizer.jsonl").open("a") as file:
         file.write(json.dumps(noted) + "\n")
+    if (work / "slow").exists():
+        time.sleep(0.2)
     while count == hold and not (work / f"go-{number}").exists():
         time.sleep(0.02)
 

@@ -6,6 +6,8 @@ After a restart it goes on from DeepSpeed's own newest checkpoint.
 """
 
 import argparse
+import sys
+from typing import Any
 
 import deepspeed
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-def main() -> None:
+def main(drain: Any = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default="runs/deepspeed", help="shared by all nodes")
     parser.add_argument("--steps", type=int, default=20)
@@ -36,6 +38,8 @@ def main() -> None:
     path, _ = engine.load_checkpoint(args.dir)
     if path and rank == 0:
         print(f"resumed at step {engine.global_steps}", flush=True)
+    if drain:
+        drain.begin(engine.global_steps, args.steps)
     while engine.global_steps < args.steps:
         # Drawn anew for each step and rank, so that a restart has the same data at the same step.
         seed = engine.global_steps * dist.get_world_size() + rank
@@ -44,6 +48,11 @@ def main() -> None:
         engine.step()
         if engine.global_steps % args.every == 0:
             engine.save_checkpoint(args.dir)
+        if drain and drain.boundary(engine.global_steps, end=engine.global_steps == args.steps):
+            engine.save_checkpoint(args.dir)
+            sys.exit(drain.leave())
+    if drain:
+        drain.end()
     if rank == 0:
         print(f"done: steps {engine.global_steps}", flush=True)
     engine.destroy()
