@@ -46,6 +46,7 @@ class Drain:
         self._world, self._stop, self._step = _world(), Stop.NO, step
         self.stops = self.save = False
         self._link = AgentLink.connect(self._world)
+        self._termination = Termination()
         self._termination.watch()
         if self._link is not None:
             self._link.ready(step, total, 0.0)

@@ -1,8 +1,8 @@
 """Run a script and note its optimizer steps; hold them back: ``gated.py DIRECTORY SCRIPT [ARGUMENT ...]``.
 
 Each step appends a line to DIRECTORY/optimizer.jsonl. Behind the n-th step of a process, n being what DIRECTORY/hold
-says, it waits until DIRECTORY/go-ROUND is there. While DIRECTORY/slow is there, each step takes a while. Every optimizer
-of torch's is followed, whichever framework calls it.
+says, it waits until DIRECTORY/go-ROUND is there. While DIRECTORY/slow is there, each step takes a while. Every
+optimizer of torch's is followed, whichever framework calls it.
 """
 
 import json
