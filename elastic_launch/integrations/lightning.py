@@ -26,7 +26,8 @@ class DrainCallback(Callback):
     turn, is put aside.
 
     Args:
-        path: where to save; None: as the last checkpoint of the first ModelCheckpoint, where ``"last"`` is looked for.
+        path: where to save; None: as the last checkpoint of the ModelCheckpoint with ``save_last``, where ``"last"`` is
+            looked for. Give it a directory: the default one is another at every start.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -65,17 +66,17 @@ class DrainCallback(Callback):
             self._put_aside = None
 
     def _last_saver(self, trainer: Trainer) -> Any:
-        """The ModelCheckpoint beside whose checkpoints is to be saved.
+        """The ModelCheckpoint in whose name to save.
 
         Raises:
             UsageError: if there is none.
         """
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "dirpath", None):
+            if getattr(callback, "save_last", None):
                 return callback
         raise UsageError(
-            "DrainCallback() finds no ModelCheckpoint beside whose checkpoints it could save.",
-            "Give the Trainer a ModelCheckpoint(save_last=True), or say DrainCallback(path).",
+            "DrainCallback() finds no ModelCheckpoint that saves a last checkpoint, from which the next start resumes.",
+            "Give the Trainer a ModelCheckpoint(directory, save_last=True), or say DrainCallback(path).",
         )
 
     def _save(self, trainer: Trainer) -> None:

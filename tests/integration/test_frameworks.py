@@ -147,3 +147,24 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     (saved,) = (job.directory / "checkpoints").glob("step-*")
     assert done.stdout.strip() == f"checkpoint of step {saved.name.removeprefix('step-')} written"
     assert job.events("round_drained") == []
+
+
+NOTHING_LAST = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import elastic_launch as el
+
+callbacks = [el.integrations.lightning.DrainCallback()]
+Trainer(max_steps=1, accelerator="cpu", logger=False, callbacks=callbacks).fit(BoringModel())
+"""
+
+
+@pytest.mark.slow
+@installed("lightning")
+def test_lightning_is_told_before_the_first_step_that_nothing_would_be_resumed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING_LAST], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "UsageError: DrainCallback() finds no ModelCheckpoint that saves a last checkpoint" in done.stderr

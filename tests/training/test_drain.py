@@ -1,4 +1,4 @@
-"""A worker's part in planned changes where a framework has the loop; with frameworks: integration/test_frameworks."""
+"""A worker's part in planned changes where a framework has the loop; see integration/test_frameworks."""
 
 from __future__ import annotations
 
