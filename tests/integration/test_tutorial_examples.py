@@ -17,6 +17,11 @@ TUTORIAL = str(EXAMPLES / "tutorial" / "example.py")
 SERIES = EXAMPLES / "ddp_series"
 
 
+@pytest.fixture(autouse=True)
+def logs_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 def run(*command: str, cwd: Path | None = None) -> str:
     """The output of a command, which must succeed."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, cwd=cwd)
@@ -51,11 +56,16 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["elastic_launch", "torch.distributed.run"])
-def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(launcher: str) -> None:
-    flags = ["--nproc_per_node=2", "--nnodes=1", "--node_rank=0"]
-    output = run("-m", launcher, "--standalone", *flags[:1], TUTORIAL, "--local_world_size=2")
-    assert_tutorial(output, 2, devices=0)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["elastic_launch", "--standalone", "--nproc_per_node=2"],
+        ["torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    ],
+    ids=lambda launcher: launcher[0],
+)
+def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(launcher: list[str]) -> None:
+    assert_tutorial(run("-m", *launcher, TUTORIAL, "--local_world_size=2"), 2, devices=0)
 
 
 @pytest.mark.slow
