@@ -50,7 +50,7 @@ def held(job: Job, number: int, world_size: int) -> None:
         return all(len(noted(job, number, rank)) == HOLD for rank in range(world_size))
 
     try:
-        wait_for(f"round {number} of world size {world_size}, held", probe, 240)
+        wait_for(f"round {number} of world size {world_size}, held", probe, 400)
     except AssertionError as error:
         raise AssertionError("\n".join([str(error), *(agent.output for agent in job.agents)])) from None
 
@@ -64,7 +64,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("extensions")
 @each("accelerate", "deepspeed", "lightning", "transformers")
 def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
@@ -85,7 +85,7 @@ def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 @each("accelerate", "lightning", "transformers")
 def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, name: str) -> None:
     line = command(job, name, "drain.py", every=1000)  # by itself it saves nothing
@@ -115,7 +115,7 @@ def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("extensions")
 @each("deepspeed", "lightning")
 def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None:
@@ -132,7 +132,7 @@ def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 @each("accelerate")
 def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     job.tell("slow")
