@@ -1,6 +1,8 @@
 """The classic DDP tutorial: one program on all processes, each of which has a share of its node's devices.
 
     elastic-launch --standalone --nproc 8 examples/tutorial/example.py --local_world_size=8
+    python -m elastic_launch.launch --nproc_per_node=8 --nnodes=1 --node_rank=0 \\
+        examples/tutorial/example.py --local_world_size=8
     torchrun --standalone --nproc-per-node 8 examples/tutorial/example.py --local_world_size=8
 
 A node with 8 devices may run 8 processes with one device each, or one process that spans all 8. With P processes on a

@@ -60,6 +60,7 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
     "launcher",
     [
         ["elastic_launch", "--standalone", "--nproc_per_node=2"],
+        ["elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
         ["torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],
     ids=lambda launcher: launcher[0],
