@@ -18,6 +18,7 @@ export PIP_ARGS
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastic-launch-env
+FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 .PHONY: help env demo check test test-all clean distclean
@@ -27,7 +28,7 @@ help:
 	@echo 'make demo       make the environment, train on two workers, kill one, compare the weights with an undisturbed run'
 	@echo 'make test       make the environment, check, and run the tests'
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
-	@echo '                which ALLOW_APT=1 installs'
+	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
@@ -44,6 +45,11 @@ $(STAMP): pyproject.toml constraints.txt scripts/make_env.py
 	@"$(BIN)/python" scripts/make_env.py $(REUSE)
 	@touch "$@"
 
+# Only what test-all runs needs it, so that test does not wait for it.
+$(FRAMEWORKS): $(STAMP)
+	@"$(BIN)/python" scripts/make_env.py --frameworks
+	@touch "$@"
+
 demo: env
 	@"$(BIN)/python" examples/demo.py
 
@@ -56,7 +62,7 @@ check: env
 test: env check
 	"$(BIN)/python" -m pytest -rfEs -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
-test-all: env
+test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
 	"$(BIN)/python" -m pytest -rfEs -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from elastic_launch import integrations as integrations
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
     from elastic_launch.training import dist as dist
@@ -36,7 +37,7 @@ _HOMES = {
     "weights_sha256": "elastic_launch.training.checkpoint",
 }
 
-_MODULES = {"dist": "elastic_launch.training.dist"}
+_MODULES = {"dist": "elastic_launch.training.dist", "integrations": "elastic_launch.integrations"}
 
 __all__ = [
     "BatchPlan",
@@ -49,6 +50,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "dist",
+    "integrations",
     "session",
     "weights_sha256",
 ]

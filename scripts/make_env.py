@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +20,8 @@ from pathlib import Path
 
 CONSTRAINTS = "constraints.txt"
 LINK_NAME = "torch-of-another-interpreter.pth"
+FRAMEWORKS = "frameworks"
+"""The extra that `make test-all` adds: its tests alone need it."""
 
 DESCRIBE = """
 import json, os, sys, torch
@@ -35,9 +38,9 @@ class OtherTorch:
     directories: list[str]
 
 
-def pip_install(*arguments: str) -> None:
+def pip_install(*arguments: str, constraints: str = CONSTRAINTS) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [sys.executable, "-m", "pip", "install", *extra, "-c", CONSTRAINTS, *arguments]
+    command = [sys.executable, "-m", "pip", "install", *extra, "-c", constraints, *arguments]
     print("env:", shlex.join(command[1:]), flush=True)
     if code := subprocess.run(command).returncode:
         sys.exit(f"env: pip failed with exit code {code}; its message is above. PIP_ARGS= reaches pip.")
@@ -70,7 +73,7 @@ def link_torch(torch: OtherTorch, site_packages: Path) -> None:
     skipped = ("torch", project["name"])
     wanted = [
         line
-        for line in (*dependencies, *(line for extra in extras.values() for line in extra))
+        for line in (*dependencies, *(line for name, extra in extras.items() if name != FRAMEWORKS for line in extra))
         if re.split(r"[^\w.-]", line)[0] not in skipped
     ]
     # pip must not see the other interpreter's packages while it installs the tools: it would count
@@ -92,10 +95,25 @@ def link_torch(torch: OtherTorch, site_packages: Path) -> None:
         )
 
 
+def add_frameworks() -> None:
+    """Add what the extra asks for to an environment that is ready, whatever torch it has."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    pins = [line for line in Path(CONSTRAINTS).read_text().splitlines() if not line.startswith("torch==")]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join([*pins, f"torch=={version('torch')}"]) + "\n")
+        constraints.flush()
+        pip_install(*project["optional-dependencies"][FRAMEWORKS], constraints=constraints.name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reuse-torch-of", metavar="PYTHON", help="use this interpreter's torch if it has one")
-    interpreter = parser.parse_args().reuse_torch_of
+    parser.add_argument("--frameworks", action="store_true", help="add the extra of that name to an environment")
+    args = parser.parse_args()
+    if args.frameworks:
+        add_frameworks()
+        return
+    interpreter = args.reuse_torch_of
     ensure_pip()
     torch = find_torch(interpreter) if interpreter else None
     if torch is None:

@@ -1,0 +1,96 @@
+"""Planned changes for Lightning: ``Trainer(..., callbacks=[DrainCallback()])``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:  # the package's older name
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from elastic_launch.errors import UsageError
+from elastic_launch.integrations.drain import Drain
+from elastic_launch.training.stopping import Drained
+
+__all__ = ["DrainCallback"]
+
+
+class DrainCallback(Callback):
+    """Saves a checkpoint and ends the process where all ranks have agreed to stop.
+
+    ``Trainer.fit`` raises ``SystemExit`` then, behind the step. It resumes by ``fit(..., ckpt_path="last")``.
+    While training, SIGTERM at this process is a wish to stop; Lightning's own handler, which joins a collective out of
+    turn, is put aside.
+
+    Args:
+        path: where to save; None: as the last checkpoint of the ModelCheckpoint with ``save_last``, where ``"last"`` is
+            looked for. Give it a directory: the default one is another at every start.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = path
+        self._drain = Drain()
+        self._step = self._total = 0
+        self._put_aside: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._path is None:
+            self._last_saver(trainer)  # before the first step, not at the first stop
+        self._step = trainer.global_step
+        if _lightnings(signal.getsignal(signal.SIGTERM)):
+            self._put_aside = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        total = trainer.estimated_stepping_batches
+        self._total = int(total) if total != float("inf") else 0
+        self._drain.begin(self._step, self._total)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # gradients accumulate
+        self._step = trainer.global_step
+        stops = self._drain.boundary(self._step, end=self._step == self._total)
+        if not stops and not self._drain.save:
+            return
+        self._save(trainer)
+        self._drain.saved(self._step)
+        if stops:
+            # At once: Lightning would do an epoch's end with half an epoch. It leaves the world by itself.
+            raise Drained(self._drain.leave())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drain.end()
+        if self._put_aside is not None:
+            signal.signal(signal.SIGTERM, self._put_aside)
+            self._put_aside = None
+
+    def _last_saver(self, trainer: Trainer) -> Any:
+        """The ModelCheckpoint in whose name to save.
+
+        Raises:
+            UsageError: if there is none.
+        """
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None):
+                return callback
+        raise UsageError(
+            "DrainCallback() finds no ModelCheckpoint that saves a last checkpoint, from which the next start resumes.",
+            "Give the Trainer a ModelCheckpoint(directory, save_last=True), or say DrainCallback(path).",
+        )
+
+    def _save(self, trainer: Trainer) -> None:
+        path = self._path
+        if path is None:
+            saver = self._last_saver(trainer)
+            path = os.path.join(saver.dirpath, saver.CHECKPOINT_NAME_LAST + saver.FILE_EXTENSION)
+            saver.last_model_path = path  # else it would take this for a stranger's, and number its next one
+        if trainer.is_global_zero and os.path.islink(path):
+            os.unlink(path)  # ModelCheckpoint(save_last="link"): what it points to is another checkpoint
+        trainer.save_checkpoint(path)
+
+
+def _lightnings(handler: Any) -> bool:
+    """Whether a signal's handler is that of Lightning, and holds none of the script's or for Slurm."""
+    names = [getattr(part, "__name__", "") for part in getattr(handler, "signal_handlers", [])]
+    return names == ["_sigterm_notifier_fn"]

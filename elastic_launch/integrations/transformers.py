@@ -1,0 +1,50 @@
+"""Planned changes for transformers' Trainer: ``Trainer(..., callbacks=[DrainCallback()])``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from elastic_launch.integrations.drain import Drain
+from elastic_launch.training.stopping import Drained
+from elastic_launch.training.world import leave
+
+__all__ = ["DrainCallback"]
+
+
+class DrainCallback(TrainerCallback):
+    """Saves a ``checkpoint-N`` and ends the process where all ranks have agreed to stop.
+
+    ``Trainer.train`` raises ``SystemExit`` then, after its own end. The script resumes as after a fault: by
+    ``train(resume_from_checkpoint=...)``. ``elasticctl checkpoint`` makes the Trainer save, too.
+    """
+
+    def __init__(self) -> None:
+        self._drain = Drain()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._drain.begin(state.global_step, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        stops = self._drain.boundary(state.global_step, end=state.global_step >= state.max_steps)
+        control.should_save = control.should_save or stops or self._drain.save
+        control.should_training_stop = control.should_training_stop or stops
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._drain.saved(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._drain.stops:
+            self._drain.end()
+            return
+        code = self._drain.leave()
+        leave()
+        raise Drained(code)

@@ -1,0 +1,11 @@
+"""The script beside this one, stopping at its own boundary: on SIGTERM at an agent or a worker no step is lost.
+
+elastic-launch --standalone --nproc 2 examples/frameworks/deepspeed/drain.py --dir runs/deepspeed
+"""
+
+from train import main
+
+import elastic_launch as el
+
+if __name__ == "__main__":
+    main(el.integrations.drain.Drain())

@@ -1,0 +1,11 @@
+"""The script beside this one, with one line more: a node that comes or goes costs it no step.
+
+elastic-launch --nnodes 1:4 --nproc 2 examples/frameworks/transformers/drain.py --dir runs/transformers
+"""
+
+from train import main
+
+import elastic_launch as el
+
+if __name__ == "__main__":
+    main(callbacks=[el.integrations.transformers.DrainCallback()])

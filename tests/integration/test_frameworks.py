@@ -1,0 +1,170 @@
+"""Scripts on other frameworks: a killed worker, and planned changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Job, wait_for
+
+FRAMEWORKS = Path(__file__).parents[2] / "examples" / "frameworks"
+STEPS = 12
+HOLD = 3
+"""Steps behind which the workers of each round wait to be let go on."""
+
+EXTENSIONS = FRAMEWORKS.parents[1] / "build" / "torch_extensions"
+"""Where DeepSpeed keeps what it compiles on its first run, which takes a minute."""
+
+
+def installed(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install '.[frameworks]'")
+
+
+def each(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=installed(name)) for name in names])
+
+
+def command(job: Job, name: str, script: str, *, every: int) -> list[str]:
+    """A script of a framework's, followed and held back."""
+    (job.work / "hold").write_text(str(HOLD))
+    options = ["--dir", str(job.directory / "checkpoints"), "--steps", str(STEPS), "--every", str(every)]
+    return [str(SCRIPTS / "gated.py"), str(job.work), str(FRAMEWORKS / name / script), *options]
+
+
+def noted(job: Job, number: int, rank: int = 0) -> list[dict[str, Any]]:
+    """The optimizer steps of a rank in a round."""
+    return [step for step in job.noted("optimizer.jsonl", number=number) if step["rank"] == rank]
+
+
+def held(job: Job, number: int, world_size: int) -> None:
+    """Wait until all workers of a round are held."""
+
+    def probe() -> bool:
+        return all(len(noted(job, number, rank)) == HOLD for rank in range(world_size))
+
+    try:
+        wait_for(f"round {number} of world size {world_size}, held", probe, 400)
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *(agent.output for agent in job.agents)])) from None
+
+
+@pytest.fixture
+def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give DeepSpeed a place of our own, where no lock is left from a run that was killed."""
+    for lock in EXTENSIONS.glob("**/lock"):
+        lock.unlink()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("extensions")
+@each("accelerate", "deepspeed", "lightning", "transformers")
+def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
+    script = FRAMEWORKS / name / "train.py"
+    assert not re.search(r"^\s*(import|from)\s+elastic", script.read_text(), re.MULTILINE)
+    agent = job.launch(
+        "--standalone", "--nproc", "2", "--shutdown-timeout", "10", command=command(job, name, "train.py", every=2)
+    )
+    held(job, 1, 2)
+    job.tell("go-2")
+    os.kill(noted(job, 1, rank=1)[-1]["pid"], signal.SIGKILL)
+    job.tell("go-1")
+    assert agent.wait(200) == 0, agent.output
+    assert "signal 9 (SIGKILL)" in agent.output
+    assert re.search(r"^resumed (at step 2|from .*checkpoint-2)$", agent.output, re.MULTILINE), agent.output
+    assert f"done: steps {STEPS}" in agent.output
+    assert len(noted(job, 2)) == STEPS - 2, "what was done since the checkpoint is done again, and no more"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@each("accelerate", "lightning", "transformers")
+def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, name: str) -> None:
+    line = command(job, name, "drain.py", every=1000)  # by itself it saves nothing
+    flags = ["--shutdown-timeout", "90"]
+    host = job.node("a", *flags, command=line)
+    held(job, 1, 1)
+    guest = job.node("b", *flags, command=line)
+    host.says("round 1 drains", 60)
+    job.tell("go-1")
+    held(job, 2, 2)
+    guest.signal(signal.SIGTERM)
+    guest.says("SIGTERM")
+    job.tell("go-2")
+    job.tell("go-3")
+    assert guest.wait(100) == 143, guest.output
+    assert host.wait(100) == 0, host.output
+
+    assert job.events("round_broken") == []
+    drained = [(event["round"], event["kind"], event["step"]) for event in job.events("round_drained")]
+    assert [event[:2] for event in drained] == [(1, "membership"), (2, "preemption")]
+    assert [len(noted(job, number)) for number in (1, 2, 3)] == [
+        drained[0][2],
+        drained[1][2] - drained[0][2],
+        STEPS - drained[1][2],
+    ]
+    assert f"done: steps {STEPS}" in host.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("extensions")
+@each("deepspeed", "lightning")
+def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None:
+    """Lightning's own handler would join a collective out of turn; DeepSpeed's loop has no callbacks."""
+    agent = job.launch("--standalone", "--nproc", "2", command=command(job, name, "drain.py", every=1000))
+    held(job, 1, 2)
+    os.kill(noted(job, 1, rank=1)[-1]["pid"], signal.SIGTERM)
+    job.tell("go-1")
+    job.tell("go-2")
+    assert agent.wait(200) == 0, agent.output
+    (drained,) = job.events("round_drained")
+    assert len(noted(job, 1)) == drained["step"]
+    assert len(noted(job, 2)) == STEPS - drained["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@each("accelerate")
+def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
+    job.tell("slow")
+    job.tell("go-1")
+    options = ["--steps", "400", "--every", "1000"]
+    agent = job.launch("--standalone", command=[*command(job, name, "drain.py", every=1000), *options])
+    wait_for("steps", lambda: len(noted(job, 1)) > 1, 100)
+    asking = [sys.executable, "-m", "elastic_launch.ctl", "checkpoint", "--log-dir", str(job.logs)]
+    done = subprocess.run(asking, capture_output=True, text=True, timeout=60)
+    (job.work / "slow").unlink()
+    assert agent.wait(100) == 0, agent.output
+    (saved,) = (job.directory / "checkpoints").glob("step-*")
+    assert done.stdout.strip() == f"checkpoint of step {saved.name.removeprefix('step-')} written"
+    assert job.events("round_drained") == []
+
+
+NOTHING_LAST = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import elastic_launch as el
+
+callbacks = [el.integrations.lightning.DrainCallback()]
+Trainer(max_steps=1, accelerator="cpu", logger=False, callbacks=callbacks).fit(BoringModel())
+"""
+
+
+@pytest.mark.slow
+@installed("lightning")
+def test_lightning_is_told_before_the_first_step_that_nothing_would_be_resumed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING_LAST], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "UsageError: DrainCallback() finds no ModelCheckpoint that saves a last checkpoint" in done.stderr
