@@ -163,6 +163,8 @@ class LocalElasticAgent(ElasticAgent):
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
         try:
+            self._membership.importing()
+            processes.when_ready(self._membership.imported)
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())

@@ -52,6 +52,7 @@ class Node:
         store_port: where its next worker store listens.
         active: it has, or may have, workers of the current round.
         joined, ready, done: these are started; can all be drained; have all finished with 0.
+        importing: its workers could not begin at once.
         leaving: it said that it leaves.
         silence: seconds without a sign of life.
         heard: when the last one came, by the leader's clock.
@@ -66,6 +67,7 @@ class Node:
     joined: bool = False
     ready: bool = False
     done: bool = False
+    importing: bool = False
     leaving: bool = False
     silence: float = 0.0
     heard: float = 0.0

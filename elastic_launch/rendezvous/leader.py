@@ -101,6 +101,8 @@ class LeaderMachine(Rounds):
                 node.store_port = port
                 if report.round == current and (self._running or self._broken):
                     self._stopped(node, report.drained, now)
+            case m.Imported():
+                node.importing = False
             case m.Leaving(reason=reason, seconds=seconds):
                 self._leaving(node, reason, seconds, now)
         self._consider(now)
@@ -228,7 +230,7 @@ class LeaderMachine(Rounds):
         return reason
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
-        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
+        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now, importing=hello.importing)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
@@ -260,7 +262,7 @@ class LeaderMachine(Rounds):
         """A known node comes back before its old link was seen to close; what it holds now is what counts."""
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
-        node.store_port, node.hello = hello.store_port, hello
+        node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
         if hello.leaving:
             self._leaving(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:

@@ -92,6 +92,15 @@ class Membership:
         """Begin to look for the leader."""
         self._thread.start()
 
+    def importing(self) -> None:
+        """Workers could not begin at once: rounds that can do without this node do not wait for it."""
+        with self._lock:
+            self._side.importing()
+
+    def imported(self) -> None:
+        """From now on they can."""
+        self._say(m.Imported())
+
     def joined(self, number: int) -> None:
         """The round's workers are started."""
         self._say(m.Joined(number))

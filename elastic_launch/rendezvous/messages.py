@@ -46,7 +46,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(Protocol):
@@ -100,6 +100,7 @@ class Hello:
         wanted_rank: rank that the node asks for, or None.
         holding: number of the round whose workers it still has, 0 for none.
         joined, ready, done: whether all of these are started; can be drained; have finished.
+        importing: whether its workers could not begin at once, because what they import is not loaded yet.
         leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
     """
@@ -124,6 +125,7 @@ class Hello:
     seen_round: int = 0
     seen_restarts: int = 0
     work: str = ""
+    importing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,12 @@ class Leaving:
     seconds: float = 0.0
 
 
-Report = Hello | Beat | Progress | Saved | Joined | Ready | Failed | Stopped | Done | Leaving
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Workers of this node can begin at once from now on."""
+
+
+Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Done | Leaving
 
 # Orders: leader to node.
 

@@ -54,7 +54,13 @@ class NodeSide:
                 self._learn(done=True)
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
+            case m.Imported():
+                self._learn(importing=False)
         self._unsaid.append(report)
+
+    def importing(self) -> None:
+        """Workers of this node could not begin at once, until it says otherwise."""
+        self._learn(importing=True)
 
     def greet(self) -> None:
         """Begin a new link: the hello is the first that is to be said, and says all that matters by now."""

@@ -236,7 +236,7 @@ class Rounds:
             if not self._resize_pays(now):
                 self._skip_resize(now)
                 return
-            names = ", ".join(node.hello.node_id for node in self._waiting())
+            names = ", ".join(node.hello.node_id for node in self._prepared())
             self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
             self._consider(now)
 
@@ -273,12 +273,12 @@ class Rounds:
         members = [node for node in self.nodes.values() if node.active]
         finishing = any(node.done for node in members)
         everybody = len(members) == len(self.record.round.members)
-        return bool(self._waiting()) and everybody and len(members) < self._limits.max_nodes and not finishing
+        return bool(self._prepared()) and everybody and len(members) < self._limits.max_nodes and not finishing
 
     def _sizes(self) -> tuple[int, int]:
         """Workers of the running round, and of one that is resized for the nodes that wait."""
         members = [node.hello.workers for node in self.nodes.values() if node.active]
-        waiting = sorted(self._waiting(), key=lambda node: node.arrival)[: self._limits.max_nodes - len(members)]
+        waiting = sorted(self._prepared(), key=lambda node: node.arrival)[: self._limits.max_nodes - len(members)]
         return sum(members), sum(members) + sum(node.hello.workers for node in waiting)
 
     def _resize_pays(self, now: float) -> bool:
@@ -286,7 +286,7 @@ class Rounds:
 
     def _skip_resize(self, now: float) -> None:
         """Say once to the user, and to those who wait, that they wait in vain."""
-        waiting = self._waiting()
+        waiting = self._prepared()
         names = tuple(sorted(node.hello.node_id for node in waiting))
         if set(names) <= set(self._skipped):
             return
@@ -300,6 +300,16 @@ class Rounds:
 
     def _waiting(self) -> list[Node]:
         return [node for node in self.nodes.values() if not node.active and not node.leaving]
+
+    def _prepared(self) -> list[Node]:
+        """Those of the waiting whose workers would begin at once: the others would stand still for their imports."""
+        return [node for node in self._waiting() if not node.importing]
+
+    def _candidates(self) -> list[Node]:
+        """Who waits for the next round. After the first one nobody waits for imports if enough others are there."""
+        prepared = self._prepared()
+        later = self._broken is not None and len(prepared) >= self._limits.min_nodes
+        return prepared if later else self._waiting()
 
     def _judge(self, broken: Broken, now: float) -> None:
         broken.judged = True
@@ -350,7 +360,7 @@ class Rounds:
 
         candidates = [
             Candidate(node.hello.node_id, last_rank(node), node.hello.wanted_rank, node.arrival)
-            for node in self._waiting()
+            for node in self._candidates()
         ]
         chosen = [self.nodes[node_id] for node_id in rank_nodes(candidates, self._limits.max_nodes)]
         members = tuple(

@@ -210,3 +210,50 @@ def test_a_drain_below_the_minimum_parks() -> None:
     assert run.number == 1
     run.hello("c")
     assert (run.number, run.members) == (2, "ac")
+
+
+def test_no_round_is_drained_for_a_node_that_still_imports() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c", importing=True)
+    run.advance(10)
+    assert run.told(RoundDraining) == []
+    run.report("c", m.Imported())
+    assert run.orders("a", m.Drain), "it has waited for longer than resize_delay already"
+    drained(run, "a", "b")
+    assert run.members == "abc"
+
+
+def test_a_resize_takes_those_that_can_begin_at_once_and_the_others_later() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c", importing=True)
+    run.hello("d")
+    run.advance(2)
+    drained(run, "a", "b")
+    assert run.members == "abd"
+    for node_id in "abd":
+        run.report(node_id, m.Ready(run.number))
+    run.report("c", m.Imported())
+    assert run.told(RoundDraining)[-1].cause == "resize: node c waits to join"
+
+
+def test_the_first_round_and_one_that_would_be_too_small_wait_for_imports_as_they_run() -> None:
+    run = Run("2:4", join_settle=2)
+    run.hello("a", "b", importing=True)
+    run.advance(2)
+    assert (run.number, run.members) == (1, "ab")
+    run.report("a", m.Imported())
+    run.report("b", m.Joined(1))
+    run.report("b", m.Imported())
+    run.hello("c", importing=True)
+    run.close("b")
+    run.report("a", m.Stopped(1, 7000))
+    run.advance(1)
+    assert (run.number, run.members) == (2, "ac")
+
+
+def test_who_comes_back_on_another_link_says_anew_whether_it_imports() -> None:
+    run = ready("1:4", "ab")
+    run.hello("c", importing=True)
+    run.hello("c", importing=False)
+    run.advance(2)
+    assert run.orders("a", m.Drain)
