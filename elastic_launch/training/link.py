@@ -51,6 +51,7 @@ class AgentLink:
         self._noted = False
         self._copies: list[c.Copied] = []
         self._save_asked = False
+        self._tells_steps = True
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
@@ -67,6 +68,7 @@ class AgentLink:
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return None
         link = AgentLink(sock)
+        link._tells_steps = world.local_rank == 0  # all take the same steps: one worker's word is enough
         link._say(c.Hello(world.round, world.rank, world.local_rank))
         link._take_slots()
         return link
@@ -77,7 +79,8 @@ class AgentLink:
 
     def step(self, step: int) -> None:
         """A step is done."""
-        self._say(c.StepDone(step))
+        if self._tells_steps:
+            self._say(c.StepDone(step))
 
     def stop_asked(self) -> str:
         """Why the agent asks for a stop; empty if it does not. Does not wait."""

@@ -60,6 +60,10 @@ class Rhythm:
         self._at: float | None = None
         self._at_step = 0
 
+    def begin(self, step: int) -> None:
+        """A training begins with so many steps done; what was learnt of times and costs stays."""
+        self._last, self._at = step, None
+
     def step_done(self, step: int, now: float) -> None:
         """A step is done; learns how long steps take, the last ones counting most."""
         if self._at is not None and step > self._at_step:

@@ -88,6 +88,8 @@ class Saver:
             resumed = Resumed()
         if resumed.state is not None:
             state.restore(resumed.state, resumed.step)
+        if self._memory is not None:
+            self._memory.rhythm.begin(resumed.step)
         return resumed
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:

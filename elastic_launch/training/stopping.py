@@ -27,7 +27,14 @@ class Stop(IntEnum):
 
 
 class Drained(SystemExit):
-    """Ends the process behind a step boundary: its state is saved, and another process goes on from there."""
+    """Ends the process behind a step boundary: its state is saved, and another process goes on from there.
+
+    Attributes:
+        at_once: read by whoever runs the script: others stand still until this process is gone, so once its ``atexit``
+            functions have run it need not take itself to pieces.
+    """
+
+    at_once = True
 
 
 class Termination:

@@ -67,3 +67,17 @@ def test_parameters_and_the_optimizers_state_stay_until_its_step_and_nothing_els
         "exp_avg_sq": True,
     }
     assert not stays(torch.zeros(3))
+
+
+def test_a_second_training_of_a_session_has_snapshots_from_its_first_step_on() -> None:
+    rhythm = Rhythm()
+    rhythm.begin(0)
+    for step in range(1, 100):
+        rhythm.step_done(step, float(step))
+        if rhythm.due(step):
+            rhythm.taken(step)
+    rhythm.begin(0)
+    assert rhythm.due(1)
+    rhythm.begin(50)
+    assert not rhythm.due(50)
+    assert rhythm.due(51)

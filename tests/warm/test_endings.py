@@ -13,6 +13,8 @@ from warm_processes import WAYS, Ended, Starter, both_ways, config_for, write
 
 from elastic_agents.sessions import kill_sessions, reap_orphans
 
+AT_ONCE = "import os\nclass Drained(SystemExit):\n    at_once = True"
+
 ENDINGS = {
     "at the end": "print('done')",
     "exit 0": "import sys; sys.exit(0)",
@@ -30,6 +32,15 @@ ENDINGS = {
     "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno)\nraise ValueError",
     "last words": "import atexit\natexit.register(print, 'bye')\nraise SystemExit(5)",
     "last words that fail": "import atexit\natexit.register(lambda: 1 / 0)",
+    "drained": f"""{AT_ONCE}
+import atexit, threading, time
+threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()
+atexit.register(print, 'bye')
+f = open(os.dup(1), 'w')
+f.write('kept back')
+raise Drained""",
+    "drained, with a code": f"{AT_ONCE}\nraise Drained(7)",
+    "drained, to nobody's delight": f"{AT_ONCE}\ntry:\n    raise Drained\nfinally:\n    print('at last')",
     "buffered": "import sys, os\nf = os.fdopen(os.dup(1), 'w')\nf.write('kept back')",
     "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
     "thread that fails": "import threading\nthreading.Thread(target=lambda: 1 / 0, name='t').start()",

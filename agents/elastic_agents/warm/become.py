@@ -6,7 +6,10 @@ Followed is the interpreter's own order of things (https://docs.python.org/3.11/
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import gc
 import importlib.machinery
 import importlib.util
 import io
@@ -15,10 +18,12 @@ import pkgutil
 import runpy
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 __all__ = ["Orders", "entry_point", "leave_parent"]
 
@@ -196,9 +201,22 @@ def _run(argv: list[str]) -> None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and getattr(error, "at_once", False):
+            _leave(error.code)
         hide.from_now_on()
         raise
+
+
+def _leave(code: object) -> NoReturn:
+    """End as an interpreter does, without taking modules to pieces: after a fork that alone takes 0.3 s."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in gc.get_objects():  # what was loaded ahead is frozen, and not among them
+        if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper) and not file.closed:
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _clean_main() -> types.ModuleType:
