@@ -18,6 +18,7 @@ __all__ = [
     "MAX_LINE",
     "Copied",
     "Drained",
+    "Fetched",
     "Hello",
     "Message",
     "Noted",
@@ -143,11 +144,21 @@ class Slots(Message):
 
     Attributes:
         slots: how many there are.
-        use: the one to write next.
+        use: the one to write next; -1 if that is still to be told.
         sequence: highest number of a snapshot so far.
+        fetching: whether a snapshot is being fetched from another node, and Fetched follows.
     """
 
     slots: int
+    use: int
+    sequence: int
+    fetching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched(Message):
+    """A snapshot from another node is in a slot now, or is not to be had; the fields are those of Slots."""
+
     use: int
     sequence: int
 
@@ -197,7 +208,7 @@ class Noted(Message):
 
 _KINDS: tuple[type[Message], ...] = (
     *(Hello, Ready, StepDone, Stored, Drained, Saved),
-    *(Slots, Use, Copied, Stop, Save, Noted),
+    *(Slots, Fetched, Use, Copied, Stop, Save, Noted),
 )
 Message.TYPES.update({kind.__name__.lower(): kind for kind in _KINDS})
 

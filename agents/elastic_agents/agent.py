@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.distributed.elastic.agent.server.api import (
@@ -34,7 +34,7 @@ from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Copied, Placement
-from elastic_launch.errors import ExitCode
+from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
@@ -42,6 +42,7 @@ from elastic_launch.rendezvous.handler import MembershipHandler
 from elastic_launch.rendezvous.happenings import LinkDown, LinkUp, Opened, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff
 from elastic_launch.rendezvous.membership import Membership
+from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
 
@@ -158,7 +159,7 @@ class LocalElasticAgent(ElasticAgent):
         guard = Guard()
         pump = OutputPump()
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
-        keeper = self._keeper = Keeper(lambda: self._member, self._copied)
+        keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
@@ -267,7 +268,11 @@ class LocalElasticAgent(ElasticAgent):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
                 return p.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
-            case p.WorkerReady() | p.WorkerDrained() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
+            case p.WorkerDrained(step=step):
+                # The host of a c10d store has nobody to serve: the others cannot go on without it.
+                newest = self._keeper.newest
+                return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
+            case m.Released() | p.WorkerReady() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
                 return item
             case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
                 return item
@@ -370,8 +375,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._membership.ready(number)
                 if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
-            case p.ReportStopped(round=number, drained=drained):
-                self._end_round(number, drained)
+            case p.ReportStopped(round=number, drained=drained, serve=serve):
+                self._end_round(number, drained, serve)
             case p.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._membership.done(number)
@@ -388,14 +393,31 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.ready(number, round(self._control.pace.remaining(), 3))
             self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
 
-    def _end_round(self, number: int, drained: int) -> None:
+    def _end_round(self, number: int, drained: int, serve: bool) -> None:
         stuck = self._workers.end_round()
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        self._membership.stopped(number, self._store.reserve(), drained)
+        port = self._serve(self._store.address) if serve else 0
+        newest = self._keeper.newest
+        held = m.Held(newest.round, newest.step, port) if newest is not None else None
+        self._membership.stopped(number, self._store.reserve(), drained, held)
+
+    def _serve(self, address: str) -> int:
+        """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
+        self._inbox.put_later(p.SERVES, m.Released(0))
+        try:
+            return self._keeper.serve(listen(address), self._transfer_key())
+        except (OSError, EndpointError) as error:
+            _log.warning("this node's snapshot cannot be served to others: %s", error)
+            self._inbox.put(m.Released(0))
+            return 0
+
+    def _transfer_key(self) -> bytes | None:
+        token = self._config.token
+        return None if token is None else token.key("snapshot", self._config.run_id)
 
     def _start(self, form: m.Form) -> None:
         assert self._store is not None
@@ -403,6 +425,9 @@ class LocalElasticAgent(ElasticAgent):
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
             self._store.serve(self._config.timing.read_timeout)
+        # The first member gives it to the others as its workers restore.
+        sources = form.sources if self._rank == 0 else ()
+        self._keeper.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         placed = placements(self._group)
         try:
             self._logs, envs = self._places.prepare(form.round.number, placed, partial(self._environment, form))

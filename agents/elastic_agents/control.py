@@ -104,6 +104,13 @@ class Control:
                 if peer.hello is not None and peer.hello.local_rank == 0:
                     self._send(peer, copied)
 
+    def tell_fetched(self, fetched: c.Fetched) -> None:
+        """Tell the workers that the snapshot from another node is there, or is not to be had."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None:
+                    self._send(peer, fetched)
+
     def ask_save(self, round_number: int) -> None:
         """Ask the round's first local rank, which is to be its rank 0, to have all ranks save a checkpoint."""
         with self._lock:
@@ -176,8 +183,7 @@ class Control:
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
-            peer.hello = message
-            self._offer(peer)
+            self._offer(peer, message)
             return
         if peer.hello is None:
             raise ValueError(f"{type(message).__name__} before Hello")
@@ -201,12 +207,14 @@ class Control:
                 self._say(WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
 
-    def _offer(self, peer: _Peer) -> None:
-        slots, descriptors = self._keeper.offer()
-        try:
-            socket.send_fds(peer.sock, [c.pack(slots)], descriptors)
-        except OSError as error:
-            _log.warning("a worker does not hear: %s", error)
+    def _offer(self, peer: _Peer, hello: c.Hello) -> None:
+        with self._lock:  # it must not hear before that something was fetched
+            peer.hello = hello
+            slots, descriptors = self._keeper.offer()
+            try:
+                socket.send_fds(peer.sock, [c.pack(slots)], descriptors)
+            except OSError as error:
+                _log.warning("a worker does not hear: %s", error)
 
     def _answers(self, step: int) -> bool:
         """Whether a checkpoint of so many steps has all that were done when one was asked for."""

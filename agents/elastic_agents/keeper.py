@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.slots import SLOTS, Book, Held
-from elastic_launch.contract import Copied, Slots, Stored
-from elastic_launch.snapshot.slot import Slot
+from elastic_agents.transfer import Fetch, Server
+from elastic_launch.contract import Copied, Fetched, Slots, Stored
+from elastic_launch.rendezvous.keeping import Source
+from elastic_launch.snapshot.slot import Header, Slot
 
 __all__ = ["Keeper"]
 
@@ -54,6 +57,8 @@ class Keeper:
         self._busy = False
         self._closing = False
         self._process: subprocess.Popen[str] | None = None
+        self._server: Server | None = None
+        self._fetch: Fetch | None = None
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
         self.failed = ""
         """Why the last copy failed; empty if it did not."""
@@ -72,7 +77,8 @@ class Keeper:
         """Return what a worker is told of the slots, and their descriptors."""
         with self._changed:
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
-            return Slots(len(self._slots), self._book.use, self._book.sequence), descriptors
+            use = -1 if self._fetch is not None else self._book.use
+            return Slots(len(self._slots), use, self._book.sequence, self._fetch is not None), descriptors
 
     def stored(self, stored: Stored) -> int:
         """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
@@ -100,9 +106,55 @@ class Keeper:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be copied."""
+        """Whether nothing is to be copied, and nobody fetches what is served."""
+        served = self._server is not None and self._server.busy
         with self._changed:
-            return self._order is None and not self._busy
+            return self._order is None and not self._busy and not served
+
+    def serve(self, listener: socket.socket, key: bytes | None) -> int:
+        """Serve the newest snapshot to other nodes from now on; no worker writes any more. Return the port.
+
+        Args:
+            listener: taken over.
+            key: of the connections; None without a token.
+        """
+        newest = self.newest
+        assert newest is not None
+        self._server = Server(listener, self._slots[newest.slot], key, lambda: self._tell(None))
+        return self._server.port
+
+    def fetch(self, sources: Sequence[Source], key: bytes | None, tell: Callable[[Fetched], None]) -> None:
+        """Begin to fetch a snapshot that no member of the round has; without sources, end what was begun.
+
+        Args:
+            tell: called from a thread with what workers are to know when it is there, or is not to be had.
+        """
+        with self._changed:
+            before, newest = self._fetch, self._book.newest
+            wanted = [x for x in sources if newest is None or (x.round, x.step) > (newest.round, newest.step)]
+            if before is not None and before.sources == tuple(wanted):
+                return
+            if before is not None:
+                before.cancel()
+            if not wanted:
+                return
+            slot = self._book.use
+
+            def done(header: Header | None) -> None:
+                self._fetched(slot, fetch, header, tell)
+
+            # It cannot be done before this lock is released.
+            fetch = self._fetch = Fetch(wanted, self._slots[slot], self._book.sequence + 1, key, done, before)
+
+    def _fetched(self, slot: int, fetch: Fetch, header: Header | None, tell: Callable[[Fetched], None]) -> None:
+        with self._changed:
+            if self._fetch is not fetch:
+                return  # another one follows it, into the same slot
+            self._fetch = None
+            if header is not None:
+                self._book.stored(Held(slot, header.sequence, header.step, header.round))
+            fetched = Fetched(self._book.use, self._book.sequence)
+        tell(fetched)
 
     def wait(self, timeout: float) -> bool:
         """Wait until nothing is to be copied; whether that came in time."""
@@ -116,6 +168,12 @@ class Keeper:
             if self._process is not None:
                 self._process.kill()
             self._changed.notify_all()
+            fetch = self._fetch
+        if fetch is not None:
+            fetch.cancel()
+            fetch.join()
+        if self._server is not None:
+            self._server.close()
         if self._thread.ident is not None:
             self._thread.join(10)
         slots, self._slots = self._slots, []

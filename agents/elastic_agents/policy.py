@@ -8,7 +8,8 @@ sockets or time. A node is always in one phase:
 - DRAINING: they have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
 - STOPPING: the workers that are left are being ended; then the node waits again, or exits if ``leaving`` is set.
-- SAVING: this node leaves, drained; what it has in memory only is being copied to durable storage.
+- SAVING: this node leaves, drained; what it has in memory only is being copied to durable storage, or served to the
+  next round.
 - OVER: nothing left to do.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import replace
 
 from elastic_agents.vocabulary import (
     HOLD,
+    SERVES,
     TEARDOWN,
     Action,
     AskStop,
@@ -56,6 +58,7 @@ from elastic_launch.rendezvous.hearing import CutOff
 
 __all__ = [
     "HOLD",
+    "SERVES",
     "TEARDOWN",
     "Action",
     "AskStop",
@@ -109,6 +112,8 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
             return _kill(view)
+        case m.Released():
+            return _released(view)
         case m.RunEnd(code=code, cause=cause):
             return _end(view, code, cause)
         case LinkDown():
@@ -130,15 +135,15 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return view, [ReportLeaving(cause), *actions]
         case WorkerReady(round=number, local_rank=local_rank):
             return _ready(view, local_rank) if number == view.round else (view, [])
-        case WorkerDrained(round=number, local_rank=local_rank, step=step):
+        case WorkerDrained(round=number, local_rank=local_rank, step=step, keeps=keeps):
             if number != view.round or local_rank not in view.alive:
                 return view, []
-            view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step))
+            view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
             return view, [AwaitEnd(number, local_rank)]
         case Leave():
             return _leave(view, event)
         case CopiesDone():
-            return _saved(view) if view.phase is Phase.SAVING else (view, [])
+            return _saved(view) if view.phase is Phase.SAVING and not view.serving else (view, [])
         case DrainOver(round=number):
             return _drain_over(view) if number == view.round else (view, [])
         case TeardownOver(round=number, local_rank=local_rank):
@@ -180,8 +185,9 @@ def _drain_over(view: View) -> Decision:
     if view.phase is Phase.FINISHED and view.leaving is not None:
         return _over(view, view.leaving, view.cause)
     if view.phase is Phase.SAVING:
+        undone = "the next round has not restored" if view.serving else "the last checkpoint is not in durable storage"
         view, actions = _saved(view)
-        return view, [Warn("the last checkpoint is not in durable storage: there was no time left"), *actions]
+        return view, [Warn(f"{undone}: there was no time left"), *actions]
     if view.phase is not Phase.DRAINING:
         return view, []
     view, actions = _kill(view)
@@ -228,15 +234,22 @@ def _settle(view: View, drained: int = -1) -> Decision:
         return replace(view, phase=Phase.WAITING, held=frozenset()), [ReportStopped(view.round, drained)]
     if drained < 0:
         return _over(view, view.leaving, view.cause)
-    view = replace(view, phase=Phase.SAVING)
-    # Others go on from their own memory at once; where there are none, whoever comes needs what is on the disk.
-    stopped: list[Action] = [ReportStopped(view.round, drained)] if view.nodes > 1 else []
+    view = replace(view, phase=Phase.SAVING, serving=view.keeps)
+    # Others go on from their own memory or this node's; where neither is, whoever comes needs what is on the disk.
+    stopped: list[Action] = [ReportStopped(view.round, drained, view.keeps)] if view.nodes > 1 or view.keeps else []
     return view, [*stopped, AwaitCopies()]
+
+
+def _released(view: View) -> Decision:
+    """Nobody needs this node's snapshot (any more), or nobody can say so."""
+    if view.phase is not Phase.SAVING or not view.serving:
+        return view, []
+    return replace(view, serving=False), [AwaitCopies()]
 
 
 def _saved(view: View) -> Decision:
     assert view.leaving is not None
-    stopped: list[Action] = [] if view.nodes > 1 else [ReportStopped(view.round, view.step)]
+    stopped: list[Action] = [] if view.nodes > 1 or view.keeps else [ReportStopped(view.round, view.step)]
     view, actions = _over(view, view.leaving, view.cause)
     return view, [*stopped, *actions]
 
@@ -247,7 +260,7 @@ def _over(view: View, code: int, cause: str) -> Decision:
 
 def _end(view: View, code: int, cause: str) -> Decision:
     if view.phase is Phase.SAVING:
-        return view, []
+        return _released(view)
     finished = view.phase is Phase.FINISHED and code == ExitCode.DONE
     if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
@@ -263,7 +276,7 @@ def _link_down(view: View, event: LinkDown) -> Decision:
             return _over(view, ExitCode.DONE, f"finished; the run's leader was lost afterwards ({event.reason})")
         return view, [Warn(f"the leader cannot be reached ({event.reason}); this node has finished and waits")]
     if view.phase is Phase.SAVING:
-        return view, []
+        return _released(view) if event.gone else (view, [])
     if view.phase is Phase.DRAINING:
         return view, [Warn(f"{event.reason}; the workers stop after the same step all the same")]
     if view.phase is Phase.WAITING:

@@ -11,6 +11,7 @@ from elastic_launch.rendezvous.hearing import CutOff
 
 __all__ = [
     "HOLD",
+    "SERVES",
     "TEARDOWN",
     "Action",
     "AskStop",
@@ -48,6 +49,9 @@ HOLD = 0.2
 Schedulers signal whole groups.
 """
 
+SERVES = 600.0
+"""Seconds for which a node that leaves serves its snapshot at most, however many it has left."""
+
 TEARDOWN = 5.0
 """Seconds that a worker which has said that it is drained has to end; it may hang in what it leaves."""
 
@@ -75,6 +79,8 @@ class View:
         ready: local ranks whose workers train by this project's library: they can be drained.
         drained: local ranks whose workers have stopped by agreement of all ranks, after the same step, and saved.
         step: optimizer steps that these have done.
+        keeps: this node has a snapshot of that step, and can serve it to others when it leaves.
+        serving: it left, stopped, and others may need that snapshot.
         held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
         leaving: exit code with which the node leaves once its workers are reaped, or None.
         cause: why it leaves.
@@ -87,6 +93,8 @@ class View:
     ready: frozenset[int] = frozenset()
     drained: frozenset[int] = frozenset()
     step: int = 0
+    keeps: bool = False
+    serving: bool = False
     held: frozenset[int] = frozenset()
     leaving: int | None = None
     cause: str = ""
@@ -114,11 +122,16 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrained:
-    """A worker said that it has stopped by agreement of all ranks, with its state saved, and ends now."""
+    """A worker said that it has stopped by agreement of all ranks, with its state saved, and ends now.
+
+    Attributes:
+        keeps: whether the node has a snapshot of that step by now, and can serve it to others.
+    """
 
     round: int
     local_rank: int
     step: int
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +199,7 @@ Event = (
     m.Form
     | m.Drain
     | m.Break
+    | m.Released
     | m.Evicted
     | m.RunEnd
     | LinkDown
@@ -239,7 +253,7 @@ class AskStop:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCopies:
-    """Raise CopiesDone once what was to be copied to durable storage is copied."""
+    """Raise CopiesDone once what was to be copied to durable storage is copied, and nobody fetches a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +293,12 @@ class ReportStopped:
 
     Attributes:
         drained: optimizer steps done, if all have stopped by agreement, else -1.
+        serve: whether to serve the snapshot to others from now on.
     """
 
     round: int
     drained: int = -1
+    serve: bool = False
 
 
 @dataclass(frozen=True, slots=True)

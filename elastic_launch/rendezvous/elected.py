@@ -40,6 +40,10 @@ WATCH = 1.0
 """Seconds for which one look at the record lasts at most: what it takes to stop watching."""
 
 
+RESIGN_TIMEOUT = 1.0
+"""Seconds that a leader which goes has to say so."""
+
+
 class ElectedBackend:
     """A way to the leader by way of the record in a store of its own.
 
@@ -269,9 +273,17 @@ class _Reign:
         return self._clock.now() - self._sure if self.alive else math.inf
 
     def close(self) -> None:
-        self._service.close(ACK_TIMEOUT)
+        """Stop leading; if the run goes on, say so in the record, so that nobody has to find out."""
+        # First, while it leads: once its links are closed, members look for another leader.
         self._stop.set()
         self._thread.join(3 * WATCH)
+        leads = self.alive
+        self._service.close(ACK_TIMEOUT)
+        standing = ControlRecord.parse(self._service.committed)
+        if leads and standing.end is None:
+            resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
+            with contextlib.suppress(StoreError):  # then they find out
+                self._written.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
         self._watched.close()
         self._written.close()
 

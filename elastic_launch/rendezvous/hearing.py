@@ -102,6 +102,10 @@ class Hearing:
             reason = f"the store has not shown for {seconds:.1f} s that this node still leads"
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)
 
+    def cut_off(self, now: float) -> bool:
+        """Whether this node may be taken for lost; to be asked from any thread, also before :meth:`judge` noticed."""
+        return self._cut_off or self.deaf_for(now) >= CUT_OFF * self._dead_after
+
     def wait(self, now: float, longest: float) -> float:
         """Seconds until this node must turn again, at most longest: in time to notice that it is cut off."""
         left = CUT_OFF * self._dead_after - self.deaf_for(now)

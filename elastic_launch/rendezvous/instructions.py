@@ -56,6 +56,8 @@ class Node:
         leaving: it said that it leaves.
         silence: seconds without a sign of life.
         heard: when the last one came, by the leader's clock.
+        held: the newest snapshot in its memory, when it was last without workers.
+        released: it was told that it may go.
     """
 
     hello: m.Hello
@@ -71,6 +73,8 @@ class Node:
     leaving: bool = False
     silence: float = 0.0
     heard: float = 0.0
+    held: m.Held | None = None
+    released: bool = False
 
 
 @dataclass(slots=True)

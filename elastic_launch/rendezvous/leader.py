@@ -98,7 +98,7 @@ class LeaderMachine(Rounds):
             case m.Failed(round=number, failure=failure) if number == current:
                 self._failed(node, failure, now)
             case m.Stopped(store_port=port):
-                node.store_port = port
+                node.store_port, node.held = port, report.held
                 if report.round == current and (self._running or self._broken):
                     self._stopped(node, report.drained, now)
             case m.Imported():
@@ -230,7 +230,8 @@ class LeaderMachine(Rounds):
         return reason
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
-        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now, importing=hello.importing)
+        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
+        node.importing, node.held = hello.importing, hello.held
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
@@ -263,6 +264,7 @@ class LeaderMachine(Rounds):
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
+        node.held, node.released = hello.held, False
         if hello.leaving:
             self._leaving(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous import asking, codec
+from elastic_launch.rendezvous.keeping import Held, Released, Source
 from elastic_launch.rendezvous.record import Round
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Failed",
     "Failure",
     "Form",
+    "Held",
     "Hello",
     "Joined",
     "Leaving",
@@ -34,10 +36,12 @@ __all__ = [
     "Pulse",
     "Ready",
     "Refused",
+    "Released",
     "Report",
     "RunEnd",
     "SaveNow",
     "Saved",
+    "Source",
     "Spoken",
     "Stopped",
     "ToNode",
@@ -103,6 +107,7 @@ class Hello:
         importing: whether its workers could not begin at once, because what they import is not loaded yet.
         leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
+        held: as of Stopped.
     """
 
     version: int
@@ -126,6 +131,7 @@ class Hello:
     seen_restarts: int = 0
     work: str = ""
     importing: bool = False
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +204,13 @@ class Stopped:
     Attributes:
         store_port: where its next worker store listens.
         drained: optimizer steps done, if they have stopped together with all others after the same step, else -1.
+        held: the newest snapshot in its memory.
     """
 
     round: int
     store_port: int
     drained: int = -1
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +276,14 @@ class Form:
     Attributes:
         restarts: restarts charged so far.
         cause: why the last round ended, ``first`` for the first one.
+        sources: who serves the newest snapshot, if no member has it.
     """
 
     term: int
     round: Round
     restarts: int
     cause: str
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +365,7 @@ class RunEnd:
     failure: Failure | None = None
 
 
-ToNode = Form | Drain | Break | Depart | SaveNow | Evicted | Notice | RunEnd
+ToNode = Form | Drain | Break | Depart | Released | SaveNow | Evicted | Notice | RunEnd
 Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Found
 
 _REPORTS: dict[str, type[Any]] = {
@@ -378,6 +388,7 @@ _ORDERS: dict[str, type[Any]] = {
     "drain": Drain,
     "break": Break,
     "depart": Depart,
+    "released": Released,
     "save": SaveNow,
     "evicted": Evicted,
     "notice": Notice,

@@ -44,8 +44,8 @@ class NodeSide:
     def say(self, report: m.Report) -> None:
         """Have something to say, on this link or by the hello of the next one."""
         match report:
-            case m.Stopped(store_port=port):
-                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False)
+            case m.Stopped(store_port=port, held=held):
+                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, held=held)
             case m.Joined():
                 self._learn(joined=True)
             case m.Ready():

@@ -52,7 +52,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who decides, and where its links listen."""
+    """Who decides, and where its links listen.
+
+    Attributes:
+        port: 0 once it has left: nobody leads.
+    """
 
     node_id: str
     incarnation: str

@@ -32,6 +32,7 @@ from elastic_launch.rendezvous.instructions import (
     Node,
     Send,
 )
+from elastic_launch.rendezvous.keeping import Source, sources_for
 from elastic_launch.rendezvous.outlook import Outlook
 from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
@@ -84,6 +85,7 @@ class Rounds:
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
         self._departing = False
+        self._fetching = self._running  # whether members of the round may still need what leavers serve
         self._ending = ""  # why the run ends as soon as no worker is left
         self._incarnations: dict[str, list[str]] = {}
         self._out: list[Instruction] = []
@@ -214,10 +216,16 @@ class Rounds:
             active = []
         if not active and not self._owed and (broken is None or broken.judged):
             self._gather(now)
+            if not self._running:
+                self._release()
 
     def _consider_running(self, now: float) -> None:
         members = [node for node in self.nodes.values() if node.active]
         size = len(self.record.round.members)
+        if len(members) == size and all(node.ready or node.done for node in members):
+            self._fetching = False
+        if not self._fetching:
+            self._release()
         if len(members) < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can miss members: these are dead, or never came to it.
             self._break(Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
@@ -239,6 +247,22 @@ class Rounds:
             names = ", ".join(node.hello.node_id for node in self._prepared())
             self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
             self._consider(now)
+
+    def _release(self) -> None:
+        """Let nodes go that have left, and stayed for what others may need of them."""
+        for node in self.nodes.values():
+            if node.leaving and not node.active and node.held is not None and node.held.port and not node.released:
+                node.released = True
+                self._send(node.link, m.Released(self.record.term))
+
+    def _stays(self) -> bool:
+        """Whether this leader, whose node leaves, is needed until the next round trains."""
+        own = [node for node in self.nodes.values() if node.hello.incarnation == self.record.leader.incarnation]
+        return any(node.held is not None and node.held.port for node in own)
+
+    def _sources(self, members: list[Node]) -> tuple[Source, ...]:
+        leavers = [(node.hello.address, node.held) for node in self.nodes.values() if node.leaving]
+        return sources_for([node.held for node in members], leavers)
 
     def _lost(self, now: float) -> list[Member]:
         """Members of the running round that are not here, and need not be waited for."""
@@ -329,10 +353,10 @@ class Rounds:
         if self._ending:
             self._end(ExitCode.TERMINATED, self._ending, now)
             return
-        if self._departing:
-            return
         waiting = self._waiting()
         limits, first = self._limits, self._broken is None
+        if self._departing and not (len(waiting) >= limits.min_nodes and self._stays() and self._sources(waiting)):
+            return
         full = len(waiting) >= limits.max_nodes
         settled = now - self._last_arrival >= self._timing.join_settle
         if full or (len(waiting) >= limits.min_nodes and (not first or settled)):
@@ -370,7 +394,9 @@ class Rounds:
         cause = self._broken.cause if self._broken else "first"
         since = self._broken.at if self._broken else self._began
         self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
-        order = m.Form(self.record.term, formed, self.restarts, cause)  # one for all: it is encoded once
+        sources = self._sources(chosen)
+        self._fetching = bool(sources)
+        order = m.Form(self.record.term, formed, self.restarts, cause, sources)  # one for all: it is encoded once
         for node in chosen:
             node.active, node.joined, node.ready, node.done = True, False, False, False
             self._send(node.link, order)

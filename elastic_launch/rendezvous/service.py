@@ -123,6 +123,11 @@ class LeaderService:
         """Restarts charged, also those that could not be recorded any more."""
         return self._machine.restarts
 
+    @property
+    def committed(self) -> bytes:
+        """The record as this leader wrote it last; to be asked when it leads no longer."""
+        return self._committed
+
     def depose(self, reason: str) -> None:
         """Stop leading at once: somebody else does."""
         _log.warning("this node leads no longer: %s", reason)

@@ -81,6 +81,9 @@ class Succession:
             return None
         if record.leader.incarnation == self._incarnation:
             return None if leading else Takeover("this node led before")
+        if not record.leader.port:
+            # It said so when its workers had ended.
+            return Takeover(f"leader {record.leader.node_id} left", record.leader.incarnation)
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             return None

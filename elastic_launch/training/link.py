@@ -21,6 +21,9 @@ ANSWER_TIMEOUT = 2.0
 BUSY_TIMEOUT = 2.0
 """Seconds for which a message waits for an agent that does not read."""
 
+FETCH_TIMEOUT = 600.0
+"""Seconds for which a snapshot that the agent fetches from another node is waited for."""
+
 _DESCRIPTORS = 16
 
 LONGEST_ERROR = 1000
@@ -38,7 +41,7 @@ class AgentLink:
 
     Attributes:
         slots: of the node's snapshots; empty if the agent did not answer.
-        sequence: highest number of a snapshot in them at the start.
+        sequence: highest number of a snapshot in them, before this worker wrote any.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,6 +51,7 @@ class AgentLink:
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
+        self._fetching = False
         self._noted = False
         self._copies: list[c.Copied] = []
         self._save_asked = False
@@ -86,6 +90,12 @@ class AgentLink:
         """Why the agent asks for a stop; empty if it does not. Does not wait."""
         self._hear(0.0)
         return self._stop_asked
+
+    def wait_fetched(self) -> None:
+        """Wait until the slots hold what the agent is fetching from another node, if it is."""
+        deadline = time.monotonic() + FETCH_TIMEOUT
+        while self._fetching and self._sock is not None and time.monotonic() < deadline:
+            self._hear(deadline - time.monotonic())
 
     def slot_to_use(self) -> int | None:
         """The slot to write next, to be asked once for each snapshot; None if the agent does not say."""
@@ -192,8 +202,10 @@ class AgentLink:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             match c.unpack(line):
-                case c.Slots(use=use, sequence=sequence):
-                    self._use, self.sequence = use, sequence
+                case c.Slots(use=use, sequence=sequence, fetching=fetching):
+                    self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
+                case c.Fetched(use=use, sequence=sequence):
+                    self._use, self.sequence, self._fetching = use, sequence, False
                 case c.Use(slot=use):
                     self._use = use
                 case c.Copied() as copied:

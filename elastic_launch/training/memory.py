@@ -112,6 +112,8 @@ class MemorySnapshots:
 
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
+        self._link.wait_fetched()
+        self._sequence = max(self._sequence, self._link.sequence)
         found = [(header, slot) for slot in self._slots if (header := slot.header()) is not None]
         mine = [(header, slot) for header, slot in found if header.training == training]
         header, slot = max(mine, key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence), default=(None, None))

@@ -18,8 +18,8 @@ def ready(local_rank: int, number: int = 1) -> p.WorkerReady:
     return p.WorkerReady(number, local_rank)
 
 
-def drained(local_rank: int, step: int = 7) -> p.WorkerDrained:
-    return p.WorkerDrained(1, local_rank, step)
+def drained(local_rank: int, step: int = 7, keeps: bool = False) -> p.WorkerDrained:
+    return p.WorkerDrained(1, local_rank, step, keeps)
 
 
 def view(*events: p.Event, nodes: int = 2) -> View:
@@ -148,6 +148,38 @@ def test_who_leaves_nobody_copies_what_it_has_before_a_successor_starts() -> Non
         Phase.OVER,
         [p.ReportStopped(1, 7), p.Finish(143, "stopped by SIGTERM")],
     )
+
+
+KEPT = [leave(SIGTERM, 30.0), drained(1), gone(1, 0), drained(0, keeps=True), gone(0, 0)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_who_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None:
+    serving = view(*KEPT, nodes=nodes)
+    assert after(view(*KEPT[:-1], nodes=nodes), KEPT[-1]) == (
+        Phase.SAVING,
+        [p.ReportStopped(1, 7, serve=True), p.AwaitCopies()],
+    )
+    assert decide(serving, p.CopiesDone(), 2) == (serving, []), "what is copied says nothing of who fetches"
+    assert after(serving, m.Released(1)) == (Phase.SAVING, [p.AwaitCopies()]), "whoever fetches now is waited for"
+    assert after(view(*KEPT, m.Released(1), nodes=nodes), p.CopiesDone()) == (
+        Phase.OVER,
+        [p.Finish(143, "stopped by SIGTERM")],
+    )
+
+
+@pytest.mark.parametrize("event", [m.RunEnd(1, 0, "done"), GONE], ids=lambda e: type(e).__name__)
+def test_who_serves_is_released_by_the_end_of_the_run_and_of_its_leader(event: p.Event) -> None:
+    assert after(view(*KEPT), event) == (Phase.SAVING, [p.AwaitCopies()])
+    assert after(view(*KEPT), SILENT) == (Phase.SAVING, [])
+
+
+@pytest.mark.parametrize("event", [p.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
+def test_serving_ends_when_there_is_no_time_left(event: p.Event) -> None:
+    phase, actions = after(view(*KEPT), event)
+    assert phase is Phase.OVER
+    assert actions[-1] == p.Finish(143, "stopped by SIGTERM")
+    assert p.ReportStopped(1, 7) not in actions, "that was said"
 
 
 @pytest.mark.parametrize("event", [p.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])

@@ -1,0 +1,221 @@
+"""Snapshots that go from one agent to another over real sockets, and what comes in between."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from harness import wait_for
+
+from elastic_agents.keeper import Keeper
+from elastic_agents.transfer import Server
+from elastic_launch.contract import Fetched, Stored
+from elastic_launch.rendezvous.keeping import Source
+from elastic_launch.rendezvous.net import listen
+from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
+from elastic_launch.snapshot.slot import Slot
+
+KEY = b"k" * 32
+
+
+class Node:
+    """A keeper; what a worker finds in its slots."""
+
+    def __init__(self) -> None:
+        self.keeper = Keeper(lambda: True, lambda copied: self.rested.set())
+        self.keeper.start()
+        _, numbers = self.keeper.offer()
+        self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+        self.rested = threading.Event()
+        self.fetched: list[Fetched] = []
+
+    def store(self, step: int, *, round: int = 1, size: int = 300_000) -> None:
+        offer, _ = self.keeper.offer()
+        writer = SlotWriter(self.slots[offer.use])
+        state = {"x": torch.arange(size, dtype=torch.float64) + step, "name": "a"}
+        draft = Draft(state, {"step": step}, lambda x: True)
+        writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
+        writer.close()
+        self.keeper.stored(Stored(offer.use, offer.sequence + 1, step, round, False, "", 1))
+
+    def serve(self, key: bytes | None = None) -> Source:
+        newest = self.keeper.newest
+        assert newest is not None
+        port = self.keeper.serve(listen("127.0.0.1"), key)
+        return Source("127.0.0.1", port, newest.round, newest.step)
+
+    def fetch(self, *sources: Source, key: bytes | None = None) -> None:
+        self.keeper.fetch(sources, key, self.fetched.append)
+
+    def holds(self) -> tuple[int, int] | None:
+        """Round and step of the newest snapshot, once nothing is being fetched."""
+        wait_for("the end of the fetch", lambda: not self.keeper.offer()[0].fetching)
+        newest = self.keeper.newest
+        return None if newest is None else (newest.round, newest.step)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    with ExitStack() as stack:
+        made = Node(), Node()
+        for node in made:
+            stack.callback(node.keeper.close)
+        yield made
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no token", "token"])
+def test_a_snapshot_arrives_to_the_bit(nodes: tuple[Node, Node], key: bytes | None) -> None:
+    old, new = nodes
+    old.store(7, round=3)
+    source = old.serve(key)
+    new.fetch(source, key=key)
+    assert new.holds() == (3, 7)
+    held = new.keeper.newest
+    assert held is not None
+    slot = new.slots[held.slot]
+    header = slot.header()
+    assert header is not None
+    assert (header.sequence, header.training) == (1, 2)
+    state = read_state(slot, header)
+    assert torch.equal(state["x"], torch.arange(300_000, dtype=torch.float64) + 7)
+    assert (state["name"], read_meta(slot, header)) == ("a", {"step": 7})
+    wait_for("the word to the workers", lambda: new.fetched)
+    assert [(told.use != held.slot, told.sequence) for told in new.fetched] == [(True, 1)]
+    wait_for("the server's rest", old.rested.is_set)
+    assert old.keeper.idle
+
+
+def test_while_it_comes_workers_are_told_to_wait_and_of_no_slot_to_write(nodes: tuple[Node, Node]) -> None:
+    _, new = nodes
+    with listen("127.0.0.1") as silent:
+        new.fetch(Source("127.0.0.1", silent.getsockname()[1], 3, 7))
+        offer, _ = new.keeper.offer()
+        assert (offer.fetching, offer.use) == (True, -1)
+        new.fetch()  # the next round has it
+        assert new.holds() is None
+        wait_for("the word to the workers", lambda: new.fetched)
+    assert new.keeper.offer()[0].use >= 0
+
+
+def test_a_node_that_has_it_fetches_nothing(nodes: tuple[Node, Node]) -> None:
+    old, new = nodes
+    old.store(7)
+    new.store(7)
+    new.fetch(old.serve())
+    assert not new.keeper.offer()[0].fetching
+    assert new.fetched == []
+
+
+def test_what_it_has_stays_until_the_newer_one_is_there(nodes: tuple[Node, Node]) -> None:
+    old, new = nodes
+    new.store(3)
+    old.store(7)
+    new.fetch(old.serve())
+    assert new.holds() == (1, 7)
+    steps = {header.step for slot in new.slots if (header := slot.header()) is not None}
+    assert steps == {3, 7}
+
+
+def test_one_source_that_lives_is_enough(nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture) -> None:
+    old, new = nodes
+    old.store(7)
+    with listen("127.0.0.1") as gone:
+        dead = Source("127.0.0.1", gone.getsockname()[1], 1, 7)
+    new.fetch(dead, old.serve())
+    assert new.holds() == (1, 7)
+    assert "the snapshot of step 7 could not be fetched from 127.0.0.1" in caplog.text
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
+def test_who_has_another_token_gets_and_gives_nothing(
+    nodes: tuple[Node, Node], theirs: bytes | None, ours: bytes | None
+) -> None:
+    old, new = nodes
+    old.store(7)
+    new.fetch(old.serve(theirs), key=ours)
+    assert new.holds() is None
+    assert [slot.header() for slot in new.slots] == [None] * len(new.slots)
+
+
+def test_another_snapshot_than_the_one_agreed_on_is_not_given(nodes: tuple[Node, Node]) -> None:
+    old, new = nodes
+    old.store(7, round=2)
+    source = old.serve()
+    new.fetch(Source(source.address, source.port, 3, 7))
+    assert new.holds() is None
+
+
+class Relay:
+    """A way to a server on which one byte changes, or all ends, after so many from there."""
+
+    def __init__(self, port: int, after: int, *, cut: bool) -> None:
+        self._listener = listen("127.0.0.1")
+        self._port, self._after, self._cut = port, after, cut
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sock, _ = self._listener.accept()
+        with suppress(OSError), sock, socket.create_connection(("127.0.0.1", self._port)) as server:
+            back = threading.Thread(target=self._pass, args=(sock, server))
+            back.start()
+            seen = 0
+            while data := server.recv(65536):
+                at, seen = self._after - seen, seen + len(data)
+                if 0 <= at < len(data):
+                    if self._cut:
+                        break
+                    data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+                sock.sendall(data)
+            for end in (sock, server):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    def _pass(self, sock: socket.socket, server: socket.socket) -> None:
+        try:
+            while data := sock.recv(65536):
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self._listener.close()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["altered", "cut off"])
+@pytest.mark.parametrize("key", [None, KEY], ids=["no token", "token"])
+def test_what_does_not_arrive_as_it_was_sent_is_none(
+    nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture, cut: bool, key: bytes | None
+) -> None:
+    old, new = nodes
+    old.store(7)
+    source = old.serve(key)
+    relay = Relay(source.port, 1_000_000, cut=cut)
+    try:
+        new.fetch(Source(source.address, relay.port, 1, 7), key=key)
+        assert new.holds() is None
+    finally:
+        relay.close()
+    assert [slot.header() for slot in new.slots] == [None] * len(new.slots)
+    assert ("hung up before all was there" if cut else "What came is not what was sent") in caplog.text
+
+
+def test_strangers_do_not_keep_a_server_from_closing(tmp_path: Path) -> None:
+    slot = Slot.make("test")
+    server = Server(listen("127.0.0.1"), slot, None, lambda: None)
+    with ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        wait_for("strangers", lambda: server.busy)
+        server.close()
+    assert not server.busy
+    slot.close()

@@ -1,0 +1,144 @@
+"""Nodes that leave stay for what others need of their memory, and no longer."""
+
+from __future__ import annotations
+
+from leader_run import Run, running
+
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.keeping import Held, Source, sources_for
+
+
+def ready(nodes: str, node_ids: str) -> Run:
+    run = running(nodes, node_ids)
+    trains(run, *node_ids)
+    return run
+
+
+def drained(run: Run, *node_ids: str, port: int = 0, step: int = 7) -> None:
+    for node_id in node_ids:
+        held = m.Held(run.number, step, port)
+        run.report(node_id, m.Stopped(run.number, 7000, step, held))
+
+
+def leave(run: Run, *node_ids: str) -> None:
+    for node_id in node_ids:
+        run.report(node_id, m.Leaving("SIGTERM", 30.0))
+
+
+def trains(run: Run, *node_ids: str) -> None:
+    for node_id in node_ids:
+        run.report(node_id, m.Ready(run.number))
+
+
+def released(run: Run, *node_ids: str) -> list[int]:
+    return [len(run.orders(node_id, m.Released)) for node_id in node_ids]
+
+
+def test_members_that_have_no_snapshot_are_told_who_serves_it_and_he_stays_until_they_train() -> None:
+    run = ready("2:2", "bc")
+    run.hello("d", "e")
+    leave(run, "b", "c")
+    drained(run, "b", "c", port=4000)
+    assert (run.number, run.members) == (2, "de")
+    for node_id in "de":
+        (form,) = run.orders(node_id, m.Form)
+        assert form.sources == (Source("host-b", 4000, 1, 7), Source("host-c", 4000, 1, 7))
+    trains(run, "d")
+    run.advance(5)
+    assert released(run, "b", "c") == [0, 0], "e has not restored yet"
+    trains(run, "e")
+    assert released(run, "b", "c") == [1, 1]
+    run.advance(5)
+    assert released(run, "b", "c") == [1, 1], "once is enough"
+
+
+def test_where_a_member_goes_on_nobody_stays() -> None:
+    run = ready("1:4", "abc")
+    leave(run, "b", "c")
+    drained(run, "a")
+    drained(run, "b", "c", port=4000)
+    assert run.members == "a"
+    assert run.orders("a", m.Form)[-1].sources == ()
+    run.advance(1)
+    assert released(run, "b", "c") == [1, 1]
+
+
+def test_a_member_without_a_snapshot_of_its_own_gets_it_from_who_leaves() -> None:
+    """It had no room for one."""
+    run = ready("1:4", "bc")
+    leave(run, "b")
+    drained(run, "b", port=4000)
+    run.report("c", m.Stopped(1, 7000, 7, m.Held(1, 3)))
+    assert run.orders("c", m.Form)[-1].sources == (Source("host-b", 4000, 1, 7),)
+
+
+def test_where_nobody_waits_nobody_stays() -> None:
+    run = ready("2:2", "bc")
+    run.hello("d")
+    leave(run, "b", "c")
+    drained(run, "b", "c", port=4000)
+    assert run.number == 1, "one node of two"
+    assert released(run, "b", "c") == [1, 1]
+
+
+def test_a_round_that_breaks_before_it_trains_is_told_again() -> None:
+    run = ready("2:2", "bc")
+    run.hello("d", "e")
+    leave(run, "b", "c")
+    drained(run, "b", "c", port=4000)
+    run.fail("d")
+    run.stop("d", "e")
+    run.advance(1)
+    assert run.number == 3
+    assert [len(form.sources) for form in run.orders("e", m.Form)] == [2, 2]
+    assert released(run, "b", "c") == [0, 0]
+    run.close("b", "c")
+    run.fail("d")
+    run.stop("d", "e")
+    run.advance(1)
+    assert run.orders("e", m.Form)[-1].sources == ()
+
+
+def test_a_leader_that_leaves_forms_the_round_that_needs_what_it_serves() -> None:
+    """Node a leads; whoever leads after it would not know who serves what."""
+    run = ready("1:1", "a")
+    run.hello("d")
+    leave(run, "a")
+    drained(run, "a", port=4000)
+    assert run.members == "d"
+    assert run.orders("d", m.Form)[-1].sources == (Source("host-a", 4000, 1, 7),)
+    assert released(run, "a") == [0]
+    trains(run, "d")
+    assert released(run, "a") == [1]
+
+
+def test_a_leader_that_leaves_and_serves_nothing_forms_no_round() -> None:
+    """The host of a c10d store: the others could not train without it."""
+    run = ready("2:2", "ab")
+    run.hello("d", "e")
+    leave(run, "a", "b")
+    drained(run, "a")
+    drained(run, "b", port=4000)
+    run.advance(1)
+    assert run.number == 1
+    assert released(run, "b") == [1]
+
+
+def test_who_comes_to_a_new_leader_and_serves_is_released_when_the_round_trains() -> None:
+    run = ready("1:4", "ab")
+    members = run.machine.record
+    after = Run("1:4", record=members)
+    after.hello("a", "b", holding=1, joined=True)
+    after.hello("c", leaving="SIGTERM", held=m.Held(1, 7, 4000))
+    after.advance(1)
+    assert released(after, "c") == [0]
+    trains(after, "a", "b")
+    assert released(after, "c") == [1]
+
+
+def test_snapshots_are_ordered_by_round_and_step() -> None:
+    old, new = Held(1, 90, 4000), Held(2, 7, 4001)
+    assert sources_for([None], [("x", old), ("y", new)]) == (Source("y", 4001, 2, 7),)
+    assert sources_for([Held(1, 90)], [("y", new)]) == (Source("y", 4001, 2, 7),)
+    assert sources_for([Held(2, 7)], [("y", new)]) == ()
+    assert sources_for([None], [("y", Held(2, 7)), ("z", None)]) == ()
