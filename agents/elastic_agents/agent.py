@@ -83,12 +83,14 @@ class Outcome:
     Attributes:
         failure: the run's root cause, if a worker's failure ended it.
         restarts: restarts charged to the run's budget, as far as this node knows.
+        unsaved: why the last copy to durable storage failed, if it did.
     """
 
     code: int
     cause: str
     restarts: int = 0
     failure: m.Failure | None = None
+    unsaved: str = ""
 
 
 class LocalElasticAgent(ElasticAgent):
@@ -182,6 +184,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._store.close()
             guard.close()
             self._run_file.close()
+        self._outcome = replace(self._outcome, unsaved=keeper.failed)
         self._run_file.end(self._outcome.code, self._outcome.cause)
         return self._result(self._outcome)
 

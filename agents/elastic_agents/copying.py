@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from elastic_launch.snapshot.errors import CheckpointError
+from elastic_launch.snapshot.errors import CheckpointError, NotCommittedError, TakenError
 from elastic_launch.snapshot.saving import prune, write_parts
 from elastic_launch.snapshot.slot import Slot
 
@@ -20,10 +20,13 @@ __all__ = ["copy", "main"]
 
 
 def copy(order: dict[str, Any]) -> dict[str, Any]:
-    """Copy a snapshot and prune; return what ``elastic_launch.contract.Copied`` says of it."""
+    """Copy a snapshot and prune; return what ``elastic_launch.contract.Copied`` says of it.
+
+    ``final`` says beside that whether it is of no use to try again.
+    """
     began = time.monotonic()
     slot = Slot(order["tensors"], order["head"])
-    done = {"path": "", "digest": "", "bytes": 0, "error": "", "hint": ""}
+    done: dict[str, Any] = {"path": "", "digest": "", "bytes": 0, "error": "", "hint": "", "final": False}
     header = slot.header()
     if header is None or header.sequence != order["sequence"]:
         return {**done, "error": "the snapshot is not in its slot any more", "seconds": 0.0}
@@ -37,9 +40,12 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
             round=header.round,
             may_commit=_may_commit,
             owner=order["owner"],
+            take=order["take"],
         )
         done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
         prune(order["directory"], order["keep"], header.round)
+    except (NotCommittedError, TakenError) as error:
+        done.update(error=error.message, hint=error.hint, final=True)
     except CheckpointError as error:
         done.update(error=error.message, hint=error.hint)
     return {**done, "seconds": time.monotonic() - began}

@@ -17,6 +17,7 @@ from elastic_agents.slots import SLOTS, Book, Held
 from elastic_agents.transfer import Fetch, Server
 from elastic_launch.contract import Copied, Fetched, Slots, Stored
 from elastic_launch.rendezvous.keeping import Source
+from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.slot import Header, Slot
 
 __all__ = ["Keeper"]
@@ -54,6 +55,7 @@ class Keeper:
         self._target: _Order | None = None
         self._order: _Order | None = None
         self._copied = 0
+        self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
         self._busy = False
         self._closing = False
         self._process: subprocess.Popen[str] | None = None
@@ -61,7 +63,7 @@ class Keeper:
         self._fetch: Fetch | None = None
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
         self.failed = ""
-        """Why the last copy failed; empty if it did not."""
+        """Why the last copy failed, and what to do; empty if it did not."""
 
     def start(self) -> None:
         """Make the slots; empty, they take no memory.
@@ -186,8 +188,9 @@ class Keeper:
             with self._changed:
                 self._book.unpin()
                 self._busy = False
-                self.failed = copied.error if copied is not None else ""
                 closing = self._closing
+                if copied is not None and not closing:
+                    self.failed = f"{copied.error} {copied.hint}".strip()
                 self._changed.notify_all()
             if not closing:
                 self._tell(copied)
@@ -208,10 +211,12 @@ class Keeper:
                 held = self._book.pin()
             if held is None:
                 return None
-            copied = self._copy_once(order, held)
+            copied, final = self._copy_once(order, held)
             if copied.path:
                 self._copied = held.sequence
-            if copied.path or attempt == ATTEMPTS or self._closing:
+            if copied.path or not order.owner.startswith(" "):
+                self._took.add(order.directory)
+            if copied.path or final or attempt == ATTEMPTS or self._closing:
                 return copied
             _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)
             with self._changed:
@@ -219,7 +224,8 @@ class Keeper:
             pause *= 2
         return None
 
-    def _copy_once(self, order: _Order, held: Held) -> Copied:
+    def _copy_once(self, order: _Order, held: Held) -> tuple[Copied, bool]:
+        """Return how it ended, and whether it is of no use to try again."""
         slot = self._slots[held.slot]
         asked = {
             "tensors": slot.tensors,
@@ -228,9 +234,11 @@ class Keeper:
             "directory": order.directory,
             "keep": order.keep,
             "owner": order.owner,
+            # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
+            "take": order.directory not in self._took and not isinstance(place(order.directory), Url),
         }
         answer = self._answer(json.dumps(asked), (slot.tensors, slot.head))
-        return Copied(
+        copied = Copied(
             step=held.step,
             round=held.round,
             seconds=float(answer.get("seconds", 0.0)),
@@ -240,6 +248,7 @@ class Keeper:
             error=str(answer.get("error", "")),
             hint=str(answer.get("hint", "")),
         )
+        return copied, bool(answer.get("final", False))
 
     def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
         roots = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]

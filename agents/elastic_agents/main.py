@@ -100,6 +100,8 @@ def _check(config: LaunchConfig) -> None:
 def _tell(config: LaunchConfig, outcome: Outcome) -> int:
     """Print the summary; a root cause comes last, where the user looks first."""
     directory = config.run_directory
+    if outcome.unsaved:
+        _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
     if outcome.code == ExitCode.DONE:
         _log.info("done: %s; restarts: %d; logs in %s", outcome.cause, outcome.restarts, directory)
         return outcome.code

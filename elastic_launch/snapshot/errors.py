@@ -6,6 +6,7 @@
     ├── UnsupportedStateError              the state holds what the format cannot
     ├── NotCommittedError                  written by who is no member of the run any more
     ├── CheckpointWriteError               the directory is read-only, full or no directory
+    │   └── TakenError                         another run writes there
     └── CheckpointReadError                it is there and cannot be read
         ├── DamagedCheckpointError             half-written, truncated, altered
         ├── ForeignCheckpointError             another format, or another version of this one
@@ -32,6 +33,7 @@ __all__ = [
     "ForeignCheckpointError",
     "MalformedError",
     "NotCommittedError",
+    "TakenError",
     "UnknownFormatError",
     "UnsupportedStateError",
     "reading",
@@ -58,6 +60,12 @@ class CheckpointError(ElasticLaunchError):
 class NotCommittedError(CheckpointError):
     """A checkpoint was written and then not committed: whoever wrote it is no member of the run any more."""
 
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"The checkpoint of step {step} was not committed: this node is no member of the run any more, or cut off "
+            "from it.",
+        )
+
 
 class UnsupportedStateError(CheckpointError):
     """The state holds a value that the format cannot; the message has its type and its place."""
@@ -65,6 +73,10 @@ class UnsupportedStateError(CheckpointError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written, or old ones not be removed; the message has the path and the cause."""
+
+
+class TakenError(CheckpointWriteError):
+    """Another run has taken the directory since; to try again would not help."""
 
 
 class CheckpointReadError(CheckpointError):

@@ -99,7 +99,7 @@ def write(
             state_sum = storage.write(path / STATE, [state])
             data, digest = assemble(step, round, tensor_sum, state_sum, meta)
             if not may_commit():
-                raise NotCommittedError(f"The checkpoint of step {step} was not committed.")
+                raise NotCommittedError(step)
             storage.put(path / MANIFEST, data)
         except BaseException:
             with suppress(CheckpointWriteError), saving(url, "tidy up in"):

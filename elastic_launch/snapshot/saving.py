@@ -50,11 +50,11 @@ def write(
         step: optimizer steps that the state has behind it, 0 or more.
         round: number of the round that saves it, 0 or more.
         meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
-        owner: who must have taken the directory last, see ``owner``; of URLs only; empty: anybody.
+        owner: who must have taken the directory last, see ``owner``; empty: anybody.
 
     Raises:
         UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
-        CheckpointWriteError: if the directory is read-only, full, or none, or another run has taken it.
+        CheckpointWriteError: if the directory is read-only, full, or none; TakenError if another run has taken it.
         UsageError: if step or round is no such number.
     """
     from elastic_launch.snapshot import tensorfile, tree  # these need torch, what follows does not
@@ -75,6 +75,7 @@ def write_parts(
     round: int,
     may_commit: Callable[[], bool] = lambda: True,
     owner: str = "",
+    take: bool = False,
 ) -> CheckpointInfo:
     """Write a checkpoint as ``write`` does, from the content of its files.
 
@@ -84,31 +85,39 @@ def write_parts(
         meta: as ``encode_meta`` returns it.
         may_commit: asked once all is on the disk; the checkpoint appears only if so.
         owner: as for ``write``; looked up after that.
+        take: as for ``owner.check``.
 
     Raises:
         NotCommittedError: if it was not to be committed; nothing is left behind.
     """
     check_numbers(step, round)
     where = place(directory)
+
+    def allowed() -> bool:
+        if not may_commit():
+            return False
+        owners.check(where, owner, take=take)
+        return True
+
     if isinstance(where, Url):
-        return _write_to_url(where, tensors, state, meta, step, round, may_commit, owner)
-    directory = where
-    with writing(directory, "write a checkpoint in"):
-        _make_directory(directory)
-        with draft(directory) as new:
+        path, digest, size = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
+        return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
+    with writing(where, "write a checkpoint in"):
+        _make_directory(where)
+        with draft(where) as new:
             tensor_sum = write_all(new.tensors, tensors)
             state_sum = _write_file(new.path / STATE, state)
             data, digest = assemble(step, round, tensor_sum, state_sum, meta)
             _write_file(new.path / MANIFEST, data)
             # The rename must not reach the disk before the names that it makes visible.
             sync_directory(new.path)
-            if not may_commit():
-                raise NotCommittedError(f"The checkpoint of step {step} was not committed.")
-            path = directory / directory_name(step, round, new.nonce)
-            os.rename(new.path, path)
-            sync_directory(directory)
+            if not allowed():
+                raise NotCommittedError(step)
+            final = where / directory_name(step, round, new.nonce)
+            os.rename(new.path, final)
+            sync_directory(where)
     size = tensor_sum.bytes + state_sum.bytes
-    return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
+    return CheckpointInfo(final, step, round, digest, size, Decoder().decode(meta))
 
 
 def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
@@ -168,26 +177,6 @@ def state_json(rest: Any) -> bytes:
             "Put long lists of numbers into tensors.",
         )
     return text
-
-
-def _write_to_url(
-    url: Url,
-    tensors: Iterable[bytes | memoryview],
-    state: bytes,
-    meta: Any,
-    step: int,
-    round: int,
-    may_commit: Callable[[], bool],
-    owner: str,
-) -> CheckpointInfo:
-    def allowed() -> bool:
-        if not may_commit():
-            return False
-        owners.check(url, owner)
-        return True
-
-    path, digest, size = remote.write(url, tensors, state, meta, step=step, round=round, may_commit=allowed)
-    return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
 
 
 def _make_directory(directory: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.owner import owned_by
+from elastic_launch.snapshot.owner import claim, owned_by
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.storage import check_driver
 from elastic_launch.training.directories import is_writer
@@ -114,6 +115,7 @@ class Checkpoint:
             raise damaged[0]
         self._begin(world, newest[0])
         if holder is None:
+            self._take(self.directory, world)
             return Resumed()
         state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
         if not complete:
@@ -121,6 +123,8 @@ class Checkpoint:
         assert state is not None
         meta = state["meta"]
         check_identity(identity, meta, newest[1])
+        # Last: a training that does not belong here takes nothing from one that does.
+        self._take(self.directory, world)
         return self._resumed(newest[1], state["parts"], meta)
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
@@ -133,11 +137,9 @@ class Checkpoint:
         Args:
             standing: as it was when that was written: faults that come more often than saves must not put these off.
         """
-        if isinstance(self.directory, Url):
-            # This run took it when it began: so that another one is noticed, it is not taken again.
-            self.writes, self._owner = world.rank == 0, owned_by(_run_id())
-        else:
-            self.writes = is_writer(self.directory, world)
+        # This run took it when it began: so that another one is noticed, it is not taken again.
+        self._owner = owned_by(_run_id())
+        self.writes = world.rank == 0 if isinstance(self.directory, Url) else is_writer(self.directory, world)
         self.round = round_number
         self._last_step, self._last_time = standing[0], time.monotonic() - standing[1]
         self._something_saved = True
@@ -229,6 +231,16 @@ class Checkpoint:
         self._owner = found.owner
         self._begin(world, found.round)
         return Resumed() if found.state is None else self._resumed(found.step, found.state, found.meta)
+
+    def _take(self, directory: Path, world: World) -> None:
+        """Take a directory that this rank writes to, so that a run that did before writes no more."""
+        if not self.writes:
+            return
+        try:
+            self._owner = claim(directory, _run_id())
+        except snapshot.CheckpointError:
+            # The first save says so, and may find that there is room again.
+            self._owner = owned_by(_run_id()) if world.round else ""
 
     def _begin(self, world: World, newest: int) -> None:
         # Every start writes under a higher round than all before, also where no agent of this project counts them.

@@ -18,6 +18,7 @@ from elastic_agents.keeper import Keeper
 from elastic_agents.slots import SLOTS, Book, Held
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied, Stored
+from elastic_launch.snapshot import owner
 from elastic_launch.snapshot.memory import Draft, SlotWriter
 from elastic_launch.snapshot.slot import Slot
 
@@ -52,6 +53,7 @@ class Node:
         self.use = offer.use
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         self.sequence = 0
+        self.owner = ""
 
     def _tell(self, copied: Copied | None) -> None:
         if copied is not None:
@@ -63,7 +65,7 @@ class Node:
         state = {"x": torch.full((1000,), float(step))}
         writer.write(Draft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
         writer.close()
-        stored = Stored(self.use, self.sequence, step, round, durable, str(self.directory), keep)
+        stored = Stored(self.use, self.sequence, step, round, durable, str(self.directory), keep, self.owner)
         self.use = self.keeper.stored(stored)
 
     def copied(self) -> list[int]:
@@ -134,12 +136,15 @@ def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypat
     assert node.copied() == [1]
 
 
-def test_an_evicted_node_commits_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+def test_an_evicted_node_commits_nothing_and_does_not_try_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 1000.0)
     node.member = False
     node.store(1)
     assert node.copied() == []
     assert "not committed" in node.told[-1].error
+    assert "Tried again" not in caplog.text
     assert os.listdir(node.directory) == [], "nor does it leave anything behind"
 
 
@@ -153,10 +158,37 @@ def test_a_directory_that_cannot_be_written_is_told_of_and_tried_again(
     (told,) = node.told
     assert told.path == ""
     assert str(node.directory) in told.error
+    assert node.keeper.failed == f"{told.error} {told.hint}"
     node.directory.unlink()
     node.store(2)
     assert node.copied() == [2]
     assert node.keeper.failed == ""
+
+
+def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 1000.0)
+    node.owner = owner.claim(node.directory, "mine")
+    node.store(1)
+    assert node.copied() == [1]
+    owner.claim(node.directory, "another")
+    for mine in (node.owner, owner.owned_by("mine")):
+        node.owner = mine
+        node.store(2)
+        assert node.copied() == [1]
+        assert "was taken since by run 'another'" in node.keeper.failed
+
+
+def test_what_an_ended_run_left_does_not_keep_a_node_that_comes_late_from_saving(node: Node) -> None:
+    """It has restored from the others' memory, and so has never taken the directory on its own disk."""
+    owner.claim(node.directory, "ended")
+    node.owner = owner.owned_by("mine")
+    node.store(1)
+    assert node.copied() == [1]
+    owner.claim(node.directory, "another")
+    node.store(2)
+    assert node.copied() == [1], "that one came after this node"
 
 
 def test_what_is_only_in_memory_is_secured_at_the_end(node: Node) -> None:

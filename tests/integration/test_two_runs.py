@@ -1,0 +1,125 @@
+"""Runs that must not write checkpoints beside others: two on one directory, and one whose node is cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Agent, Job, tree, wait_for
+
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
+
+
+def digits(job: Job, directory: str, *options: str) -> list[str]:
+    """A command that is slow until :func:`hurry`."""
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS, "--epochs", "8", "--step-time", "0.2"]
+    result = ["--result", str(job.directory / "result.json")]
+    return [*paced, "--checkpoint", directory, "--every", "4", *result, *options]
+
+
+def hurry(job: Job) -> None:
+    (job.directory / "hurry").touch()
+
+
+def saved(directory: Path) -> list[str]:
+    return [path.name for path in directory.glob("step-*")]
+
+
+def result_of(job: Job) -> dict[str, Any]:
+    return dict(json.loads((job.directory / "result.json").read_text()))
+
+
+def launch(job: Job, name: str) -> Agent:
+    flags = ["--standalone", "--nproc", "1", "--max-restarts", "0", "--rdzv-id", f"run-{name}"]
+    return job.launch(*flags, command=digits(job, str(job.directory / "checkpoints")), name=name)
+
+
+@pytest.mark.slow
+def test_of_two_runs_that_save_to_one_directory_the_later_one_does(job: Job) -> None:
+    directory = job.directory / "checkpoints"
+    first = launch(job, "first")
+    wait_for("a checkpoint", lambda: saved(directory), 60)
+    second = launch(job, "second")
+    first.says("Two runs write to one directory", 60)
+    assert "Tried again" not in first.output
+    hurry(job)
+    assert [first.wait(100), second.wait(100)] == [0, 0], first.output
+    assert f"{directory} was taken since by run 'run-second' on" in first.output
+    last = first.output.splitlines()[-3:]
+    assert any("the last checkpoint that this node was to save is not saved: Two runs" in line for line in last), last
+    assert "Two runs" not in second.output
+    assert "is not saved" not in second.output
+
+
+@pytest.mark.slow
+def test_a_run_that_follows_another_in_its_directory_goes_on_and_saves(job: Job) -> None:
+    directory = job.directory / "checkpoints"
+    first = launch(job, "first")
+    wait_for("a checkpoint", lambda: saved(directory), 60)
+    first.kill()
+    hurry(job)
+    second = launch(job, "second")
+    assert second.wait(100) == 0, second.output
+    assert result_of(job)["resumed_step"] >= 4
+    assert "Two runs" not in second.output
+    assert f"step-{result_of(job)['steps']}" in max(saved(directory), key=lambda name: int(name.split(".")[0][5:]))
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_saves_to_its_own_disk_where_an_ended_run_had_saved(job: Job) -> None:
+    disks = [job.directory / name for name in "ab"]
+    for disk in disks:
+        (disk / "checkpoints").mkdir(parents=True)
+        mark = {"format": "elastic-launch owner", "run": "ended", "token": "0", "host": "x"}
+        (disk / "checkpoints" / "owner.json").write_text(json.dumps(mark))
+    command = digits(job, "checkpoints")
+    first = job.node("a", command=command, cwd=disks[0])
+    wait_for("a checkpoint of the first node", lambda: saved(disks[0] / "checkpoints"), 60)
+    second = job.node("b", command=command, cwd=disks[1])
+    wait_for("a checkpoint of the second node", lambda: saved(disks[1] / "checkpoints"), 60)
+    hurry(job)
+    assert [first.wait(100), second.wait(100)] == [0, 0], first.output + second.output
+    assert "Two runs" not in first.output + second.output
+
+
+def _copier(agent: Agent) -> int:
+    """Pid of the process that copies for an agent; nothing yet if there is none."""
+    for pid in tree(agent.process.pid):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"elastic_agents.copying" in words:
+            return pid
+    return 0
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job: Job) -> None:
+    """The others may have gone on without it: what it commits then would be beside theirs."""
+    disks = [job.directory / name for name in "ab"]
+    for disk in disks:
+        disk.mkdir()
+    command = digits(job, "checkpoints")
+    agents = [job.node(name, nnodes="2:2", command=command, cwd=disk) for name, disk in zip("ab", disks, strict=True)]
+    host, member = agents
+    own = disks[1] / "checkpoints"
+    wait_for("a checkpoint of the second node", lambda: saved(own), 60)
+    copying = wait_for("its next copy", lambda: _copier(member), 60)
+    os.kill(copying, signal.SIGSTOP)
+    frozen = host.freeze()
+    wait_for("a cut", lambda: [x for x in job.events("link_changed") if "no sign of the leader" in x["cause"]], 60)
+    before = saved(own)
+    os.kill(copying, signal.SIGCONT)
+    wait_for("the end of the copy", lambda: _copier(member) != copying, 60)
+    assert saved(own) == before
+    host.thaw(frozen)
+    member.says("was not committed: this node is no member of the run any more, or cut off", 60)
+    wait_for("a checkpoint after that", lambda: set(saved(own)) - set(before), 60)
+    hurry(job)
+    assert [agent.wait(100) for agent in agents] == [0, 0], member.output
+    assert job.events("round_broken") == []

@@ -1,0 +1,66 @@
+"""Which run a directory belongs to; the same of URLs is in test_urls."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from snapshot_helpers import state_of
+
+from elastic_launch import snapshot
+from elastic_launch.snapshot import owner
+from elastic_launch.snapshot.errors import TakenError
+
+
+def save(directory: Path, mine: str, step: int = 1) -> int:
+    """How many checkpoints there are after one more."""
+    snapshot.write(directory, state_of(step), step=step, round=1, owner=mine)
+    return len(snapshot.find(directory))
+
+
+def test_of_two_runs_the_earlier_one_is_refused(tmp_path: Path) -> None:
+    first = owner.claim(tmp_path / "new" / "one", "first")
+    directory = tmp_path / "new" / "one"
+    assert save(directory, first) == 1
+    second = owner.claim(directory, "second")
+    for mine in (first, owner.owned_by("first")):
+        with pytest.raises(TakenError, match=r"Two runs write to one directory: .*one was taken since by run 'second'"):
+            save(directory, mine)
+    assert save(directory, second) == 2
+    assert save(directory, owner.owned_by("second")) == 3
+    assert sorted(name for name in os.listdir(directory) if not name.startswith("step-")) == [owner.OWNER]
+
+
+def test_a_run_that_is_resumed_takes_the_directory_again(tmp_path: Path) -> None:
+    assert save(tmp_path, owner.claim(tmp_path, "mine")) == 1
+    assert save(tmp_path, owner.claim(tmp_path, "mine")) == 2
+    assert save(tmp_path, owner.owned_by("mine")) == 3
+
+
+def test_two_runs_without_an_id_are_told_apart(tmp_path: Path) -> None:
+    first = owner.claim(tmp_path, "")
+    owner.claim(tmp_path, "")
+    with pytest.raises(TakenError):
+        save(tmp_path, first)
+
+
+def test_a_directory_that_nobody_has_taken_is_taken(tmp_path: Path) -> None:
+    assert save(tmp_path, owner.owned_by("mine")) == 1
+    with pytest.raises(TakenError):
+        save(tmp_path, owner.owned_by("another"))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{" * 100_000, b'{"format": "another"}'])
+def test_a_mark_that_makes_no_sense_is_nobodys(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / owner.OWNER).write_bytes(content)
+    assert save(tmp_path, owner.owned_by("mine")) == 1
+    with pytest.raises(TakenError):
+        save(tmp_path, owner.owned_by("another"))
+
+
+def test_a_mark_that_cannot_be_put_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(snapshot.CheckpointWriteError, match=f"Could not write to {file}"):
+        owner.claim(file, "mine")
