@@ -109,6 +109,7 @@ def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job:
     host, member = agents
     own = disks[1] / "checkpoints"
     wait_for("a checkpoint of the second node", lambda: saved(own), 60)
+    wait_for("the end of its copy", lambda: not _copier(member), 60)
     copying = wait_for("its next copy", lambda: _copier(member), 60)
     os.kill(copying, signal.SIGSTOP)
     frozen = host.freeze()
@@ -118,7 +119,9 @@ def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job:
     wait_for("the end of the copy", lambda: _copier(member) != copying, 60)
     assert saved(own) == before
     host.thaw(frozen)
-    member.says("was not committed: this node is no member of the run any more, or cut off", 60)
+    text = "was not committed: this node is no member of the run any more, or cut off from it"
+    errors = "*/round_1/1/stderr.log"
+    wait_for("the error at the next step", lambda: any(text in x.read_text() for x in job.logs.glob(errors)), 60)
     wait_for("a checkpoint after that", lambda: set(saved(own)) - set(before), 60)
     hurry(job)
     assert [agent.wait(100) for agent in agents] == [0, 0], member.output
