@@ -96,6 +96,10 @@ class Run:
     def leave(self, node_id: str) -> None:
         self.report(node_id, m.Leaving("SIGTERM"))
 
+    def resize(self, low: int, high: int) -> None:
+        """A user asks for other limits."""
+        self._do(self.machine.resize(low, high, self.clock.now()))
+
     def close(self, *node_ids: str) -> None:
         """The nodes' processes end."""
         for node_id in node_ids:

@@ -196,14 +196,17 @@ class LeaderMachine(Rounds):
     def resize(self, min_nodes: int, max_nodes: int, now: float) -> list[Instruction]:
         """Change how many nodes the run may have; a round that has too many or could have more is drained for it.
 
+        Whoever asks for it wants it: nobody reckons whether it pays.
+
         Raises:
             UsageError: if there is no such number of nodes.
         """
         was, self._limits = self._limits, self._limits.resized(min_nodes, max_nodes)
+        self._wanted = True
         if self._limits != was:
             self._commit(replace(self.record, size=Size(min_nodes, max_nodes)))
             self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))
-            self._consider(now)
+        self._consider(now)
         return self._flush()
 
     # Members come and go.

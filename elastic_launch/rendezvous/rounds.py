@@ -67,6 +67,7 @@ class Rounds:
         self._owners: dict[int, str] = {}
         self._budget = Budget(record.restarts, limits.max_restarts)
         self._prices = Prices()
+        self._wanted = False  # whether somebody has ordered the size that the running round is to get
         self._skipped: tuple[str, ...] = ()  # who was told that no resize is made for it
         self._limits = limits.resized(record.size.min_nodes, record.size.max_nodes) if record.size else limits
         self._timing = timing
@@ -306,7 +307,7 @@ class Rounds:
         return sum(members), sum(members) + sum(node.hello.workers for node in waiting)
 
     def _resize_pays(self, now: float) -> bool:
-        return self._prices.pays(*self._sizes(), now)
+        return self._wanted or self._prices.pays(*self._sizes(), now)
 
     def _skip_resize(self, now: float) -> None:
         """Say once to the user, and to those who wait, that they wait in vain."""
@@ -405,7 +406,7 @@ class Rounds:
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
         resized = self._broken is not None and self._broken.kind is Kind.MEMBERSHIP
         self._prices.formed(since if resized else None)
-        self._skipped = ()
+        self._skipped, self._wanted = (), False
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
         self._failure = None
 

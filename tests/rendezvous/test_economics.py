@@ -91,6 +91,47 @@ def test_a_further_node_is_told_as_well_and_may_tip_the_scales() -> None:
     assert len(run.orders("a", m.Drain)) == 1, "four fifths of 7 s"
 
 
+def test_what_a_person_orders_is_done_whether_it_pays_or_not() -> None:
+    run = ready("1:1", "a", remaining=4.0)
+    run.hello("b", "c")
+    run.resize(1, 2)
+    run.advance(1.1)
+    assert len(run.orders("a", m.Drain)) == 1
+    assert run.told(ResizeSkipped) == []
+    stop(run, "a")
+    assert run.members == "ab"
+    for node_id in "ab":
+        run.report(node_id, m.Ready(2, 4.0))
+    run.resize(1, 2)
+    run.hello("d")
+    run.advance(5)
+    assert run.number == 2, "it is full"
+
+
+def test_an_order_of_the_limits_that_there_are_is_an_order_as_well() -> None:
+    run = ready("1:4", "a", remaining=4.0)
+    run.hello("b")
+    run.advance(1.1)
+    assert len(run.told(ResizeSkipped)) == 1
+    run.resize(1, 4)
+    assert len(run.orders("a", m.Drain)) == 1
+
+
+def test_an_order_holds_for_one_round() -> None:
+    run = ready("1:2", "a", remaining=4.0)
+    run.resize(1, 3)
+    run.hello("b")
+    run.advance(10)
+    stop(run, "a")
+    assert run.members == "ab"
+    for node_id in "ab":
+        run.report(node_id, m.Ready(2, 4.0))
+    run.hello("c")
+    run.advance(5)
+    assert run.number == 2
+    assert len(run.told(ResizeSkipped)) == 1
+
+
 def test_an_estimate_that_proves_too_short_lets_the_resize_happen() -> None:
     run = ready("1:4", "a", remaining=4.0)
     run.hello("b")
