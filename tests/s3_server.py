@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import urllib.error
@@ -59,11 +60,16 @@ class S3Server:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
-    """Run a server without buckets."""
+def s3_server(unchecked: int | None = None) -> Iterator[S3Server]:
+    """Run a server without buckets.
+
+    Args:
+        unchecked: after so many requests to S3 it checks credentials, of which it knows none; None: never.
+    """
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = os.environ if unchecked is None else {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": str(unchecked)}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
         server = S3Server(f"http://127.0.0.1:{port}")
         wait_for("the S3 server", server._answers)

@@ -110,6 +110,19 @@ def test_a_bucket_that_is_not_there_is_told_on_all_ranks_before_the_first_step(j
 
 
 @pytest.mark.slow
+def test_credentials_that_the_store_refuses_are_told_on_all_ranks_before_the_first_step(job: Job) -> None:
+    with s3_server(unchecked=1) as server:
+        server.make_bucket()
+        agent = launch(job, server, nproc=2)
+        assert agent.wait(100) == 1, agent.output
+    for rank in (0, 1):
+        (errors,) = job.logs.glob(f"*/round_1/{rank}/stderr.log")
+        assert f"Could not list {URL}: PermissionError: The AWS Access Key Id you provided" in errors.read_text()
+        assert "Check the credentials, and what they allow" in errors.read_text()
+    assert "loss" not in agent.output
+
+
+@pytest.mark.slow
 def test_of_two_runs_that_save_to_one_url_the_later_one_does(job: Job, s3: S3Server) -> None:
     first = launch(job, s3, *LONG, "--every", "4", name="first")
     wait_for("a checkpoint", lambda: manifests(s3), 60)
