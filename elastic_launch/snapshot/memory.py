@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -16,8 +17,11 @@ from elastic_launch.snapshot.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.plain import Decoder
 from elastic_launch.snapshot.saving import state_json
 from elastic_launch.snapshot.slot import Header, Slot
+from elastic_launch.snapshot.staging import Staging, mark
 
 __all__ = ["Draft", "SlotWriter", "read_meta", "read_state"]
+
+_log = logging.getLogger(__name__)
 
 
 class Draft:
@@ -36,6 +40,7 @@ class Draft:
         self.tensors = {
             name: tensor.detach() if stays(tensor) else tensor.detach().clone() for name, tensor in tensors.items()
         }
+        self.marks = mark(self.tensors.values())
         self.layout = tensorfile.layout(self.tensors)
         self.state = state_json(rest)
         self.meta = json.dumps(encode_meta(meta), allow_nan=False).encode()
@@ -52,6 +57,7 @@ class SlotWriter:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self._mapped: mmap.mmap | None = None
+        self._staging: dict[torch.device, Staging | None] = {}
 
     def write(self, draft: Draft, *, sequence: int, round: int, step: int, training: int) -> None:
         """Write a draft; the snapshot is there when this returns, and not before.
@@ -65,9 +71,20 @@ class SlotWriter:
         target = self._target(draft.layout.size)
         header = draft.layout.header
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        staged: dict[torch.device, Staging] = {}
         for name, offset, size in draft.layout.places:
-            if size:
-                target[offset : offset + size].copy_(_as_bytes(draft.tensors[name]), non_blocking=False)
+            tensor = draft.tensors[name]
+            staging = self._stage(tensor.device) if size and tensor.is_cuda else None
+            if staging is None:
+                if size:
+                    target[offset : offset + size].copy_(_as_bytes(tensor), non_blocking=False)
+                continue
+            if tensor.device not in staged:
+                staging.wait_for(draft.marks)
+                staged[tensor.device] = staging
+            staging.copy(tensor, target[offset : offset + size])
+        for staging in staged.values():
+            staging.finish()
         del target
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
@@ -76,6 +93,16 @@ class SlotWriter:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
+
+    def _stage(self, device: torch.device) -> Staging | None:
+        """Return what copies from a GPU beside its kernels; None if there is no pinned memory for that."""
+        if device not in self._staging:
+            try:
+                self._staging[device] = Staging(device)
+            except RuntimeError as error:
+                _log.warning("snapshots wait for %s: %s", device, str(error).partition("\n")[0])
+                self._staging[device] = None
+        return self._staging[device]
 
     def _target(self, size: int) -> Tensor:
         if self._mapped is None or len(self._mapped) != size:

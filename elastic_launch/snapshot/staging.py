@@ -1,0 +1,79 @@
+"""Copying from a GPU into memory that is not pinned, while the GPU computes.
+
+A copy that is not to hold up the device's kernels must go to pinned memory and on a stream of its own
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers). A slot's memory is not pinned, and to
+pin all of it would cost as long as to copy. So there are two small pieces of pinned memory: while the device fills one,
+the processor empties the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["PIECE", "Staging", "mark"]
+
+PIECE = 32 * 1024 * 1024
+"""Bytes of each of the two pieces."""
+
+
+def mark(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
+    """Return what a copy must wait for, so that it sees the tensors as they are now: one event for each GPU."""
+    events = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
+
+
+class Staging:
+    """Copies tensors of one GPU; for one thread at a time.
+
+    Raises:
+        RuntimeError: if there is no pinned memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pieces = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._full: list[tuple[torch.cuda.Event, Tensor, Tensor] | None] = [None, None]
+        self._turn = 0
+
+    def wait_for(self, events: Iterable[torch.cuda.Event]) -> None:
+        """Have all that follows see what :func:`mark` has marked."""
+        for event in events:
+            self._stream.wait_event(event)
+
+    def copy(self, tensor: Tensor, target: Tensor) -> None:
+        """Begin to copy; the target has it after :meth:`finish`.
+
+        Args:
+            tensor: of any dtype, with gaps or without.
+            target: bytes in memory, as many as the tensor has.
+        """
+        with torch.cuda.stream(self._stream):
+            source = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            for start in range(0, source.numel(), PIECE):
+                part = source[start : start + PIECE]
+                self._empty(self._turn)
+                piece = self._pieces[self._turn][: part.numel()]
+                piece.copy_(part, non_blocking=True)
+                filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                filled.record(self._stream)
+                self._full[self._turn] = filled, piece, target[start : start + PIECE]
+                self._turn ^= 1
+
+    def finish(self) -> None:
+        """Wait until all is copied."""
+        for turn in (self._turn, self._turn ^ 1):
+            self._empty(turn)
+
+    def _empty(self, turn: int) -> None:
+        if (full := self._full[turn]) is not None:
+            filled, piece, target = full
+            filled.synchronize()
+            target.copy_(piece)
+            self._full[turn] = None
