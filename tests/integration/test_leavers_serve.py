@@ -56,7 +56,7 @@ def undisturbed(directory: Path) -> str:
 
 def steps(job: Job, number: int) -> list[int]:
     """Steps that rank 0 has printed in a round."""
-    found = job.logs.glob(f"*/round_{number}/0/stdout.log")
+    found = job.logged(f"round_{number}/0/stdout.log")
     return [int(step) for path in found for step in re.findall(r"^step (\d+)", path.read_text(), re.MULTILINE)]
 
 

@@ -116,7 +116,7 @@ def test_credentials_that_the_store_refuses_are_told_on_all_ranks_before_the_fir
         agent = launch(job, server, nproc=2)
         assert agent.wait(100) == 1, agent.output
     for rank in (0, 1):
-        (errors,) = job.logs.glob(f"*/round_1/{rank}/stderr.log")
+        (errors,) = job.logged(f"round_1/{rank}/stderr.log")
         assert f"Could not list {URL}: PermissionError: The AWS Access Key Id you provided" in errors.read_text()
         assert "Check the credentials, and what they allow" in errors.read_text()
     assert "loss" not in agent.output
