@@ -105,8 +105,9 @@ def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job:
     for disk in disks:
         disk.mkdir()
     command = digits(job, "checkpoints")
-    agents = [job.node(name, nnodes="2:2", command=command, cwd=disk) for name, disk in zip("ab", disks, strict=True)]
-    host, member = agents
+    host = job.node("a", nnodes="2:2", command=command, cwd=disks[0])
+    host.says("hosts the run")
+    member = job.node("b", nnodes="2:2", command=command, cwd=disks[1])
     own = disks[1] / "checkpoints"
     wait_for("a checkpoint of the second node", lambda: saved(own), 60)
     wait_for("the end of its copy", lambda: not _copier(member), 60)
@@ -124,5 +125,5 @@ def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job:
     wait_for("the error at the next step", lambda: any(text in x.read_text() for x in job.logged(errors)), 60)
     wait_for("a checkpoint after that", lambda: set(saved(own)) - set(before), 60)
     hurry(job)
-    assert [agent.wait(100) for agent in agents] == [0, 0], member.output
+    assert [host.wait(100), member.wait(100)] == [0, 0], member.output
     assert job.events("round_broken") == []
