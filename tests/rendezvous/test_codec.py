@@ -20,8 +20,8 @@ from elastic_launch.rendezvous.record import ControlRecord, Member, Round
 STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""
 
-REPORTS = [m.Hello, m.Beat, m.Joined, m.Failed, m.Stopped, m.Done, m.Leaving]
-ORDERS = [m.Welcome, m.Refused, m.Pulse, m.Form, m.Break, m.Evicted, m.Notice, m.RunEnd]
+REPORTS = list(typing.get_args(m.Report))
+ORDERS = list(typing.get_args(m.Order))
 
 HELLO = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
 FAILURE = m.Failure("a", "crash", 1, 1, 42, -9, "signal 9 (SIGKILL)", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
