@@ -34,13 +34,15 @@ class Changes:
         self.command = [SCRIPT, str(job.work), *pace, *options]
 
     def node(self, name: str, *flags: str, plan: FaultPlan | None = None, **options: Any) -> Agent:
-        """Start an agent of several."""
-        return self.job.node(name, *flags, command=self.command, env=self._env(name, plan, options), **options)
+        """Start an agent of several, of which ``a`` hosts the store."""
+        here = ["is_host=true" if name == "a" else "is_host=false"]
+        env = self._env(name, plan, options)
+        return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)
 
-    def alone(self, *flags: str, nproc: int = 1, name: str = "alone", plan: FaultPlan | None = None) -> Agent:
+    def alone(self, *flags: str, name: str = "alone", plan: FaultPlan | None = None, **options: Any) -> Agent:
         """Start an agent that is the only one."""
-        standalone = ["--standalone", "--nproc", str(nproc), *flags]
-        return self.job.launch(*standalone, name=name, command=self.command, env=self._env(name, plan, {}))
+        env = self._env(name, plan, options)
+        return self.job.launch("--standalone", *flags, name=name, command=self.command, env=env, **options)
 
     def _env(self, name: str, plan: FaultPlan | None, options: dict[str, Any]) -> dict[str, str]:
         return {"NODE": name, **(plan or FaultPlan()).environment(), **options.pop("env", {})}
@@ -74,14 +76,14 @@ class Changes:
         """How many steps were done more than once, each time counted; a round's were done one after the other."""
         done = [x["step"] for x in self.steps()]
         assert set(done) == set(range(1, STEPS + 1))
-        for number in {x["round"] for x in self.steps()}:
-            of_round = [x["step"] for x in self.steps(number)]
+        for key in {(x["node"], x["round"]) for x in self.steps()}:
+            of_round = [x["step"] for x in self.steps() if (x["node"], x["round"]) == key]
             assert of_round == list(range(of_round[0], of_round[-1] + 1))
         return len(done) - STEPS
 
-    def resumed(self, number: int) -> int:
-        """Steps that were done when the training went on in a round."""
-        (noted,) = self.job.noted("resumed.jsonl", number=number)
+    def resumed(self, number: int, node: str | None = None) -> int:
+        """Steps that were done when the training went on in a round, with its first rank on a node."""
+        (noted,) = self.job.noted("resumed.jsonl", node, number)
         return int(noted["step"])
 
     def last(self, number: int) -> int:
@@ -92,10 +94,14 @@ class Changes:
         """The step of the newest snapshot of a round, of a node, that was whole; 0 for none."""
         return max((int(x["step"]) for x in self.job.noted("snapshots.jsonl", node, number)), default=0)
 
-    def assert_no_more_lost_than_an_interval(self, number: int) -> int:
-        """The round after this one went on no earlier than behind its last whole snapshot; return the steps lost."""
+    def assert_no_more_lost_than_an_interval(self, number: int, node: str | None = None) -> int:
+        """The next round went on no earlier than behind the last whole snapshot of this one; return the steps lost.
+
+        Args:
+            node: the only one whose snapshots were left.
+        """
         resumed, last = self.resumed(number + 1), self.last(number)
-        assert self.whole(number) <= resumed <= last, self.outputs()
+        assert self.whole(number, node) <= resumed <= last, self.outputs()
         since = [x["interval"] for x in self.steps(number) if x["step"] > resumed]
         # One that is due is agreed on at the next boundary, and whole one step later.
         assert last - resumed <= max(since, default=0) + 2, self.job.noted("snapshots.jsonl")
@@ -118,3 +124,9 @@ class Changes:
 
     def outputs(self) -> str:
         return "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.job.agents)
+
+
+def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What elasticctl says, of a run that its flags name."""
+    command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
