@@ -112,7 +112,10 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
         last = node("d")
         changes.trains(1, after=number)
         result = changes.finish(last)
-    assert job.events("round_broken") == []
+    assert [event["round"] for event in job.events("round_drained")] == [1, 2, 3]
+    # Who takes over from a leader that has left does not know that its round was drained.
+    assert {event["kind"] for event in job.events("round_broken")} == {"node loss"}
+    assert result["restarts"] == 0
     assert result["worlds"] == [3, 2, 1, 1]
     assert changes.done_again() == 0
     assert result["hash"] == undisturbed
@@ -147,6 +150,7 @@ def test_a_node_leaves_by_a_drain_if_there_is_time_for_two_steps(
     lost = changes.assert_no_more_lost_than_an_interval(1)
     assert lost == 0 if ends == "drained" else "no time to stop after a step" in leaves.output
     assert changes.done_again() == lost
-    assert changes.ledger()["lost_steps"] == lost
+    # Between the worker's note and its word to the agent it may have been killed.
+    assert lost - changes.ledger()["lost_steps"] in (0, ends == "broken")
     assert result["restarts"] == 0
     assert result["hash"] == undisturbed

@@ -94,11 +94,11 @@ def main() -> None:
                 step.backward(nn.functional.cross_entropy(step.model(features), targets))
                 if (run.world.round, step.number, run.rank) == deadly:
                     os.kill(os.getpid(), signal.SIGKILL)
+            while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
+                time.sleep(0.01)
             step.update()
             if run.rank == 0:
                 notes.note("steps.jsonl", step=step.number, interval=notes.interval)
-            while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
-                time.sleep(0.01)
         if run.rank == 0:
             result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))
