@@ -10,7 +10,7 @@ import pytest
 from changes import STEPS, Changes
 from harness import Job, alive, wait_for
 
-from elastic_launch.faults import FaultPlan
+from elastic_launch.faults import WAYS, FaultPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,26 +34,30 @@ def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_resto
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.parametrize(("moment", "rank"), [("drain", 0), ("leave", 1)])
-def test_a_worker_killed_in_a_drain_costs_no_more_than_an_interval(
-    job: Job, undisturbed: str, moment: str, rank: int
+@pytest.mark.parametrize(
+    ("moment", "rank", "do", "kind"),
+    [("drain", 0, "kill", "crash"), ("leave", 1, "kill", "crash"), ("drain", 1, "hang", "node loss")],
+)
+def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
+    job: Job, undisturbed: str, moment: str, rank: int, do: str, kind: str
 ) -> None:
-    """When all have agreed to stop, before or after the state is saved; on the node that stays or that leaves."""
+    """When all have agreed to stop, before or after the state is saved: a worker that stays or leaves, or an agent."""
     changes = Changes(job)
-    plan = FaultPlan.fail_at(rank, at=moment)
+    plan = FaultPlan.fail_at(rank, at=moment, do=do)
     stays, leaves = (changes.node(name, "--join-settle", "100", nnodes="1:2", plan=plan) for name in "ab")
     changes.trains(2, steps=10)
     leaves.signal(signal.SIGTERM)
-    assert leaves.wait(60) == 143, changes.outputs()
+    (stays if rank == 0 else leaves).says(f"planned fault: rank {rank} {WAYS[do]} ", 60)
+    if do == "hang":
+        leaves.kill()
+    assert leaves.wait(60) == (-signal.SIGKILL if do == "hang" else 143), changes.outputs()
     changes.trains(1, after=1)
     result = changes.finish(stays)
-    killed = stays if rank == 0 else leaves
-    assert f"planned fault: rank {rank} kills itself " in killed.output
-    assert changes.kinds() == [("broken", 1, "crash")]
+    assert changes.kinds() == [("broken", 1, kind)]
     assert job.events("round_draining")
     lost = changes.assert_no_more_lost_than_an_interval(1, "a")
-    if moment == "leave":
-        assert lost == 0
+    if rank == 1:
+        assert lost == 0, "the node that stays has saved"
     assert changes.done_again() == lost
     assert result["hash"] == undisturbed
 
