@@ -98,7 +98,11 @@ class Keeper:
         with self._changed:
             self._look()
             newest = self._book.newest
-            if self._target is not None and newest is not None and newest.sequence > self._copied:
+            if newest is None or self._target is None:
+                return
+            header = self._slots[newest.slot].header()
+            there = header is not None and header.sequence == newest.sequence
+            if there and newest.sequence > self._copied:
                 self._order = self._target
                 self._changed.notify_all()
 

@@ -177,6 +177,18 @@ class MemorySnapshots:
         self._finish()
         self.rhythm.cost(self._stall + time.monotonic() - began)
 
+    def forget(self, step: int) -> None:
+        """Once this node's writer has no room any more: empty what is older than the checkpoint of a step.
+
+        Else a fault would have the training go on from there.
+        """
+        if self.writes or self._world.local_rank != 0:
+            return
+        for slot in self._slots:
+            header = slot.header()
+            if header is not None and header.step < step:
+                slot.begin()
+
     def close(self) -> None:
         """Give up what is being taken, and unmap."""
         if self._pool is not None:

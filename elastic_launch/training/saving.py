@@ -122,6 +122,8 @@ class Saver:
             self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
+                if self._memory is not None and outcome.info is not None:
+                    self._memory.forget(outcome.step)
 
     def save(
         self,
@@ -165,6 +167,8 @@ class Saver:
             durably.requested(step, self._link)
         elif durable and checkpoint is not None:
             checkpoint.save(captured, step, meta)
+            if self._memory is not None and not checkpoint.writes:
+                self._memory.forget(step)  # the rank that writes does so when the checkpoint is there
         self.seconds = time.monotonic() - began
 
     def settle(self) -> None:

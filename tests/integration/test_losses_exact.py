@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from changes import Changes
 from harness import Job, wait_for
@@ -65,4 +68,21 @@ def test_where_all_nodes_are_lost_storage_serves(job: Job, undisturbed: str) -> 
     assert changes.resumed(1, "new-a") == saved >= 20
     assert changes.done_again() == last - saved
     assert result["worlds"] == [2, 2]
+    assert result["hash"] == undisturbed
+
+
+def test_where_memory_has_no_room_any_more_storage_serves(job: Job, undisturbed: str) -> None:
+    """And not the old snapshot that is still there."""
+    options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--room-until", "10"]
+    changes = Changes(job, *options)
+    agent = changes.alone(plan=FaultPlan.fail_at(0, 40, do="hang"))
+    agent.says("planned fault: rank 0 hangs behind step 40", 100)
+    wait_for("the last checkpoint before", lambda: changes.durable()[-1] == 35, 60)
+    assert 0 < changes.whole(1) < 10
+    os.kill(job.events("worker_started")[0]["pid"], signal.SIGKILL)
+    changes.trains(1, after=1)
+    result = changes.finish(agent)
+    assert changes.resumed(2) == 35
+    assert changes.done_again() == 5
+    assert result["restarts"] == 1
     assert result["hash"] == undisturbed

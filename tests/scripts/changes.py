@@ -38,11 +38,13 @@ class Notes:
         env = {name: value for name, value in os.environ.items() if name.isupper()}
         self.note("started.jsonl", pid=os.getpid(), children=[], env=env)
 
-    def follow_snapshots(self) -> None:
-        """Note the step of each snapshot once all of it is in its slot."""
+    def follow_snapshots(self, room_until: int) -> None:
+        """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""
         store, settle, begun = MemorySnapshots.store, MemorySnapshots.settle, []
 
         def storing(self: MemorySnapshots, *args: Any, step: int, **options: Any) -> bool:
+            if step >= room_until:
+                MemorySnapshots._has_room = lambda self, size: False  # type: ignore[method-assign]
             stored = store(self, *args, step=step, **options)
             begun.extend([step] if stored else [])
             if options["wait"]:
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--step-time", type=float, default=0.1)
     parser.add_argument("--checkpoint")
     parser.add_argument("--every", type=int, default=100000)
+    parser.add_argument("--room-until", type=int, default=100000)
     parser.add_argument("--die-within", default="0:0:0")
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -79,7 +82,7 @@ def main() -> None:
     with el.session() as run:
         notes = Notes(args.directory, run)
         notes.start()
-        notes.follow_snapshots()
+        notes.follow_snapshots(args.room_until)
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
         model = network()
