@@ -17,6 +17,7 @@ from typing import NoReturn
 from elastic_launch import __version__
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_nnodes
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
+from elastic_launch.faults import ENV_FAULTS, FaultPlan
 from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, split
 from elastic_launch.help import help_text
 from elastic_launch.jobfile import Job, shown
@@ -149,6 +150,8 @@ def _build(line: Line, values: Values) -> LaunchConfig:
             "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
             "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
         )
+    if planned := FaultPlan.of(values.environ).faults:
+        log.warning("%s is set: workers of this run fail on purpose, %d in all.", ENV_FAULTS, len(planned))
     grace = values.setting("--shutdown-timeout")
     log_dir, link_dir = read_log_dir(values)
     config = LaunchConfig(

@@ -277,7 +277,7 @@ class LocalElasticAgent(ElasticAgent):
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
             case m.Released() | p.WorkerReady() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
                 return item
-            case p.GraceOver() | p.HoldOver() | p.StartFailed() | RendezvousLost():
+            case p.GraceOver() | p.HoldOver() | p.StartFailed() | p.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 

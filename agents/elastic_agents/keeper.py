@@ -78,6 +78,7 @@ class Keeper:
     def offer(self) -> tuple[Slots, list[int]]:
         """Return what a worker is told of the slots, and their descriptors."""
         with self._changed:
+            self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
             use = -1 if self._fetch is not None else self._book.use
             return Slots(len(self._slots), use, self._book.sequence, self._fetch is not None), descriptors
@@ -95,8 +96,13 @@ class Keeper:
     def secure(self) -> None:
         """Have the newest snapshot copied if it was not: the run ends, and its memory with it."""
         with self._changed:
+            self._look()
             newest = self._book.newest
-            if self._target is not None and newest is not None and newest.sequence > self._copied:
+            if newest is None or self._target is None:
+                return
+            header = self._slots[newest.slot].header()
+            there = header is not None and header.sequence == newest.sequence
+            if there and newest.sequence > self._copied:
                 self._order = self._target
                 self._changed.notify_all()
 
@@ -181,6 +187,12 @@ class Keeper:
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.close()
+
+    def _look(self) -> None:
+        """Take note of what workers that were killed have not told: a snapshot is whole well before it is spoken of."""
+        found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
+        for header, number in sorted(found, key=lambda pair: pair[0].sequence):
+            self._book.stored(Held(number, header.sequence, header.step, header.round))
 
     def _run(self) -> None:
         while (order := self._next()) is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_launch import faults
 from elastic_launch.snapshot import tensorfile, tree
 from elastic_launch.snapshot.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.plain import Decoder
@@ -86,6 +87,7 @@ class SlotWriter:
         for staging in staged.values():
             staging.finish()
         del target
+        faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
 

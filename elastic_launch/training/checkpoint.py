@@ -161,6 +161,10 @@ class Checkpoint:
         """Whether the state after a step is not saved yet."""
         return step != self._last_step
 
+    def doubt(self) -> None:
+        """Take the state for one that is not saved yet."""
+        self._last_step = -1
+
     def requested(self, step: int, link: AgentLink | None) -> None:
         """The agent was asked to copy the state after a step, which is in memory."""
         self._last_step, self._last_time = step, time.monotonic()

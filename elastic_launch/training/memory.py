@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastic_launch import faults
 from elastic_launch.contract import Stored
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
@@ -176,6 +177,18 @@ class MemorySnapshots:
         self._finish()
         self.rhythm.cost(self._stall + time.monotonic() - began)
 
+    def forget(self, step: int) -> None:
+        """Once this node's writer has no room any more: empty what is older than the checkpoint of a step.
+
+        Else a fault would have the training go on from there.
+        """
+        if self.writes or self._world.local_rank != 0:
+            return
+        for slot in self._slots:
+            header = slot.header()
+            if header is not None and header.step < step:
+                slot.begin()
+
     def close(self) -> None:
         """Give up what is being taken, and unmap."""
         if self._pool is not None:
@@ -238,6 +251,7 @@ def restore(memory: MemorySnapshots | None, world: World, training: int) -> tupl
     if found is not None and mine == best:
         slot, header = found
         whole = {"state": read_state(slot, header), "meta": read_meta(slot, header)}
+    faults.reached("restore", best[1])
     if any(entry != best for entry in everybody):
         whole = broadcast_state(whole if world.rank == holder else None, holder, world.rank)
     return Header(0, best[0], best[1], training, 0, 0, 0), whole["state"], dict(whole["meta"])

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +50,7 @@ class Saver:
         self._posted = Wishes()
         self._agreed = Wishes()
         self._kept = False
+        self._uncertain: Callable[[Checkpoint], None] | None = None
         self._listeners: list[Callable[[snapshot.Outcome], None]] = []
 
     def listen(self, function: Callable[[snapshot.Outcome], None]) -> None:
@@ -81,6 +83,8 @@ class Saver:
             if checkpoint is not None:
                 step, seconds = meta.get("saved", (header.step, 0.0))
                 checkpoint.go_on(self._world, self._round, (int(step), float(seconds)))
+                worlds = [*resumed.worlds, self._world.world_size]
+                self._uncertain = partial(self._save_again, header.step, identity, state, worlds)
         elif checkpoint is not None:
             resumed = checkpoint.open(self._world, identity)
             self._round = checkpoint.round
@@ -111,12 +115,15 @@ class Saver:
 
     def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
         """A step is done; tell of checkpoints that were written."""
+        self._uncertain = None
         if self._memory is not None:
             self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
+                if self._memory is not None and outcome.info is not None:
+                    self._memory.forget(outcome.step)
 
     def save(
         self,
@@ -160,6 +167,8 @@ class Saver:
             durably.requested(step, self._link)
         elif durable and checkpoint is not None:
             checkpoint.save(captured, step, meta)
+            if self._memory is not None and not checkpoint.writes:
+                self._memory.forget(step)  # the rank that writes does so when the checkpoint is there
         self.seconds = time.monotonic() - began
 
     def settle(self) -> None:
@@ -181,11 +190,24 @@ class Saver:
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is None:
             return
+        uncertain, self._uncertain = self._uncertain, None
+        if wait and uncertain is not None:
+            uncertain(checkpoint)
         began = time.monotonic()
         for outcome in checkpoint.finish(wait=wait or not self._kept):
             self._tell(outcome)
         self.seconds += time.monotonic() - began
         self.failure = self.failure or checkpoint.failure
+
+    def _save_again(
+        self, step: int, identity: dict[str, int], state: TrainingState, worlds: list[int], checkpoint: Checkpoint
+    ) -> None:
+        """Save what was restored from memory, when no step is left to be done.
+
+        Its copy may have been what the last processes waited for when a fault ended their round.
+        """
+        checkpoint.doubt()
+        self.save(step, checkpoint, identity, state, worlds, last=True, draining=False, stays=None)
 
     def abandon(self) -> None:
         """After an error: let what is being written be finished, without any other rank."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_launch import snapshot
+from elastic_launch import faults, snapshot
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
@@ -227,9 +227,12 @@ class Run:
         self._step, self._ended = step, end
         if self._link is not None:
             self._link.step(step)
+        faults.reached("step", step)
         self._saver.poll(step, checkpoint)
         self._exchange(self._saver.wishes(step, checkpoint))
         last, draining = self.stopped or end, self.draining
+        if draining:
+            faults.reached("drain", step)
         self._saver.save(step, checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
         return self.stopped
 
@@ -277,6 +280,7 @@ class Run:
         if self._saver.failure is not None:
             raise self._saver.failure
         if self.draining and self._link is not None:
+            faults.reached("leave", self._step)
             self._link.drained(self._step, self._saver.seconds)
 
     def _exchange(self, wishes: Wishes) -> None:

@@ -207,3 +207,26 @@ def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
     os.kill(hanging, signal.SIGSTOP)
     node.keeper.close()
     assert not Path(f"/proc/{hanging}").exists()
+
+
+def test_a_whole_snapshot_of_a_writer_that_was_killed_before_it_told_is_kept(node: Node) -> None:
+    """It is what the next workers go on from: they must not write over it, and a run that fails must copy it."""
+    node.store(3, durable=False)
+    untold, told = node.use, node.keeper.stored
+    node.keeper.stored = lambda stored: stored.slot  # type: ignore[method-assign]
+    node.store(4, durable=False)
+    node.keeper.stored = told  # type: ignore[method-assign]
+    node.keeper.secure()
+    assert node.copied() == [4]
+    offer, numbers = node.keeper.offer()
+    assert offer.use != untold
+    assert offer.sequence == 2
+    assert len(numbers) == 2 * SLOTS
+
+
+def test_a_slot_whose_writer_was_killed_half_way_is_the_next_to_be_written(node: Node) -> None:
+    node.store(3, durable=False)
+    torn = node.use
+    node.slots[torn].begin()
+    offer, _ = node.keeper.offer()
+    assert (offer.use, offer.sequence) == (torn, 1)

@@ -1,0 +1,132 @@
+"""Runs of ``scripts/changes.py`` through changes of the world, and what must be true of each when it is over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import SCRIPTS, Agent, Job, wait_for
+
+from elastic_launch.faults import FaultPlan
+
+SCRIPT = str(SCRIPTS / "changes.py")
+STEPS = 200
+
+
+def undisturbed_hash(directory: Path) -> str:
+    """The hash of the weights that one process alone comes to."""
+    (directory / "hurry").touch()
+    command = [sys.executable, SCRIPT, str(directory), "--steps", str(STEPS)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    return str(json.loads((directory / "result.json").read_text())["hash"])
+
+
+class Changes:
+    """One training, in one job after the other if need be."""
+
+    def __init__(self, job: Job, *options: str, step_time: float = 0.1) -> None:
+        self.job = job
+        self.checkpoints = job.directory / "checkpoints"
+        pace = ["--steps", str(STEPS), "--step-time", str(step_time)]
+        self.command = [SCRIPT, str(job.work), *pace, *options]
+
+    def node(self, name: str, *flags: str, plan: FaultPlan | None = None, **options: Any) -> Agent:
+        """Start an agent of several, of which ``a`` hosts the store."""
+        here = ["is_host=true" if name == "a" else "is_host=false"]
+        env = self._env(name, plan, options)
+        return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)
+
+    def alone(self, *flags: str, name: str = "alone", plan: FaultPlan | None = None, **options: Any) -> Agent:
+        """Start an agent that is the only one."""
+        env = self._env(name, plan, options)
+        return self.job.launch("--standalone", *flags, name=name, command=self.command, env=env, **options)
+
+    def _env(self, name: str, plan: FaultPlan | None, options: dict[str, Any]) -> dict[str, str]:
+        return {"NODE": name, **(plan or FaultPlan()).environment(), **options.pop("env", {})}
+
+    def hurry(self) -> None:
+        self.job.tell("hurry")
+
+    def trains(self, world: int, *, after: int = 0, steps: int = 1) -> int:
+        """Wait until a round of a world size has done so many steps; return its number."""
+
+        def probe() -> int:
+            done = [x["round"] for x in self.steps() if x["world"] == world and x["round"] > after]
+            return max((number for number in done if done.count(number) >= steps), default=0)
+
+        try:
+            return wait_for(f"{steps} steps in a world of {world} after round {after}", probe, 150)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.outputs()}") from None
+
+    def steps(self, number: int | None = None) -> list[dict[str, Any]]:
+        return self.job.noted("steps.jsonl", number=number)
+
+    def finish(self, *agents: Agent, code: int = 0) -> dict[str, Any]:
+        """Let the training end; return its result."""
+        self.hurry()
+        for agent in agents:
+            assert agent.wait(100) == code, self.outputs()
+        return dict(json.loads((self.job.work / "result.json").read_text()))
+
+    def done_again(self) -> int:
+        """How many steps were done more than once, each time counted; a round's were done one after the other."""
+        done = [x["step"] for x in self.steps()]
+        assert set(done) == set(range(1, STEPS + 1))
+        for key in {(x["node"], x["round"]) for x in self.steps()}:
+            of_round = [x["step"] for x in self.steps() if (x["node"], x["round"]) == key]
+            assert of_round == list(range(of_round[0], of_round[-1] + 1))
+        return len(done) - STEPS
+
+    def resumed(self, number: int, node: str | None = None) -> int:
+        """Steps that were done when the training went on in a round, with its first rank on a node."""
+        (noted,) = self.job.noted("resumed.jsonl", node, number)
+        return int(noted["step"])
+
+    def last(self, number: int) -> int:
+        """The last step of a round."""
+        return max(int(x["step"]) for x in self.steps(number))
+
+    def whole(self, number: int, node: str | None = None) -> int:
+        """The step of the newest snapshot of a round, of a node, that was whole; 0 for none."""
+        return max((int(x["step"]) for x in self.job.noted("snapshots.jsonl", node, number)), default=0)
+
+    def assert_no_more_lost_than_an_interval(self, number: int, node: str | None = None) -> int:
+        """The next round went on no earlier than behind the last whole snapshot of this one; return the steps lost.
+
+        Args:
+            node: the only one whose snapshots were left.
+        """
+        resumed, last = self.resumed(number + 1), self.last(number)
+        assert self.whole(number, node) <= resumed <= last, self.outputs()
+        since = [x["interval"] for x in self.steps(number) if x["step"] > resumed]
+        # One that is due is agreed on at the next boundary, and whole one step later.
+        assert last - resumed <= max(since, default=0) + 2, self.job.noted("snapshots.jsonl")
+        return last - resumed
+
+    def kinds(self) -> list[tuple[str, int, str]]:
+        """How rounds ended: (``drained`` or ``broken``, number, kind), in order."""
+        ends = [e for e in self.job.events() if e["event"] in ("round_drained", "round_broken")]
+        return [(e["event"].removeprefix("round_"), e["round"], e["kind"]) for e in ends]
+
+    def durable(self) -> list[int]:
+        """Steps of the checkpoints that are complete, in order."""
+        found = self.checkpoints.glob("step-*/manifest.json")
+        return sorted(int(path.parent.name.split(".")[0].removeprefix("step-")) for path in found)
+
+    def ledger(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "elastic_launch.observe", str(self.job.logs), "--json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return dict(json.loads(done.stdout))
+
+    def outputs(self) -> str:
+        return "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.job.agents)
+
+
+def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What elasticctl says, of a run that its flags name."""
+    command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -1,0 +1,145 @@
+"""Kills in the middle of a snapshot, a drain, a restoring and a copy: the weights are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from changes import STEPS, Changes
+from harness import Job, alive, wait_for
+
+from elastic_launch.faults import WAYS, FaultPlan
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_restores(job: Job, undisturbed: str) -> None:
+    """The snapshot that the first one leaves is whole, but the agent was not told: the second one must not hit it."""
+    plan = FaultPlan.fail_at(0, at="snapshot", round=2) + FaultPlan.fail_at(0, at="restore", round=3)
+    changes = Changes(job, "--die-within", "1:20:0")
+    agent = changes.alone(plan=plan)
+    changes.trains(1, after=3)
+    result = changes.finish(agent)
+    assert agent.output.count("planned fault: rank 0 kills itself in the snapshot of step ") == 1
+    assert agent.output.count("planned fault: rank 0 kills itself as step ") == 1
+    assert changes.kinds() == [("broken", number, "crash") for number in (1, 2, 3)]
+    lost = changes.assert_no_more_lost_than_an_interval(1)
+    assert changes.last(1) == 19
+    assert changes.resumed(4) >= changes.resumed(2)
+    lost += changes.last(2) - changes.resumed(4)
+    assert changes.done_again() == lost
+    assert result["restarts"] == 3
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank", "do", "kind"),
+    [("drain", 0, "kill", "crash"), ("leave", 1, "kill", "crash"), ("drain", 1, "hang", "node loss")],
+)
+def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
+    job: Job, undisturbed: str, moment: str, rank: int, do: str, kind: str
+) -> None:
+    """When all have agreed to stop, before or after the state is saved: a worker that stays or leaves, or an agent."""
+    changes = Changes(job)
+    plan = FaultPlan.fail_at(rank, at=moment, do=do)
+    stays, leaves = (changes.node(name, "--join-settle", "100", nnodes="1:2", plan=plan) for name in "ab")
+    changes.trains(2, steps=10)
+    leaves.signal(signal.SIGTERM)
+    (stays if rank == 0 else leaves).says(f"planned fault: rank {rank} {WAYS[do]} ", 60)
+    if do == "hang":
+        leaves.kill()
+    assert leaves.wait(60) == (-signal.SIGKILL if do == "hang" else 143), changes.outputs()
+    changes.trains(1, after=1)
+    result = changes.finish(stays)
+    assert changes.kinds() == [("broken", 1, kind)]
+    assert job.events("round_draining")
+    lost = changes.assert_no_more_lost_than_an_interval(1, "a")
+    if rank == 1:
+        assert lost == 0, "the node that stays has saved"
+    assert changes.done_again() == lost
+    assert result["hash"] == undisturbed
+
+
+def test_a_worker_killed_as_it_gives_or_gets_a_state_costs_no_step(job: Job, undisturbed: str) -> None:
+    """A node that joins has none: in round 2 who gives it is killed half way, in round 3 who gets it."""
+    plan = FaultPlan.fail_at(0, at="restore", round=2) + FaultPlan.fail_at(1, at="restore", round=3)
+    changes = Changes(job, step_time=0.3)  # enough is left for a resize to pay
+    host = changes.node("a", plan=plan)
+    changes.trains(1, steps=3)
+    guest = changes.node("b", plan=plan)
+    changes.trains(2, after=3)
+    result = changes.finish(host, guest)
+    assert "planned fault: rank 0 kills itself as step " in host.output
+    assert "planned fault: rank 1 kills itself as step " in guest.output
+    assert changes.kinds() == [("drained", 1, "membership"), ("broken", 2, "crash"), ("broken", 3, "crash")]
+    (drained,) = job.events("round_drained")
+    assert changes.resumed(4) == drained["step"] == changes.last(1)
+    assert changes.done_again() == 0
+    assert result["worlds"] == [1, 2]
+    assert result["restarts"] == 2
+    assert result["hash"] == undisturbed
+
+
+def gated(changes: Changes) -> dict[str, str]:
+    """An environment in which agents and workers have the driver of ``tests/gated``."""
+    changes.checkpoints.mkdir()
+    paths = [str(Path(__file__).parents[1] / "gated"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def halted(changes: Changes) -> set[int]:
+    """Processes that stand still in a copy."""
+    found = {int(path.suffix[1:]) for path in changes.checkpoints.glob("halted.*")}
+    return {pid for pid in found if alive(pid)}
+
+
+def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its_agent_is(
+    job: Job, undisturbed: str
+) -> None:
+    """Half a copy is no checkpoint: the run that follows goes on from the one before."""
+    checkpoints = job.directory / "checkpoints"
+    changes = Changes(job, "--checkpoint", f"gated://{checkpoints}", "--every", "10")
+    env, gate = gated(changes), checkpoints / "gate"
+    agent = changes.alone(name="first", env=env)
+    wait_for("a checkpoint", lambda: changes.durable() == [10], 100)
+    gate.touch()
+    (copier,) = wait_for("a copy", lambda: halted(changes), 60)
+    os.kill(copier, signal.SIGKILL)
+    agent.says(f"The process that copies it ended with -{signal.SIGKILL:d}. Tried again in 0.5 s.")
+    (copier,) = wait_for("a second attempt", lambda: halted(changes), 60)
+    assert changes.trains(1, steps=25) == 1, "storage that stands still holds up no step"
+    agent.kill()
+    gate.unlink()
+    wait_for("the copier's end", lambda: not alive(copier), 60)
+    saved = changes.durable()
+    assert saved[-1] < changes.last(1) - 1
+
+    second = changes.alone(name="second", env=env)
+    result = changes.finish(second)
+    assert changes.resumed(1, "second") == saved[-1]
+    assert changes.durable()[-1] == STEPS
+    assert changes.done_again() == max(x["step"] for x in changes.steps() if x["node"] == "first") - saved[-1]
+    assert result["hash"] == undisturbed
+
+
+def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job, undisturbed: str) -> None:
+    """Training is over then; all that is left to do is what the dead node was about."""
+    checkpoints = job.directory / "checkpoints"
+    changes = Changes(job, "--checkpoint", f"gated://{checkpoints}")
+    env, gate = gated(changes), checkpoints / "gate"
+    gate.touch()
+    host = changes.node("a", "--join-settle", "100", nnodes="1:2", env=env)
+    first = changes.node("b", "--node-rank", "0", nnodes="1:2", env=env)
+    changes.trains(2)
+    changes.hurry()
+    wait_for("the last copy", lambda: halted(changes), 100)
+    first.kill()
+    gate.unlink()
+    result = changes.finish(host)
+    assert changes.durable() == [STEPS]
+    assert changes.kinds() == [("broken", 1, "node loss")]
+    assert changes.done_again() == 0
+    assert result["resumed"] == STEPS
+    assert result["hash"] == undisturbed

@@ -1,0 +1,111 @@
+"""A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
+
+Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
+in ``snapshots.jsonl`` what is whole in memory. Steps take ``--step-time`` until there is a file ``hurry``. With
+``--die-within R:S:K`` rank K of round R kills itself in the forward pass of step S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch.training.memory import MemorySnapshots
+
+
+class Notes:
+    def __init__(self, directory: Path, run: el.Run) -> None:
+        self._directory, self._run = directory, run
+        self.interval = 1
+
+    def note(self, file: str, **what: Any) -> None:
+        run, node = self._run, os.environ.get("NODE", "")
+        where = {"node": node, "round": run.world.round, "rank": run.rank, "world": run.world_size}
+        with (self._directory / file).open("a") as lines:
+            lines.write(json.dumps({"clock": time.monotonic(), **where, **what}) + "\n")
+
+    def start(self) -> None:
+        env = {name: value for name, value in os.environ.items() if name.isupper()}
+        self.note("started.jsonl", pid=os.getpid(), children=[], env=env)
+
+    def follow_snapshots(self, room_until: int) -> None:
+        """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""
+        store, settle, begun = MemorySnapshots.store, MemorySnapshots.settle, []
+
+        def storing(self: MemorySnapshots, *args: Any, step: int, **options: Any) -> bool:
+            if step >= room_until:
+                MemorySnapshots._has_room = lambda self, size: False  # type: ignore[method-assign]
+            stored = store(self, *args, step=step, **options)
+            begun.extend([step] if stored else [])
+            if options["wait"]:
+                settle_and_note(self)
+            return stored
+
+        def settle_and_note(self: MemorySnapshots) -> None:
+            settle(self)
+            notes.interval = self.rhythm.interval
+            while begun:
+                notes.note("snapshots.jsonl", step=begun.pop())
+
+        notes = self
+        MemorySnapshots.store, MemorySnapshots.settle = storing, settle_and_note  # type: ignore[method-assign]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    # BatchNorm and Dropout: buffers and random numbers have to survive, too.
+    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--step-time", type=float, default=0.1)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--every", type=int, default=100000)
+    parser.add_argument("--room-until", type=int, default=100000)
+    parser.add_argument("--die-within", default="0:0:0")
+    args = parser.parse_args()
+    deadly = tuple(map(int, args.die_within.split(":")))
+
+    with el.session() as run:
+        notes = Notes(args.directory, run)
+        notes.start()
+        notes.follow_snapshots(args.room_until)
+        inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
+        dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
+        loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1)
+        for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
+            began = time.monotonic()
+            if step.number == run.resumed_step + 1 and run.rank == 0:
+                notes.note("resumed.jsonl", step=run.resumed_step, restarts=run.restarts)
+            for features, targets in step:
+                step.backward(nn.functional.cross_entropy(step.model(features), targets))
+                if (run.world.round, step.number, run.rank) == deadly:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
+                time.sleep(0.01)
+            step.update()
+            if run.rank == 0:
+                notes.note("steps.jsonl", step=step.number, interval=notes.interval)
+        if run.rank == 0:
+            result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
+            (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Faults on purpose: what a plan may say, and that each happens once, in its round."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_launch.cli import parse
+from elastic_launch.errors import UsageError
+from elastic_launch.faults import ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, Rehearsal
+
+numbers = st.integers(0, 10**6)
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    do = draw(st.sampled_from(sorted(WAYS)))
+    seconds = draw(st.floats(0.001, 1e5)) if do == "slow" else 0.0
+    step, at = draw(st.none() | numbers), draw(st.sampled_from(sorted(MOMENTS)))
+    return Fault(rank=draw(numbers), step=step, at=at, round=draw(numbers) + 1, do=do, seconds=seconds)
+
+
+@given(st.lists(faults(), max_size=5))
+def test_a_plan_is_read_as_it_was_written(planned: list[Fault]) -> None:
+    plan = FaultPlan(tuple(planned))
+    assert FaultPlan.loads(plan.dumps()) == plan
+    assert FaultPlan.of(plan.environment()) == plan
+
+
+def test_the_shortest_plan_kills_a_worker_when_a_step_is_done() -> None:
+    plan = FaultPlan.loads('[{"rank": 1, "step": 20}]')
+    assert plan == FaultPlan.fail_at(1, 20)
+    assert plan.faults == (Fault(rank=1, step=20, at="step", round=1, do="kill", seconds=0.0),)
+    assert plan.faults[0].told(20) == "rank 1 kills itself behind step 20, in round 1"
+
+
+@pytest.mark.parametrize("environ", [{}, {ENV_FAULTS: ""}, {ENV_FAULTS: " "}, {ENV_FAULTS: "[]"}])
+def test_without_a_plan_nothing_is_planned(environ: dict[str, str]) -> None:
+    assert FaultPlan.of(environ) == FaultPlan()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kill rank 1", "'kill rank 1' is no plan of faults"),
+        ('{"rank": 1}', "is no plan of faults"),
+        ("[" * 100_000, "is no plan of faults"),
+        ("[1]", "is no plan of faults"),
+        ('[{"step": 20}]', "has no rank"),
+        ('[{"rank": 1, "when": 20}]', "A fault has no 'when'"),
+        ('[{"rank": "1"}]', "rank cannot be '1'"),
+        ('[{"rank": true}]', "rank cannot be True"),
+        ('[{"rank": -1}]', "rank cannot be -1"),
+        ('[{"rank": 1, "step": 1.5}]', "step cannot be 1.5"),
+        ('[{"rank": 1, "round": 0}]', "round cannot be 0"),
+        ('[{"rank": 1, "round": null}]', "round cannot be None"),
+        ('[{"rank": 1, "at": "dawn"}]', "cannot have 'at': 'dawn'"),
+        ('[{"rank": 1, "at": ["step"]}]', "cannot have 'at'"),
+        ('[{"rank": 1, "do": "melt"}]', "cannot have 'do': 'melt'"),
+        ('[{"rank": 1, "do": "slow"}]', "cannot take 0 s"),
+        ('[{"rank": 1, "do": "slow", "seconds": NaN}]', "cannot take nan seconds"),
+        ('[{"rank": 1, "do": "slow", "seconds": -1}]', "cannot take -1 seconds"),
+        ('[{"rank": 1, "seconds": 3}]', "cannot take 3 s"),
+    ],
+)
+def test_what_is_no_plan_is_refused_before_anything_is_started(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse([__file__], {**os.environ, ENV_FAULTS: text})
+    assert caught.value.message.startswith(f"{ENV_FAULTS}: ")
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_launcher_says_that_faults_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    parse([__file__], {**os.environ, **FaultPlan.fail_at(0, 1).environment()})
+    assert caplog.messages == [f"{ENV_FAULTS} is set: workers of this run fail on purpose, 1 in all."]
+
+
+def test_each_fault_happens_once_to_its_rank_in_its_round() -> None:
+    plan = FaultPlan.fail_at(1, 3, do="slow", seconds=1) + FaultPlan.fail_at(1, at="drain") + FaultPlan.fail_at(0, 3)
+    struck: list[tuple[int, Fault]] = []
+    mine = Rehearsal(plan, rank=1, round=1, strike=lambda fault: struck.append((step, fault)))
+    another = Rehearsal(plan, rank=1, round=2, strike=lambda fault: struck.append((-1, fault)))
+    for step in (1, 2, 3, 3, 4):
+        for rehearsal in (mine, another):
+            rehearsal.reached("step", step)
+            if step > 2:
+                rehearsal.reached("drain", step)
+    assert struck == [(3, plan.faults[0]), (3, plan.faults[1])]
+
+
+def worker(plan: FaultPlan, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A process that comes to the end of step 5."""
+    code = "from elastic_launch.faults import reached; reached('step', 5); print('went on')"
+    env: dict[str, Any] = {**os.environ, "RANK": "1", **environ, **plan.environment()}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+
+
+@pytest.mark.parametrize(("do", "code", "output"), [("kill", -signal.SIGKILL, ""), ("exit", 1, "")])
+def test_a_worker_says_what_it_does_and_does_it(do: str, code: int, output: str) -> None:
+    done = worker(FaultPlan.fail_at(1, do=do), ELASTIC_LAUNCH_ROUND="1")
+    assert (done.returncode, done.stdout) == (code, output)
+    assert done.stderr == f"[elastic-launch] planned fault: rank 1 {WAYS[do]} behind step 5, in round 1\n"
+
+
+def test_a_slow_worker_goes_on() -> None:
+    done = worker(FaultPlan.fail_at(1, do="slow", seconds=0.01))
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert "rank 1 waits 0.01 s behind step 5" in done.stderr
+
+
+def test_under_torchrun_the_start_counts_as_the_round() -> None:
+    plan = FaultPlan.fail_at(1, round=3)
+    assert worker(plan, TORCHELASTIC_RESTART_COUNT="2").returncode == -signal.SIGKILL
+    assert worker(plan, TORCHELASTIC_RESTART_COUNT="1").returncode == 0
