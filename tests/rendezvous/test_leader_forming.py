@@ -230,7 +230,7 @@ def test_newcomers_are_the_first_to_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"version": 99}, "speaks version 99 of the protocol, the run's leader version 1"),
+        ({"version": 99}, "speaks version 99 of the protocol, the run's leader version"),
         ({"run_id": "other"}, "belongs to run 'other', this endpoint serves run 'run'"),
         (
             {"digest": "x", "limits": "--nnodes 1:9 --max-restarts 3"},
