@@ -373,7 +373,6 @@ _REPORTS: dict[str, type[Any]] = {
     "hello": Hello,
     "beat": Beat,
     "progress": Progress,
-    "imported": Imported,
     "saved": Saved,
     "joined": Joined,
     "ready": Ready,
