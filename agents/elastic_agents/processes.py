@@ -8,15 +8,21 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from elastic_agents.sessions import reap_orphans
+
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
+
+SWEEP_EVERY = 30.0
+"""Seconds after which what workers left behind, and has died, is reaped."""
 
 UNKNOWN = 255
 """Exit code of a process whose own is lost."""
@@ -70,6 +76,7 @@ class ExecProcesses:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._sessions: set[int] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
         self._thread.start()
@@ -94,7 +101,13 @@ class ExecProcesses:
 
     def _watch(self, pid: int, wait: Callable[[], int]) -> None:
         with self._lock:
-            pidfd = os.pidfd_open(pid)
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # too many files are open; nobody must run that nobody watches
+                os.kill(pid, signal.SIGKILL)
+                wait()
+                raise
+            self._sessions.add(pid)
             self._running[pid] = (wait, pidfd)
             self._selector.register(pidfd, selectors.EVENT_READ, pid)
         self._wake_out.send(b"x")
@@ -117,8 +130,9 @@ class ExecProcesses:
         self._wake_out.close()
 
     def _reap(self) -> None:
+        swept = time.monotonic()
         while not self._closed:
-            for key, _ in self._selector.select(60.0):
+            for key, _ in self._selector.select(SWEEP_EVERY):
                 if key.data is None:
                     self._wake_in.recv(4096)
                     continue
@@ -128,6 +142,10 @@ class ExecProcesses:
                     os.close(pidfd)
                     code = wait()
                 self._on_exit(key.data, code)
+            if time.monotonic() >= swept + SWEEP_EVERY:
+                swept = time.monotonic()
+                with self._lock:
+                    reap_orphans(self._sessions)
 
 
 def _wait_for_child(pid: int) -> int:

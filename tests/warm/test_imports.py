@@ -76,21 +76,57 @@ def test_a_script_that_cannot_be_read_is_left_to_itself(text: str, tmp_path: Pat
         ("import os\nos.environ['OMP_NUM_THREADS'] = '4'", ["OMP_NUM_THREADS"]),
         ("from os import environ\nenviron['TORCH_LOGS'] = 'x'", ["TORCH_LOGS"]),
         ("import os\nos.environ.setdefault('MKL_NUM_THREADS', '4')", ["MKL_NUM_THREADS"]),
-        ("import os\nos.environ.update({'KMP_AFFINITY': 'x', **{}}, LD_PRELOAD='y')", ["LD_PRELOAD", "KMP_AFFINITY"]),
-        ("import os\nos.environ.pop('PYTHONHASHSEED', None)", ["PYTHONHASHSEED"]),
+        ("import os\nos.environ.update({'KMP_AFFINITY': 'x'}, LD_PRELOAD='y')", ["KMP_AFFINITY", "LD_PRELOAD"]),
+        ("import os\nos.environ.pop('OMP_PLACES', None)", ["OMP_PLACES"]),
         ("import os\ndel os.environ['OMP_PLACES']", ["OMP_PLACES"]),
         ("import os\nos.putenv('OMP_PLACES', 'cores')", ["OMP_PLACES"]),
+        ("import os\nos.environ['PYTHONHASHSEED'] = '0'", []),
+        ("import os\ndef f():\n    os.environ['OMP_PLACES'] = 'cores'", []),
         ("import os\nos.environ['MASTER_PORT'] = '1'\nprint(os.environ['OMP_NUM_THREADS'])\nd['OMP_X'] = 1", []),
     ],
 )
-def test_variables_that_a_script_sets_for_its_imports_are_found(text: str, names: list[str], tmp_path: Path) -> None:
-    assert _read(tmp_path, text).sets == names
+def test_variables_for_native_code_that_a_script_sets_are_found(text: str, names: list[str], tmp_path: Path) -> None:
+    assert _read(tmp_path, text).decisive == names
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("os.environ['HF_HOME'] = '/x'\nimport yaml", {"HF_HOME"}),
+        ("import yaml\nos.environ['HF_HOME'] = '/x'", set()),
+        ("os.environ[name] = '/x'\nimport yaml", {""}),
+        ("os.environ.update(names)\nimport yaml", {""}),
+        ("os.environ.update(**names)\nimport yaml", {""}),
+        ("os.environ |= names\nimport yaml", {""}),
+        ("load_dotenv()\nimport yaml", {""}),
+        ("dotenv.load_dotenv('x')\nimport yaml", {""}),
+        ("os.environ.get('HF_HOME')\nimport yaml", set()),
+    ],
+)
+def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_path: Path) -> None:
+    assert _read(tmp_path, text).before_imports == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sys.path = ['third_party']",
+        "sys.path.insert(0, 'third_party')",
+        "sys.path[:0] = ['third_party']",
+        "sys.path += ['third_party']",
+        "sys.modules['numpy'] = None",
+        "import site\nsite.addsitedir('third_party')",
+    ],
+)
+def test_the_reading_ends_where_later_imports_find_other_things(text: str, tmp_path: Path) -> None:
+    assert _read(tmp_path, f"import sys, yaml\n{text}\nimport numpy").imports == [Import("yaml")]
 
 
 def test_environments_differ_by_what_matters_at_import_only() -> None:
     mine = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0", "TORCH_LOGS": "x"}
     asked = {"OMP_NUM_THREADS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1", "LD_PRELOAD": "y"}
     assert differs_at_import(mine, asked) == ["LD_PRELOAD", "OMP_NUM_THREADS", "TORCH_LOGS"]
+    assert differs_at_import({"HF_HOME": "/a", "X": "1"}, {"HF_HOME": "/b", "X": "2"}, {"HF_HOME"}) == ["HF_HOME"]
 
 
 def test_the_entry_point_of_each_form_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +145,8 @@ def test_the_entry_point_of_each_form_is_found(tmp_path: Path, monkeypatch: pyte
     assert entry_point(["-m", "elastic_launch.run_path", script, "x"]) == (script, f"{here}/a", "")
     assert entry_point(["-m", "no.such"])[0] == ""
     assert entry_point(["compiled"])[0] == ""
+
+
+def test_to_look_at_the_path_changes_nothing(tmp_path: Path) -> None:
+    found = _read(tmp_path, "import sys\nprint(sys.path[0], 'x' in sys.modules, sys.modules.get('y'))\nimport yaml")
+    assert found.imports == [Import("yaml")]

@@ -42,14 +42,23 @@ def test_a_worker_finds_loaded_what_its_script_imports(tmp_path: Path) -> None:
     [
         ("import os, sys", "the script imports nothing that takes long"),
         ("import os, yaml\nos.environ['OMP_NUM_THREADS'] = '2'", "the script sets OMP_NUM_THREADS, which matters"),
+        ("import os\nos.environ['HUB'] = '/x'\nimport hub", "the script sets HUB, which its imports read"),
+        ("import os\nos.environ.update({k: k for k in 'ab'})\nimport yaml", "the script sets variables that are not"),
+        ("import deadly", "the warm server has died as it imported deadly"),
+        ("import uses_tokens", "tokens beside the script may be what libraries import by that name"),
     ],
 )
 def test_workers_are_executed_where_that_is_quicker_or_the_only_way(
     text: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = write(tmp_path, "script.py", text)
+    _package(tmp_path, "hub", "import os\nHOME = os.environ.get('HUB')")
+    _package(tmp_path, "tokens", "")
+    _package(tmp_path, "uses_tokens", "import tokens")
+    place = _package(tmp_path, "deadly", "import os\nif os.environ.get('RANK') is None: os.abort()")
+    write(tmp_path, "mine/tokens.py", "")
+    script = write(tmp_path, "mine/script.py", text)
     caplog.set_level(logging.INFO)
-    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "RANK": "0"}) as starter:
         assert isinstance(starter.processes, WarmProcesses)
         pid = starter.processes.start(_request(starter, script))
         assert starter.wait() == (pid, 0)
@@ -67,13 +76,20 @@ def _request(starter: Starter, script: str) -> StartRequest:
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "starts threads"),
         ("import os\nRANK = int(os.environ.get('LOCAL_RANK', 0))", "reads LOCAL_RANK, which differs between workers"),
         ("import os\nRANK = 'RANK' in os.environ", "reads RANK, which differs between workers"),
+        (
+            "import multiprocessing\nLOCK = multiprocessing.Lock()",
+            "makes a semaphore or memory that workers would share",
+        ),
+        ("import socket\nPAIR = socket.socketpair()", "keeps open socket:"),
+        ("import os\nLOG = open(os.path.join(os.path.dirname(__file__), 'log'), 'w')", "keeps open /"),
+        ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
     ],
 )
 def test_a_module_that_forks_would_change_is_left_out_and_named(
     text: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = _package(tmp_path, "odd", text)
-    script = write(tmp_path, "script.py", f"import sys\n{LOADED}\nimport yaml, odd")
+    script = write(tmp_path, "script.py", f"import sys\n{LOADED}\nimport odd, yaml")
     with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place}) as starter:
         assert starter.run(script, env={"LOCAL_RANK": "3"}).stdout == "True False\n"
     assert f"odd is not loaded ahead: its import {what}" in caplog.text
@@ -152,10 +168,13 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
             pid = starter.processes.start(StartRequest(command, starter.env, out.fileno(), 2))
         assert starter.wait() == (pid, 0)
         assert (tmp_path / "out").read_text() == "0\n"
-        # What it was asked for then must not come to life when it goes on.
-        os.kill(server, signal.SIGCONT)
+        # What it was asked for then must not come to life: it is killed, and the next one takes its place.
+        wait_for("its end", lambda: not alive(server))
+        known: list[bool] = []
+        starter.processes.when_ready(lambda: known.append(True))
+        wait_for("the next server", lambda: known)
         assert starter.run(script).stdout == "1\n"
-    assert "a worker imports for itself" in caplog.text
+    assert caplog.text.count("a worker imports for itself") == 1
 
 
 def test_a_server_does_not_outlive_its_agent(tmp_path: Path) -> None:
@@ -175,3 +194,61 @@ with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r})) as starter:
         assert alive(server)
         agent.kill()
     wait_for("the server's end", lambda: not alive(server))
+
+
+def test_what_imports_do_to_the_environment_is_so_in_the_worker(tmp_path: Path) -> None:
+    text = "import os\nos.environ['SET_BY_IMPORT'] = '1'\nos.environ.pop('GIVEN', None)"
+    place = _package(tmp_path, "setting", text)
+    found = "import os, setting\nprint(os.environ.get('SET_BY_IMPORT'), os.environ.get('GIVEN'))"
+    script = write(tmp_path, "script.py", found)
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "GIVEN": "1"}) as starter:
+        assert starter.run(script).stdout == "1 None\n"
+
+
+def test_imports_find_the_scripts_arguments(tmp_path: Path) -> None:
+    place = _package(tmp_path, "curious", "import sys\nARGV = list(sys.argv)")
+    script = write(tmp_path, "script.py", "import curious\nprint(curious.ARGV[1:])")
+    with warm_starter(config_for(tmp_path, script, "--lr", "1", preload=()), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script, "--lr", "1").stdout == "['--lr', '1']\n"
+
+
+def test_a_directory_that_comes_later_is_found(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    script = write(tmp_path, "script.py", "import yaml\nimport latecomer\nprint(latecomer.X)")
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": str(late)}) as starter:
+        write(late, "latecomer.py", "X = 1")
+        assert starter.run(script).stdout == "1\n"
+
+
+def test_a_name_that_is_not_there_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "import sys\nprint('yaml' in sys.modules)\ntry:\n    from yaml._six import x\nexcept ImportError: pass"
+    script = write(tmp_path, "script.py", text)
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        assert starter.run(script).stdout == "True\n"
+    assert not caplog.records
+
+
+def test_dead_orphans_are_reaped_while_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_agents.processes.SWEEP_EVERY", 0.05)
+    text = "import os, subprocess, time\nos.system('sleep 0.01 &')\nos.system('sleep 0.01 &')\ntime.sleep(0.5)\n"
+    text += f"open({str(tmp_path / 'died')!r}, 'w').close()\ntime.sleep(60)"
+    script = write(tmp_path, "script.py", text)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        worker = starter.start(script)
+
+        def orphans() -> int:
+            mine = f"PPid:\t{os.getpid()}\n"
+            states = (path / "status" for path in Path("/proc").iterdir() if path.name.isdecimal())
+            return sum(mine in text and "Name:\tsleep\n" in text for text in map(_text, states))
+
+        wait_for("that they have died", (tmp_path / "died").exists)
+        wait_for("that they are reaped", lambda: not orphans())
+        starter.processes.signal(worker, signal.SIGKILL)
+        assert starter.wait() == (worker, -signal.SIGKILL)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -45,15 +45,22 @@ class Orders:
     stderr: int
     agent: int
 
-    def carry_out(self, mask: Sequence[int]) -> None:
+    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> None:
         """Become the worker; returns, or raises, as its script does.
 
         Args:
             mask: the signals that it finds blocked.
+            changed: variables that its imports have set, or removed (None).
         """
         _take_streams(self.stdout, self.stderr)
         os.environ.clear()
         os.environ.update(self.env)
+        for name, value in changed.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        importlib.invalidate_caches()  # what was not there then may be there by now
         _show(self.argv)
         _forget_server()
         _fresh_randomness()

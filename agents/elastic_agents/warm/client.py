@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
+from elastic_agents.sessions import kill_sessions, reap_orphans
 from elastic_agents.warm.imports import differs_at_import
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
@@ -47,7 +48,12 @@ def start_processes(config: LaunchConfig) -> Callable[[OnExit], WorkerProcesses]
     if not config.warm or config.command.display[0] == "--no-python" or python != sys.executable or rest[0] != "-u":
         return ExecProcesses
     make = partial(WarmServer, config, shared_environment(config))
-    server = make()
+    try:
+        _be_subreaper(True)
+        server = make()
+    except OSError as error:
+        _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+        return ExecProcesses
     return lambda on_exit: WarmProcesses(on_exit, server, make)
 
 
@@ -56,6 +62,7 @@ class WarmServer:
 
     Attributes:
         lost: whether it was ready and has died.
+        read: variables that its imports asked for.
 
     Args:
         env: a worker's environment, without what differs between workers.
@@ -96,7 +103,10 @@ class WarmServer:
         self._lock = threading.Lock()
         self._known = False
         self._usable = False
+        self._importing = ""
+        self.read: frozenset[str] = frozenset()
         self.lost = False
+        self._closing = False
         self._calls: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._listen, name="warm", daemon=True)
         self._thread.start()
@@ -139,16 +149,27 @@ class WarmServer:
                     raise OSError("the worker died as it was forked")
             return int(pid)
 
+    def give_up(self) -> None:
+        """Have it count as lost: what was asked of it last must never come to life."""
+        self._usable, self.lost = False, True
+        self._process.kill()
+
     def close(self) -> None:
         """End the server; workers go on."""
+        self._closing = True
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            _log.warning("the warm server, pid %d, cannot be killed", self._process.pid)
+        kill_sessions({self._process.pid})  # what imports have started
+        reap_orphans({self._process.pid})
         self._thread.join(10)
         self._orders.close()
 
     def _listen(self) -> None:
         """Hear the server until its end, or until no worker is left that was forked this moment."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE  # begins anew with each module
         with os.fdopen(self._source, "rb", buffering=0) as source, selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
             pending = b""
@@ -163,8 +184,12 @@ class WarmServer:
                     break
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
+                    deadline = time.monotonic() + PATIENCE
                     self._hear(json.loads(line))
-        self.lost = self._usable
+        self.lost = self.lost or self._usable
+        if not self._known and not self._closing:
+            where = f" as it imported {self._importing}" if self._importing else ""
+            _log.warning("workers import for themselves: the warm server has died%s", where)
         self._settle(usable=False)
 
     def _hear(self, message: dict[str, object]) -> None:
@@ -173,7 +198,12 @@ class WarmServer:
         elif "cold" in message:
             _log.info("workers import for themselves: %s", message["cold"])
             self._settle(usable=False)
+        elif "importing" in message:
+            self._importing = str(message["importing"])
         else:
+            read = message["ready"]
+            assert isinstance(read, list)
+            self.read = frozenset(read) - PER_WORKER
             self._settle(usable=True)
 
     def _settle(self, *, usable: bool) -> None:
@@ -207,7 +237,10 @@ class WarmProcesses:
             self._replaced += 1
             _log.warning("the warm server is gone; another one is started")
             self._server.close()
-            self._server = self._make()
+            try:
+                self._server = self._make()
+            except OSError as error:
+                _log.warning("workers import for themselves: there can be no warm server (%s)", error)
         self._server.when_known(call)
 
     def start(self, request: StartRequest) -> int:
@@ -217,6 +250,7 @@ class WarmProcesses:
             pid = self._server.fork(request)
         except OSError as error:
             _log.warning("a worker imports for itself: %s", error)
+            self._server.give_up()
             return self._exec.start(request)
         self._exec.adopt(pid)
         self.forked += 1
@@ -231,7 +265,7 @@ class WarmProcesses:
         _be_subreaper(False)
 
     def _differs(self, request: StartRequest) -> bool:
-        differing = differs_at_import(self._server.env, request.env)
+        differing = differs_at_import(self._server.env, request.env, self._server.read)
         if differing and not self._complained:
             self._complained = True
             names = ", ".join(differing)

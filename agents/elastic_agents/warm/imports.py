@@ -1,7 +1,8 @@
 """What a script will import, read from its source; nothing of it is run.
 
 Followed are imports at the top level of modules (and in ``try`` there) through the user's own files, which are read
-and never imported: only what is installed is to be loaded ahead.
+and never imported: only what is installed is to be loaded ahead. Where a statement changes what later imports find
+(``sys.path``), the reading ends; what it does to the environment is noted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "matters_at_import", "read"]
@@ -42,11 +43,10 @@ def matters_at_import(name: str) -> bool:
     return name.startswith(IMPORT_TIME) and not name.startswith("TORCHELASTIC_")
 
 
-def differs_at_import(mine: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
-    """Return the variables that matter at import and that two environments have different."""
-    return sorted(
-        name for name in mine.keys() | asked.keys() if matters_at_import(name) and mine.get(name) != asked.get(name)
-    )
+def differs_at_import(mine: Mapping[str, str], asked: Mapping[str, str], read: Collection[str] = ()) -> list[str]:
+    """Return the variables that two environments have different, and that matter at import or were read then."""
+    names = (name for name in mine.keys() | asked.keys() if matters_at_import(name) or name in read)
+    return sorted(name for name in names if mine.get(name) != asked.get(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,23 @@ class Reading:
 
     Attributes:
         imports: of installed modules, in the order of a run, each once.
-        sets: variables that the script sets itself and that matter at import.
+        sets: variables that the script sets itself at its top level, with the number of imports before; the name is
+            empty where it is not written out.
     """
 
     imports: list[Import] = field(default_factory=list)
-    sets: list[str] = field(default_factory=list)
+    sets: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def decisive(self) -> list[str]:
+        """Variables that native code reads as it is loaded, or is configured by later."""
+        # An interpreter reads its own once, at its start: to set them is for others.
+        return sorted({name for name, _ in self.sets if matters_at_import(name) and not name.startswith("PYTHON")})
+
+    @property
+    def before_imports(self) -> set[str]:
+        """Variables that are set before an import; empty for an unknown one."""
+        return {name for name, before in self.sets if before < len(self.imports)}
 
 
 def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
@@ -95,6 +107,7 @@ class _Reader:
         self._search = search
         self._files: set[str] = set()
         self._seen: set[Import] = set()
+        self._ended = False
 
     def file(self, path: str, package: str) -> None:
         path = os.path.realpath(path)
@@ -116,10 +129,12 @@ class _Reader:
                     if base and base != "__future__":
                         self._import(Import(base, tuple(alias.name for alias in names)))
                 case _:
-                    self.reading.sets += [name for name in _variables_set(statement) if matters_at_import(name)]
+                    before = len(self.reading.imports)
+                    self.reading.sets += [(name, before) for name in _variables_set(statement)]
+                    self._ended = self._ended or _changes_imports(statement)
 
     def _import(self, found: Import) -> None:
-        if found in self._seen or found.top in sys.stdlib_module_names:
+        if self._ended or found in self._seen or found.top in sys.stdlib_module_names:
             return
         self._seen.add(found)
         spec = importlib.machinery.PathFinder.find_spec(found.top, self._search)
@@ -181,21 +196,58 @@ def _installed(origin: str) -> bool:
     return any(part in ("site-packages", "dist-packages") for part in origin.split(os.sep))
 
 
+def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a statement's parts without the bodies of functions, which are for later."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _run_at_once(child)
+
+
+def _changes_imports(statement: ast.stmt) -> bool:
+    """Whether a statement changes where later imports look, or what they find."""
+    return any(_changes(node) for node in _run_at_once(statement))
+
+
+def _changes(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()) if _decides_imports(node):
+            return True
+        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
+            return _decides_imports(target)
+        case ast.Call(func=ast.Attribute(attr="addsitedir") | ast.Name(id="addsitedir")):
+            return True
+        case ast.Call(func=ast.Attribute(value=target, attr=method)):
+            return _decides_imports(target) and method not in ("get", "copy", "index", "count", "keys", "items")
+    return False
+
+
+def _decides_imports(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="sys"), attr="path" | "modules" | "meta_path" | "path_hooks"):
+            return True
+    return False
+
+
 def _variables_set(statement: ast.stmt) -> Iterator[str]:
-    """Names of variables that a statement gives to the environment, as far as they are written out."""
-    for node in ast.walk(statement):
+    """Names of variables that a statement gives to the environment; empty where they are not written out."""
+    for node in _run_at_once(statement):
         match node:
             case ast.Subscript(value=target, slice=key, ctx=ast.Store() | ast.Del()) if _is_environ(target):
-                yield from _texts([key])
+                yield _text(key)
+            case ast.AugAssign(target=target) if _is_environ(target):
+                yield ""
             case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv"), args=[key, *_]):
-                yield from _texts([key])
+                yield _text(key)
+            case ast.Call(func=ast.Attribute(attr="load_dotenv") | ast.Name(id="load_dotenv")):
+                yield ""
             case ast.Call(func=ast.Attribute(value=target, attr=method), args=args, keywords=given):
-                if _is_environ(target) and method in ("setdefault", "pop"):
-                    yield from _texts(args[:1])
+                if _is_environ(target) and method in ("setdefault", "pop") and args:
+                    yield _text(args[0])
                 elif _is_environ(target) and method == "update":
-                    yield from (keyword.arg for keyword in given if keyword.arg)
+                    yield from (keyword.arg or "" for keyword in given)
                     for argument in args:
-                        yield from _texts(argument.keys if isinstance(argument, ast.Dict) else ())
+                        yield from map(_text, argument.keys) if isinstance(argument, ast.Dict) else [""]
 
 
 def _is_environ(node: ast.expr) -> bool:
@@ -205,7 +257,5 @@ def _is_environ(node: ast.expr) -> bool:
     return False
 
 
-def _texts(nodes: Iterable[ast.expr | None]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def _text(node: ast.expr | None) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -1,8 +1,9 @@
 """The process that has imported what workers need, and forks them. It computes nothing and starts no thread.
 
-Into a pipe it says, as JSON lines, ``{"ready": [modules]}`` or ``{"cold": why}`` once and ``{"warning": text}``
-before; then it takes orders ``{"argv", "env"}`` from a socket, each with three descriptors: the worker's standard
-output, its standard error and a socket over which the worker itself tells its pid and waits for a go.
+Into a pipe it says, as JSON lines, ``{"ready": [variables that imports read]}`` or ``{"cold": why}`` once, before
+that ``{"importing": module}`` and ``{"warning": text}``; then it takes orders ``{"argv", "env"}`` from a socket, each
+with three descriptors: the worker's standard output, its standard error and a socket over which the worker itself tells
+its pid and waits for a go.
 
 A worker is forked by an intermediate process that exits at once: so it becomes a child of the agent, which is a
 subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
@@ -10,9 +11,8 @@ subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import gc
-import importlib
 import json
 import os
 import signal
@@ -24,26 +24,10 @@ from typing import Any
 
 from elastic_agents.warm.become import Orders, entry_point, leave_parent
 from elastic_agents.warm.imports import Import, read
-from elastic_agents.warm.spying import Watch
+from elastic_agents.warm.loading import Loaded, hidden_by, load
+from elastic_agents.warm.spying import tasks
 
-__all__ = ["BLOCKED", "TORCH", "serve"]
-
-TORCH = (
-    "torch._dynamo",  # the first use of an optimizer imports it
-    "torch.distributed.algorithms.join",
-    "torch.distributed.tensor",
-    "torch.nn.parallel",
-)
-"""What a training script comes to import sooner or later once it has imported torch."""
-
-OURS = (
-    "elastic_launch.training.trainer",
-    "elastic_launch.training.session",
-    "elastic_launch.training.checkpoint",
-    "elastic_launch.training.loader",
-    "elastic_launch.training.dist",
-)
-"""What ``elastic_launch`` loads on first use."""
+__all__ = ["BLOCKED", "serve"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole groups of processes are sent, and that are not for this one."""
@@ -66,87 +50,54 @@ def serve(argument: str) -> Callable[[], None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     if settings["mask"] is None:
         settings["mask"] = sorted(before)
-    if reason := _prepare(settings):
-        _say(settings, {"cold": reason})
+    for descriptor in (settings["orders"], settings["tell"]):
+        os.set_inheritable(descriptor, False)
+    loaded = _prepare(settings)
+    if isinstance(loaded, str):
+        _say(settings, {"cold": loaded})
         os._exit(0)
+    _say(settings, {"ready": sorted(loaded.read)})
     with socket.socket(fileno=settings["orders"]) as sock:
         orders = _orders(sock)
     os.close(settings["tell"])
-    return partial(orders.carry_out, settings["mask"])
+    return partial(orders.carry_out, settings["mask"], loaded.changed)
 
 
-def _prepare(settings: dict[str, Any]) -> str:
+def _prepare(settings: dict[str, Any]) -> str | Loaded:
     """Do the imports; return why workers cannot be forked, if so."""
-    if sys.gettrace() or sys.getprofile():
-        return "a debugger or profiler watches each process from its start"
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "the interpreter has threads from its start"
+    if reason := _watched():
+        return reason
     path, first, module = entry_point(settings["argv"])
     if not path:
         return "the script is of a kind that only a process of its own can run"
     reading = read(path, first, sys.path, module)
-    if reading.sets:
-        return f"the script sets {', '.join(sorted(set(reading.sets)))}, which matters before its imports"
+    if reading.decisive:
+        return f"the script sets {', '.join(reading.decisive)}, which matters before its imports"
+    if "" in reading.before_imports:
+        return "the script sets variables that are not written out before its imports"
     without = set(settings["without"])
     wanted = [item for item in reading.imports if item.top not in without and item.module not in without]
     wanted += [Import(name) for name in settings["preload"]]
     if not wanted:
         return "the script imports nothing that takes long"
-    faults = _load(wanted, frozenset(settings["preload"]), without)
-    if faults:
-        _begin_again(settings, faults)
-        return f"{', '.join(faults)} cannot be loaded ahead"
-    _say(settings, {"ready": sorted({item.module for item in wanted})})
-    return ""
+    sys.argv[:] = settings["argv"]
+    loaded = load(wanted, set(settings["preload"]), without, lambda name: _say(settings, {"importing": name}))
+    if loaded.faults:
+        _begin_again(settings, loaded.faults)
+        return f"{', '.join(loaded.faults)} cannot be loaded ahead"
+    if names := reading.before_imports & loaded.read:
+        return f"the script sets {', '.join(sorted(names))}, which its imports read"
+    if hidden := hidden_by(first):
+        return f"{', '.join(hidden)} beside the script may be what libraries import by that name"
+    return loaded
 
 
-def _load(wanted: list[Import], asked: frozenset[str], without: set[str]) -> dict[str, str]:
-    """Import; return modules that may not be imported ahead, with what they do."""
-    nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a question for devices spoils CUDA for forks
-    watch = Watch()
-    faults: dict[str, str] = {}
-    gc.disable()  # a third of the time for nothing: what is imported stays
-    try:
-        for item in _in_order(wanted, without):
-            watch.begin()
-            failure = _import(item)
-            found = (failure,) if failure else watch.faults()
-            if found and item.module in TORCH + OURS:
-                item = Import(item.top)
-            # A module that cannot be imported will say so in the worker; here it may have left half of itself.
-            if found and (failure or item.module not in asked):
-                faults[item.module if item.module in asked else item.top] = "; ".join(found)
-    finally:
-        gc.enable()
-        watch.close()
-        if nvml is None:
-            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-        else:
-            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = nvml
-    gc.collect()
-    gc.freeze()  # a collection in a worker would touch, and so copy, all pages
-    return faults
-
-
-def _in_order(wanted: list[Import], without: set[str]) -> list[Import]:
-    order = list(wanted)
-    if any(item.top == "elastic_launch" for item in order):
-        order += [Import(name) for name in OURS]
-    if any(item.top in ("torch", "elastic_launch") for item in order) and "torch" not in without:
-        order += [Import(name) for name in TORCH]
-    return order
-
-
-def _import(item: Import) -> str:
-    """Import as the statement would; return what went wrong."""
-    try:
-        module = importlib.import_module(item.module)
-        for name in item.names:
-            if name != "*" and not hasattr(module, name):
-                importlib.import_module(f"{item.module}.{name}")
-    except BaseException as error:  # noqa: BLE001 - a module's code may raise anything, SystemExit too
-        return f"raises {type(error).__name__}"
+def _watched() -> str:
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    if sys.gettrace() or sys.getprofile() or any(monitoring and monitoring.get_tool(tool) for tool in range(6)):
+        return "a debugger or profiler watches each process from its start"
+    if tasks() > 1:
+        return "the interpreter has threads from its start"
     return ""
 
 
@@ -191,8 +142,9 @@ def _orders(sock: socket.socket) -> Orders:
 
 def _fork(orders: Orders) -> bool:
     """Fork a worker; return True in it. Where that is impossible the agent sees its socket closed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # an import may have replaced them, and the disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     try:
         between = os.fork()
     except OSError:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-__all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork"]
+__all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork", "tasks"]
 
 PER_WORKER = frozenset(
     {
@@ -25,51 +26,123 @@ PER_WORKER = frozenset(
         "ROLE_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_MAX_RESTARTS",
         "TORCHELASTIC_RESTART_COUNT",
         "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "ELASTIC_LAUNCH_LOCAL_RANK",
         "ELASTIC_LAUNCH_ROUND",
         "ELASTIC_LAUNCH_SOCKET",
+        "ELASTIC_LAUNCH_START_REASON",
     }
 )
 """Variables that workers have and the server has not."""
 
+DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")
+"""What a process opens that computes on a device of NVIDIA's, of AMD's, or through Windows."""
+
 
 class Watch:
-    """Notices what imports do between :meth:`begin` and :meth:`faults`."""
+    """Notices what imports do between :meth:`begin` and :meth:`faults`.
+
+    Attributes:
+        read: names of all variables that were asked for.
+    """
 
     def __init__(self) -> None:
         self._variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
         self._spy = _Spy(self._variables)
         _use(self._spy)
-        self._threads = 0
+        self._before = _State.now()
+        self.read: set[str] = set()
 
     def begin(self) -> None:
-        self._threads = tasks()
+        self._before = _State.now()
         self._spy.read.clear()
 
     def faults(self) -> tuple[str, ...]:
         """Return what happened since, each a few words that follow the name of a module."""
+        before, now = self._before, _State.now()
+        self.read |= self._spy.read
         found = []
-        if threading.active_count() > 1:
+        if now.python_threads > before.python_threads:
             found.append("starts threads")
-        elif tasks() > self._threads and lives_after_fork():
+        elif now.tasks > before.tasks and lives_after_fork(before.tasks):
             found.append("starts threads that do not end for a fork")
-        if self._spy.read:
-            found.append(f"reads {', '.join(sorted(self._spy.read))}, which differs between workers")
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and (cuda.is_initialized() or (_has_device() and poisoned_by_fork())):
-            found.append("initializes CUDA")
+        if mine := sorted(self._spy.read & PER_WORKER):
+            found.append(f"reads {', '.join(mine)}, which differs between workers")
+        if now.cuda > before.cuda or any(what in DEVICES for what in now.open - before.open):
+            found.append("initializes a device")
+        elif kept := sorted(now.open - before.open):
+            found.append(f"keeps open {', '.join(kept)}, which workers would share")
+        if now.shared > before.shared:
+            found.append("makes a semaphore or memory that workers would share")
+        if now.children > before.children:
+            found.append("starts a process")
         return tuple(found)
 
     def close(self) -> None:
-        """Put the environment back as it was."""
+        """Put the environment's dictionary back, with what is in it now."""
         self._variables.clear()
         self._variables.update(self._spy)
         _use(self._variables)
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What of this process a fork would share or lose."""
+
+    python_threads: int
+    tasks: int
+    cuda: bool
+    open: frozenset[str]
+    shared: int
+    children: frozenset[str]
+
+    @staticmethod
+    def now() -> _State:
+        cuda = sys.modules.get("torch.cuda")
+        return _State(
+            python_threads=threading.active_count(),
+            tasks=tasks(),
+            cuda=cuda is not None and (cuda.is_initialized() or (_has_device() and poisoned_by_fork())),
+            open=frozenset(_open()),
+            shared=_shared(),
+            children=frozenset(_children()),
+        )
+
+
+def _open() -> Iterator[str]:
+    """What is behind this process' descriptors and would be shared: no files that are only read."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+            with open(f"/proc/self/fdinfo/{name}") as info:
+                flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
+        except OSError:
+            continue  # that of the listing itself
+        written = flags & os.O_ACCMODE != os.O_RDONLY and target.startswith("/") and not target.startswith("/dev/")
+        if written or target in DEVICES or target.partition(":")[0] in ("socket", "pipe", "anon_inode"):
+            yield target
+
+
+def _shared() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/dev/shm/" in line for line in maps)
+
+
+def _children() -> Iterator[str]:
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as children:
+                yield from children.read().split()
+        except OSError:
+            continue  # a kernel without that file, or a thread that has just ended
+
+
 class _Spy(dict[bytes, bytes]):
-    """The environment's dictionary, which remembers questions that have other answers in a worker."""
+    """The environment's dictionary, which remembers what it was asked for."""
 
     def __init__(self, source: dict[bytes, bytes]) -> None:
         super().__init__(source)
@@ -83,10 +156,9 @@ class _Spy(dict[bytes, bytes]):
         self._note(key)
         return super().__contains__(key)
 
-    def _note(self, key: Any) -> None:
-        name = os.fsdecode(key) if isinstance(key, bytes) else ""
-        if name in PER_WORKER:
-            self.read.add(name)
+    def _note(self, key: object) -> None:
+        if isinstance(key, bytes):
+            self.read.add(os.fsdecode(key))
 
 
 def _use(variables: dict[bytes, bytes]) -> None:
@@ -99,8 +171,8 @@ def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def lives_after_fork() -> bool:
-    """Whether threads remain beside this one when the process forks.
+def lives_after_fork(before: int) -> bool:
+    """Whether more threads than before remain when the process forks.
 
     Libraries that know of forks (OpenBLAS) end theirs before one, and start them again when they are needed.
     """
@@ -108,7 +180,7 @@ def lives_after_fork() -> bool:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    return tasks() > 1
+    return tasks() > before
 
 
 def poisoned_by_fork() -> bool:
