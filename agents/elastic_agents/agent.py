@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agents import policy as p
+from elastic_agents import vocabulary as v
 from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
@@ -28,6 +28,7 @@ from elastic_agents.logs import LogPlaces, WorkerLogs
 from elastic_agents.logs_specs import LogsSpecsFailed
 from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, place, placements
+from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.telling import tell_forwarded, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
@@ -131,7 +132,7 @@ class LocalElasticAgent(ElasticAgent):
             local_addr=config.local_addr,
         )
         self._group = WorkerGroup(spec)
-        self._view = p.View()
+        self._view = v.View()
         self._outcome: Outcome | None = None
         self._restarts = 0
         self._failure: m.Failure | None = None
@@ -203,7 +204,7 @@ class LocalElasticAgent(ElasticAgent):
         if copied is not None:
             self._control.tell_copied(copied)
         if self._keeper.idle:
-            self._inbox.put(p.CopiesDone())
+            self._inbox.put(v.CopiesDone())
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
@@ -216,11 +217,11 @@ class LocalElasticAgent(ElasticAgent):
         event = self._understand(item)
         if event is None:
             return
-        self._view, actions = p.decide(self._view, event, self._config.nproc)
+        self._view, actions = decide(self._view, event, self._config.nproc)
         for action in actions:
             self._carry_out(action)
 
-    def _understand(self, item: object) -> p.Event | None:
+    def _understand(self, item: object) -> v.Event | None:
         """Turn what came into what the policy knows, and note it."""
         match item:
             case _Exited(pid=pid, exit_code=exit_code):
@@ -270,23 +271,23 @@ class LocalElasticAgent(ElasticAgent):
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
-                return p.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
-            case p.WorkerDrained(step=step):
+                return v.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
+            case v.WorkerDrained(step=step):
                 # The host of a c10d store has nobody to serve: the others cannot go on without it.
                 newest = self._keeper.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
-            case m.Released() | p.WorkerReady() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
+            case m.Released() | v.WorkerReady() | v.CopiesDone() | v.DrainOver() | v.TeardownOver():
                 return item
-            case p.GraceOver() | p.HoldOver() | p.StartFailed() | p.WorkerGone() | RendezvousLost():
+            case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 
-    def _depart(self, order: m.Depart, reason: str, seconds: float) -> p.Event | None:
+    def _depart(self, order: m.Depart, reason: str, seconds: float) -> v.Event | None:
         self._events.emit(OrderReceived("depart", self._view.round, order.term, reason))
         if self._view.leaving is not None:
             return None  # it does so already, and told twice it would not drain
         _log.info("%s: this node leaves the run", reason)
-        return p.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
+        return v.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
@@ -299,7 +300,7 @@ class LocalElasticAgent(ElasticAgent):
         needed = self._control.pace.drain_seconds()
         if left >= needed:
             return left
-        if self._view.phase is p.Phase.RUNNING:
+        if self._view.phase is v.Phase.RUNNING:
             _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
         return 0.0
 
@@ -324,17 +325,17 @@ class LocalElasticAgent(ElasticAgent):
         if not self._hosting:  # there the leader's own events tell it already
             tell_order(order, number, cause)
 
-    def _exited(self, pid: int, exit_code: int) -> p.Event | None:
+    def _exited(self, pid: int, exit_code: int) -> v.Event | None:
         reaped = self._workers.reap(pid, exit_code)
         if reaped is None:
             return None
         where = reaped.placement
         drained = where.local_rank in self._view.drained
-        stopped = self._view.phase in (p.Phase.STOPPING, p.Phase.DRAINING) or drained
+        stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained
         self._events.emit(
             WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
-        if exit_code != 0 and not drained and self._view.phase is not p.Phase.STOPPING:
+        if exit_code != 0 and not drained and self._view.phase is not v.Phase.STOPPING:
             self._local_failures[where.rank] = reaped
             _log.warning(
                 "rank %d (pid %d) ended with %s in round %d",
@@ -343,56 +344,56 @@ class LocalElasticAgent(ElasticAgent):
                 describe(exit_code),
                 reaped.round,
             )
-        return p.WorkerGone(reaped.round, where.local_rank, exit_code)
+        return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
 
-    def _carry_out(self, action: p.Action) -> None:
+    def _carry_out(self, action: v.Action) -> None:
         match action:
-            case p.StartWorkers(form=form):
+            case v.StartWorkers(form=form):
                 self._awaited = form
                 self._processes.when_ready(lambda: self._inbox.put(_CanStart(form.round.number)))
-            case p.AskStop(round=number, cause=cause, seconds=seconds):
+            case v.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
-                    self._inbox.put_later(seconds, p.DrainOver(number))
-            case p.AwaitCopies():
+                    self._inbox.put_later(seconds, v.DrainOver(number))
+            case v.AwaitCopies():
                 if self._keeper.idle:
-                    self._inbox.put(p.CopiesDone())
-            case p.AwaitEnd(round=number, local_rank=local_rank):
-                self._inbox.put_later(p.TEARDOWN, p.TeardownOver(number, local_rank))
-            case p.Terminate() | p.Kill() if self._awaited is not None:
+                    self._inbox.put(v.CopiesDone())
+            case v.AwaitEnd(round=number, local_rank=local_rank):
+                self._inbox.put_later(v.TEARDOWN, v.TeardownOver(number, local_rank))
+            case v.Terminate() | v.Kill() if self._awaited is not None:
                 number, self._awaited = self._awaited.round.number, None
                 for local_rank in range(self._config.nproc):
-                    self._inbox.put(p.WorkerGone(number, local_rank, -signal.SIGKILL))
-            case p.Terminate(round=number, local_ranks=local_ranks):
+                    self._inbox.put(v.WorkerGone(number, local_rank, -signal.SIGKILL))
+            case v.Terminate(round=number, local_ranks=local_ranks):
                 self._workers.terminate(local_ranks)
-                self._inbox.put_later(self._config.shutdown_timeout, p.GraceOver(number))
-            case p.Kill(local_ranks=local_ranks):
+                self._inbox.put_later(self._config.shutdown_timeout, v.GraceOver(number))
+            case v.Kill(local_ranks=local_ranks):
                 self._workers.kill(local_ranks)
-            case p.Hold(round=number, local_rank=local_rank):
-                self._inbox.put_later(p.HOLD, p.HoldOver(number, local_rank))
-            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+            case v.Hold(round=number, local_rank=local_rank):
+                self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
+            case v.ReportFailed(local_rank=local_rank, preempted=preempted):
                 self._membership.failed(self._workers.failure(local_rank, preempted))
-            case p.ReportReady(round=number):
+            case v.ReportReady(round=number):
                 self._membership.ready(number)
                 if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
-            case p.ReportStopped(round=number, drained=drained, serve=serve):
+            case v.ReportStopped(round=number, drained=drained, serve=serve):
                 self._end_round(number, drained, serve)
-            case p.ReportDone(round=number):
+            case v.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._membership.done(number)
-            case p.ReportLeaving(reason=reason, seconds=seconds):
+            case v.ReportLeaving(reason=reason, seconds=seconds):
                 self._membership.leaving(reason, seconds)
-            case p.Warn(text=text):
+            case v.Warn(text=text):
                 _log.warning("%s", text)
-            case p.Finish(code=code, cause=cause):
+            case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 self._outcome = Outcome(code, cause, self._restarts, failure)
 
     def _estimate(self, number: int) -> None:
-        if number == self._view.round and self._view.phase is p.Phase.RUNNING:
+        if number == self._view.round and self._view.phase is v.Phase.RUNNING:
             self._membership.ready(number, round(self._control.pace.remaining(), 3))
             self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
 
@@ -410,7 +411,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _serve(self, address: str) -> int:
         """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
-        self._inbox.put_later(p.SERVES, m.Released(0))
+        self._inbox.put_later(v.SERVES, m.Released(0))
         try:
             return self._keeper.serve(listen(address), self._transfer_key())
         except (OSError, EndpointError) as error:
@@ -435,7 +436,7 @@ class LocalElasticAgent(ElasticAgent):
         try:
             self._logs, envs = self._places.prepare(form.round.number, placed, partial(self._environment, form))
         except LogsSpecsFailed as error:
-            self._react(p.StartFailed(str(error), frozenset()))
+            self._react(v.StartFailed(str(error), frozenset()))
             return
         for worker, placement in zip(self._group.workers, placed, strict=True):
             began, local_rank = self._clock.now(), placement.local_rank
@@ -446,7 +447,7 @@ class LocalElasticAgent(ElasticAgent):
                 )
             except OSError as error:
                 cause = f"worker {placement.rank} cannot be started: {error}"
-                self._react(p.StartFailed(cause, frozenset(range(local_rank))))
+                self._react(v.StartFailed(cause, frozenset(range(local_rank))))
                 return
             took = round(self._clock.now() - began, 6)
             self._events.emit(
