@@ -2,7 +2,7 @@
 
 ``record``      the one value that a run keeps in its control store
 ``store``       what a control store must do; ``c10d`` is the one on torch's TCPStore
-``messages``    what nodes and leader say to each other
+``messages``    what nodes and leader say to each other: ``reports`` up, ``orders`` down
 ``leader``      who decides: a pure state machine, whose output are ``instructions``
                 (``admission`` refuses strangers, ``ranks`` orders the members, ``verdict`` judges faults)
 ``service``     the leader's input and output: links, clock, store
