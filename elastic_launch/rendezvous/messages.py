@@ -95,6 +95,7 @@ _REPORTS: dict[str, type[Any]] = {
     "saved": Saved,
     "joined": Joined,
     "ready": Ready,
+    "imported": Imported,
     "failed": Failed,
     "stopped": Stopped,
     "done": Done,
