@@ -7,10 +7,19 @@ durations) and the fields of the event. Times of two hosts are not comparable.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
-from elastic_launch.sinks import EventSink, JsonLines, event_name
+from elastic_launch.node_events import (
+    FirstStep,
+    LinkChanged,
+    OrderReceived,
+    RoundSteps,
+    TrainingBegun,
+    WorkerExited,
+    WorkerStarted,
+)
+from elastic_launch.sinks import Event, EventSink, JsonLines, event_name
 
 __all__ = [
     "Event",
@@ -40,20 +49,6 @@ __all__ = [
     "counted",
     "event_name",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each.
-
-    An event whose ``line`` is empty is told by another one.
-    """
-
-    leader: ClassVar[bool] = False
-
-    def line(self) -> str:
-        """Who, why, what is next, in one line."""
-        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,105 +300,6 @@ class RunEnded(Event):
 
     def line(self) -> str:
         return ""  # every agent's summary tells it
-
-
-@dataclass(frozen=True, slots=True)
-class OrderReceived(Event):
-    """The node got an order from the leader.
-
-    Attributes:
-        kind: of a break or drain, as of a broken round.
-    """
-
-    order: str
-    round: int
-    term: int
-    cause: str
-    kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkChanged(Event):
-    """The node's link to the leader came up or went down, or the node found itself frozen or cut off."""
-
-    up: bool
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStarted(Event):
-    """A worker process was started.
-
-    Attributes:
-        start_s: seconds that its start took the agent.
-    """
-
-    round: int
-    rank: int
-    local_rank: int
-    pid: int
-    cause: str
-    start_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExited(Event):
-    """A worker process was reaped.
-
-    Attributes:
-        exit_code: its exit code, -N for signal N.
-        ran_s: seconds since its start.
-        stopped: whether the agent had told it to stop.
-    """
-
-    round: int
-    rank: int
-    local_rank: int
-    pid: int
-    exit_code: int
-    ran_s: float
-    stopped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingBegun(Event):
-    """The first of this node's workers has come to where training begins or goes on.
-
-    Attributes:
-        rank: its rank.
-        step: optimizer steps done before.
-        total: steps of the whole training, 0 if that is not known.
-        restore_s: seconds that restoring the state took it.
-    """
-
-    round: int
-    rank: int
-    step: int
-    total: int
-    restore_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FirstStep(Event):
-    """The round's first optimizer step is done; step counts those done so far."""
-
-    round: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSteps(Event):
-    """This node's workers of a round do no more steps.
-
-    Attributes:
-        first, last: optimizer steps done when training began and when it ended.
-        trained_s: seconds from its beginning to the last step done.
-    """
-
-    round: int
-    first: int
-    last: int
-    trained_s: float
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,7 @@
-"""Where events go; what they are is :mod:`elastic_launch.events`' business, which has these names, too."""
+"""What all events have in common, and where they go; which there are is :mod:`elastic_launch.events`' business.
+
+That module has these names, too.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,28 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from elastic_launch.clock import Clock
 
-if TYPE_CHECKING:
-    from elastic_launch.events import Event
+__all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 
-__all__ = ["EventSink", "JsonLines", "event_name"]
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each.
+
+    An event whose ``line`` is empty is told by another one.
+    """
+
+    leader: ClassVar[bool] = False
+
+    def line(self) -> str:
+        """Who, why, what is next, in one line."""
+        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 class EventSink(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from signal import SIGINT, SIGTERM, Signals
 
-from elastic_agents import policy as p
+from elastic_agents import vocabulary as v
 from elastic_launch.errors import RefusedError
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
@@ -26,9 +26,9 @@ def brk(number: int) -> m.Break:
     return m.Break(1, number, "crash", "rank 0 crashed")
 
 
-def gone(local_rank: int, exit_code: int, number: int = 1) -> p.WorkerGone:
-    return p.WorkerGone(number, local_rank, exit_code)
+def gone(local_rank: int, exit_code: int, number: int = 1) -> v.WorkerGone:
+    return v.WorkerGone(number, local_rank, exit_code)
 
 
-def leave(number: int, seconds: float = 0.0) -> p.Leave:
-    return p.Leave(Signals(number).name, 128 + number, seconds)
+def leave(number: int, seconds: float = 0.0) -> v.Leave:
+    return v.Leave(Signals(number).name, 128 + number, seconds)

@@ -2,7 +2,7 @@
 
 ``main``      runs one node's part of a run and says how it ended
 ``agent``     LocalElasticAgent: takes from the inbox, asks the policy, carries out
-``policy``    the pure decisions
+``policy``    the pure decisions; ``vocabulary`` what they speak of
 ``inbox``     one queue for signals, exits, orders and timers
 ``workers``   the workers of a round; ``processes`` and ``sessions`` start and end their processes
 ``warm``      what they are forked from, so that they need not import

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from torch.distributed.elastic.agent.server.api import (
@@ -13,23 +13,22 @@ from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
     RunResult,
     WorkerGroup,
-    WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agents import policy as p
+from elastic_agents import vocabulary as v
 from elastic_agents.control import Control, WorkerSaved
-from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import Inbox, SignalCaught
+from elastic_agents.inbox import CanStart, EstimateDue, Exited, Inbox, SignalCaught
 from elastic_agents.keeper import Keeper
 from elastic_agents.logs import LogPlaces, WorkerLogs
 from elastic_agents.logs_specs import LogsSpecsFailed
+from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output import OutputPump
-from elastic_agents.placing import arguments, environment, place, placements
+from elastic_agents.placing import arguments, environment, group_of, place, placements
+from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
-from elastic_agents.telling import tell_forwarded, tell_opened, tell_order
+from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
@@ -46,51 +45,12 @@ from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
 
-__all__ = ["LocalElasticAgent", "Outcome"]
+__all__ = ["LocalElasticAgent"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Exited:
-    """A worker process was reaped."""
-
-    pid: int
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class _CanStart:
-    """Workers can be started without waiting for anything."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class _EstimateDue:
-    """It is time to tell the leader how long the round still needs."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How this node's part of the run ended.
-
-    Attributes:
-        failure: the run's root cause, if a worker's failure ended it.
-        restarts: restarts charged to the run's budget, as far as this node knows.
-        unsaved: why the last copy to durable storage failed, if it did.
-    """
-
-    code: int
-    cause: str
-    restarts: int = 0
-    failure: m.Failure | None = None
-    unsaved: str = ""
 
 
 class LocalElasticAgent(ElasticAgent):
@@ -121,17 +81,8 @@ class LocalElasticAgent(ElasticAgent):
         self._store: WorkerStore | None = None
         self._run_file = RunFile(config.run_directory)
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
-        spec = WorkerSpec(
-            role=config.role,
-            local_world_size=config.nproc,
-            rdzv_handler=MembershipHandler(config, self._membership),
-            entrypoint=config.command.argv[0],
-            args=config.command.argv[1:],
-            max_restarts=config.limits.max_restarts,
-            local_addr=config.local_addr,
-        )
-        self._group = WorkerGroup(spec)
-        self._view = p.View()
+        self._group = group_of(config, MembershipHandler(config, self._membership))
+        self._view = v.View()
         self._outcome: Outcome | None = None
         self._restarts = 0
         self._failure: m.Failure | None = None
@@ -160,7 +111,7 @@ class LocalElasticAgent(ElasticAgent):
         """
         guard = Guard()
         pump = OutputPump()
-        processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(_Exited(pid, code)))
+        processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
@@ -186,7 +137,8 @@ class LocalElasticAgent(ElasticAgent):
             self._run_file.close()
         self._outcome = replace(self._outcome, unsaved=keeper.failed)
         self._run_file.end(self._outcome.code, self._outcome.cause)
-        return self._result(self._outcome)
+        files = {rank: logs.error_file for rank, logs in self._logs.items()}
+        return result_of(self._outcome.code, self._local_failures, files)
 
     def _secure(self) -> None:
         """What a run that failed has in memory only is what it can go on from."""
@@ -203,7 +155,7 @@ class LocalElasticAgent(ElasticAgent):
         if copied is not None:
             self._control.tell_copied(copied)
         if self._keeper.idle:
-            self._inbox.put(p.CopiesDone())
+            self._inbox.put(v.CopiesDone())
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
@@ -216,14 +168,14 @@ class LocalElasticAgent(ElasticAgent):
         event = self._understand(item)
         if event is None:
             return
-        self._view, actions = p.decide(self._view, event, self._config.nproc)
+        self._view, actions = decide(self._view, event, self._config.nproc)
         for action in actions:
             self._carry_out(action)
 
-    def _understand(self, item: object) -> p.Event | None:
+    def _understand(self, item: object) -> v.Event | None:
         """Turn what came into what the policy knows, and note it."""
         match item:
-            case _Exited(pid=pid, exit_code=exit_code):
+            case Exited(pid=pid, exit_code=exit_code):
                 return self._exited(pid, exit_code)
             case Opened(place=place):
                 self._opened(place.hosting, str(place.endpoint), place.address)
@@ -240,10 +192,10 @@ class LocalElasticAgent(ElasticAgent):
             case CutOff(reason=reason):
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
-            case _EstimateDue(round=number):
+            case EstimateDue(round=number):
                 self._estimate(number)
                 return None
-            case _CanStart(round=number):
+            case CanStart(round=number):
                 if self._awaited is not None and self._awaited.round.number == number:
                     form, self._awaited = self._awaited, None
                     self._start(form)
@@ -270,23 +222,23 @@ class LocalElasticAgent(ElasticAgent):
             case SignalCaught(number=number):
                 name = signal.Signals(number).name
                 _log.info("%s received", name)
-                return p.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
-            case p.WorkerDrained(step=step):
+                return v.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
+            case v.WorkerDrained(step=step):
                 # The host of a c10d store has nobody to serve: the others cannot go on without it.
                 newest = self._keeper.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
-            case m.Released() | p.WorkerReady() | p.CopiesDone() | p.DrainOver() | p.TeardownOver():
+            case m.Released() | v.WorkerReady() | v.CopiesDone() | v.DrainOver() | v.TeardownOver():
                 return item
-            case p.GraceOver() | p.HoldOver() | p.StartFailed() | p.WorkerGone() | RendezvousLost():
+            case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 
-    def _depart(self, order: m.Depart, reason: str, seconds: float) -> p.Event | None:
+    def _depart(self, order: m.Depart, reason: str, seconds: float) -> v.Event | None:
         self._events.emit(OrderReceived("depart", self._view.round, order.term, reason))
         if self._view.leaving is not None:
             return None  # it does so already, and told twice it would not drain
         _log.info("%s: this node leaves the run", reason)
-        return p.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
+        return v.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
@@ -299,7 +251,7 @@ class LocalElasticAgent(ElasticAgent):
         needed = self._control.pace.drain_seconds()
         if left >= needed:
             return left
-        if self._view.phase is p.Phase.RUNNING:
+        if self._view.phase is v.Phase.RUNNING:
             _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
         return 0.0
 
@@ -312,89 +264,80 @@ class LocalElasticAgent(ElasticAgent):
         tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
-        kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
-        number = order.round.number if isinstance(order, m.Form) else self._view.round
-        cause = order.reason if isinstance(order, m.Evicted) else order.cause
-        why = order.kind if isinstance(order, m.Drain | m.Break) else ""
-        self._events.emit(OrderReceived(kind, number, order.term, cause, why))
+        event = received(order, self._view.round)
+        self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
         if isinstance(order, m.Form):
             self._restarts = order.restarts
         if not self._hosting:  # there the leader's own events tell it already
-            tell_order(order, number, cause)
+            tell_order(order, event.round, event.cause)
 
-    def _exited(self, pid: int, exit_code: int) -> p.Event | None:
+    def _exited(self, pid: int, exit_code: int) -> v.Event | None:
         reaped = self._workers.reap(pid, exit_code)
         if reaped is None:
             return None
         where = reaped.placement
         drained = where.local_rank in self._view.drained
-        stopped = self._view.phase in (p.Phase.STOPPING, p.Phase.DRAINING) or drained
+        stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained
         self._events.emit(
             WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
-        if exit_code != 0 and not drained and self._view.phase is not p.Phase.STOPPING:
+        if exit_code != 0 and not drained and self._view.phase is not v.Phase.STOPPING:
             self._local_failures[where.rank] = reaped
-            _log.warning(
-                "rank %d (pid %d) ended with %s in round %d",
-                where.rank,
-                pid,
-                describe(exit_code),
-                reaped.round,
-            )
-        return p.WorkerGone(reaped.round, where.local_rank, exit_code)
+            tell_ended(reaped)
+        return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
 
-    def _carry_out(self, action: p.Action) -> None:
+    def _carry_out(self, action: v.Action) -> None:
         match action:
-            case p.StartWorkers(form=form):
+            case v.StartWorkers(form=form):
                 self._awaited = form
-                self._processes.when_ready(lambda: self._inbox.put(_CanStart(form.round.number)))
-            case p.AskStop(round=number, cause=cause, seconds=seconds):
+                self._processes.when_ready(lambda: self._inbox.put(CanStart(form.round.number)))
+            case v.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
-                    self._inbox.put_later(seconds, p.DrainOver(number))
-            case p.AwaitCopies():
+                    self._inbox.put_later(seconds, v.DrainOver(number))
+            case v.AwaitCopies():
                 if self._keeper.idle:
-                    self._inbox.put(p.CopiesDone())
-            case p.AwaitEnd(round=number, local_rank=local_rank):
-                self._inbox.put_later(p.TEARDOWN, p.TeardownOver(number, local_rank))
-            case p.Terminate() | p.Kill() if self._awaited is not None:
+                    self._inbox.put(v.CopiesDone())
+            case v.AwaitEnd(round=number, local_rank=local_rank):
+                self._inbox.put_later(v.TEARDOWN, v.TeardownOver(number, local_rank))
+            case v.Terminate() | v.Kill() if self._awaited is not None:
                 number, self._awaited = self._awaited.round.number, None
                 for local_rank in range(self._config.nproc):
-                    self._inbox.put(p.WorkerGone(number, local_rank, -signal.SIGKILL))
-            case p.Terminate(round=number, local_ranks=local_ranks):
+                    self._inbox.put(v.WorkerGone(number, local_rank, -signal.SIGKILL))
+            case v.Terminate(round=number, local_ranks=local_ranks):
                 self._workers.terminate(local_ranks)
-                self._inbox.put_later(self._config.shutdown_timeout, p.GraceOver(number))
-            case p.Kill(local_ranks=local_ranks):
+                self._inbox.put_later(self._config.shutdown_timeout, v.GraceOver(number))
+            case v.Kill(local_ranks=local_ranks):
                 self._workers.kill(local_ranks)
-            case p.Hold(round=number, local_rank=local_rank):
-                self._inbox.put_later(p.HOLD, p.HoldOver(number, local_rank))
-            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+            case v.Hold(round=number, local_rank=local_rank):
+                self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
+            case v.ReportFailed(local_rank=local_rank, preempted=preempted):
                 self._membership.failed(self._workers.failure(local_rank, preempted))
-            case p.ReportReady(round=number):
+            case v.ReportReady(round=number):
                 self._membership.ready(number)
                 if self._rank == 0:  # one member's word is enough
-                    self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
-            case p.ReportStopped(round=number, drained=drained, serve=serve):
+                    self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
+            case v.ReportStopped(round=number, drained=drained, serve=serve):
                 self._end_round(number, drained, serve)
-            case p.ReportDone(round=number):
+            case v.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._membership.done(number)
-            case p.ReportLeaving(reason=reason, seconds=seconds):
+            case v.ReportLeaving(reason=reason, seconds=seconds):
                 self._membership.leaving(reason, seconds)
-            case p.Warn(text=text):
+            case v.Warn(text=text):
                 _log.warning("%s", text)
-            case p.Finish(code=code, cause=cause):
+            case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 self._outcome = Outcome(code, cause, self._restarts, failure)
 
     def _estimate(self, number: int) -> None:
-        if number == self._view.round and self._view.phase is p.Phase.RUNNING:
+        if number == self._view.round and self._view.phase is v.Phase.RUNNING:
             self._membership.ready(number, round(self._control.pace.remaining(), 3))
-            self._inbox.put_later(ESTIMATE_EVERY, _EstimateDue(number))
+            self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
 
     def _end_round(self, number: int, drained: int, serve: bool) -> None:
         stuck = self._workers.end_round()
@@ -410,7 +353,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _serve(self, address: str) -> int:
         """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
-        self._inbox.put_later(p.SERVES, m.Released(0))
+        self._inbox.put_later(v.SERVES, m.Released(0))
         try:
             return self._keeper.serve(listen(address), self._transfer_key())
         except (OSError, EndpointError) as error:
@@ -425,6 +368,7 @@ class LocalElasticAgent(ElasticAgent):
     def _start(self, form: m.Form) -> None:
         assert self._store is not None
         self._local_failures.clear()
+        number = form.round.number
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
             self._store.serve(self._config.timing.read_timeout)
@@ -433,43 +377,23 @@ class LocalElasticAgent(ElasticAgent):
         self._keeper.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         placed = placements(self._group)
         try:
-            self._logs, envs = self._places.prepare(form.round.number, placed, partial(self._environment, form))
+            self._logs, envs = self._places.prepare(number, placed, partial(self._environment, form))
         except LogsSpecsFailed as error:
-            self._react(p.StartFailed(str(error), frozenset()))
+            self._react(v.StartFailed(str(error), frozenset()))
             return
         for worker, placement in zip(self._group.workers, placed, strict=True):
             began, local_rank = self._clock.now(), placement.local_rank
             argv = arguments(self._config, placement)
             try:
-                worker.id = self._workers.start(
-                    form.round.number, placement, argv, envs[local_rank], self._logs[local_rank]
-                )
+                worker.id = self._workers.start(number, placement, argv, envs[local_rank], self._logs[local_rank])
             except OSError as error:
                 cause = f"worker {placement.rank} cannot be started: {error}"
-                self._react(p.StartFailed(cause, frozenset(range(local_rank))))
+                self._react(v.StartFailed(cause, frozenset(range(local_rank))))
                 return
             took = round(self._clock.now() - began, 6)
-            self._events.emit(
-                WorkerStarted(form.round.number, placement.rank, placement.local_rank, worker.id, form.cause, took)
-            )
+            self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, form.cause, took))
         self._group.state = WorkerState.HEALTHY
-        self._membership.joined(form.round.number)
+        self._membership.joined(number)
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
         return environment(self._config, form, placement, error_file=error_file, socket=self._control.address)
-
-    def _result(self, outcome: Outcome) -> RunResult:
-        if outcome.code == ExitCode.DONE:
-            return RunResult(WorkerState.SUCCEEDED)
-        if outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            return RunResult(WorkerState.STOPPED)
-        failures = {
-            rank: ProcessFailure(
-                local_rank=reaped.placement.local_rank,
-                pid=reaped.pid,
-                exitcode=reaped.exit_code,
-                error_file=str(self._logs[reaped.placement.local_rank].error_file),
-            )
-            for rank, reaped in self._local_failures.items()
-        }
-        return RunResult(WorkerState.FAILED, failures=failures)

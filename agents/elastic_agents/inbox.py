@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["Inbox", "SignalCaught", "SignalsTo"]
+__all__ = ["CanStart", "EstimateDue", "Exited", "Inbox", "SignalCaught", "SignalsTo"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,28 @@ class SignalCaught:
     """The agent itself got a signal."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A worker process was reaped."""
+
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanStart:
+    """Workers can be started without waiting for anything."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateDue:
+    """It is time to tell the leader how long the round still needs."""
+
+    round: int
 
 
 class Inbox(Generic[T]):

@@ -21,7 +21,7 @@ from elastic_launch.termination import write_termination_log
 from elastic_launch.torch_options import TorchOptions
 
 if TYPE_CHECKING:
-    from elastic_agents.agent import Outcome
+    from elastic_agents.outcome import Outcome
 
 __all__ = ["run"]
 

@@ -1,4 +1,4 @@
-"""What a worker is started with: its place in the round, its command and its environment."""
+"""What workers are started with: their group, a worker's place in the round, its command and its environment."""
 
 from __future__ import annotations
 
@@ -15,11 +15,28 @@ from elastic_launch.torch_options import visible_device
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-__all__ = ["arguments", "environment", "place", "placements", "shared_environment"]
+__all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
 
 _SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 """What workers are not told: they take no part in the rendezvous, and run other people's code."""
+
+
+def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
+    """Return a node's workers as torch describes them; they have no ranks yet."""
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc,
+        rdzv_handler=handler,
+        entrypoint=config.command.argv[0],
+        args=config.command.argv[1:],
+        max_restarts=config.limits.max_restarts,
+        local_addr=config.local_addr,
+    )
+    return WorkerGroup(spec)
 
 
 def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:

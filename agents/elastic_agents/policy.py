@@ -19,9 +19,6 @@ import signal
 from dataclasses import replace
 
 from elastic_agents.vocabulary import (
-    HOLD,
-    SERVES,
-    TEARDOWN,
     Action,
     AskStop,
     AwaitCopies,
@@ -56,41 +53,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff
 
-__all__ = [
-    "HOLD",
-    "SERVES",
-    "TEARDOWN",
-    "Action",
-    "AskStop",
-    "AwaitCopies",
-    "AwaitEnd",
-    "CopiesDone",
-    "DrainOver",
-    "Event",
-    "Finish",
-    "GraceOver",
-    "Hold",
-    "HoldOver",
-    "Kill",
-    "Leave",
-    "Phase",
-    "ReportDone",
-    "ReportFailed",
-    "ReportLeaving",
-    "ReportReady",
-    "ReportStopped",
-    "StartFailed",
-    "StartWorkers",
-    "TeardownOver",
-    "Terminate",
-    "View",
-    "Warn",
-    "WorkerDrained",
-    "WorkerGone",
-    "WorkerReady",
-    "decide",
-]
-
+__all__ = ["decide"]
 
 Decision = tuple[View, list[Action]]
 

@@ -1,4 +1,4 @@
-"""What an agent tells people on its console, beside the leader's decisions."""
+"""What an agent tells of itself and of its orders, beside the leader's decisions: on its console, and in an event."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import logging
 import shlex
 import signal
 
+from elastic_agents.failures import describe
+from elastic_agents.workers import Reaped
 from elastic_launch.config import LaunchConfig
-from elastic_launch.events import counted
+from elastic_launch.events import OrderReceived, counted
 from elastic_launch.rendezvous import messages as m
 
-__all__ = ["tell_forwarded", "tell_opened", "tell_order"]
+__all__ = ["received", "tell_ended", "tell_forwarded", "tell_opened", "tell_order"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd
+"""What a member is ordered about its rounds."""
 
 _spared: set[int] = set()
 """Signals of which it was said that some workers do not get them."""
@@ -43,7 +48,26 @@ def tell_forwarded(number: int, spared: list[int]) -> None:
         _log.warning("%s is kept from rank %s, which has no handler and would end by it (said once)", name, ranks)
 
 
-def tell_order(order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd, number: int, cause: str) -> None:
+def tell_ended(reaped: Reaped) -> None:
+    """Say which worker failed."""
+    rank, code = reaped.placement.rank, describe(reaped.exit_code)
+    _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
+
+
+def received(order: MemberOrder, present: int) -> OrderReceived:
+    """Return the event for an order.
+
+    Args:
+        present: number of the round that this node is in.
+    """
+    kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
+    number = order.round.number if isinstance(order, m.Form) else present
+    cause = order.reason if isinstance(order, m.Evicted) else order.cause
+    why = order.kind if isinstance(order, m.Drain | m.Break) else ""
+    return OrderReceived(kind, number, order.term, cause, why)
+
+
+def tell_order(order: MemberOrder, number: int, cause: str) -> None:
     """Say what the leader has ordered; its end is told by the summary.
 
     Args:

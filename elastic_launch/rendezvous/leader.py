@@ -90,9 +90,9 @@ class LeaderMachine(Rounds):
                 node.joined = True
             case m.Ready(round=number, remaining_s=remaining) if node.active and number == current:
                 node.joined = node.ready = True
-                self._prices.told(remaining, now)
+                self._resizing.prices.told(remaining, now)
                 if all(other.ready for other in self.nodes.values() if other.active):
-                    self._prices.trains(now)
+                    self._resizing.prices.trains(now)
             case m.Done(round=number) if node.active and number == current:
                 node.joined = node.done = True
             case m.Failed(round=number, failure=failure) if number == current:
@@ -202,7 +202,7 @@ class LeaderMachine(Rounds):
             UsageError: if there is no such number of nodes.
         """
         was, self._limits = self._limits, self._limits.resized(min_nodes, max_nodes)
-        self._wanted = True
+        self._resizing.wanted = True
         if self._limits != was:
             self._commit(replace(self.record, size=Size(min_nodes, max_nodes)))
             self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Candidate", "rank_nodes"]
+from elastic_launch.rendezvous.instructions import Node
+from elastic_launch.rendezvous.record import Round
+
+__all__ = ["Candidate", "choose", "rank_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,26 @@ class Candidate:
     last_rank: int | None
     wanted_rank: int | None
     arrival: int
+
+
+def choose(nodes: Sequence[Node], last: Round, limit: int) -> list[Node]:
+    """Return the members of the next round in rank order, at most limit of the nodes.
+
+    Args:
+        last: the round before; an agent that was started anew since then is a newcomer.
+    """
+    ranks = {(member.node_id, member.incarnation): rank for rank, member in enumerate(last.members)}
+    candidates = [
+        Candidate(
+            node.hello.node_id,
+            ranks.get((node.hello.node_id, node.hello.incarnation)),
+            node.hello.wanted_rank,
+            node.arrival,
+        )
+        for node in nodes
+    ]
+    by_id = {node.hello.node_id: node for node in nodes}
+    return [by_id[node_id] for node_id in rank_nodes(candidates, limit)]
 
 
 def rank_nodes(candidates: Sequence[Candidate], limit: int) -> list[str]:

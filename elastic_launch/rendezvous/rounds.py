@@ -10,7 +10,6 @@ from elastic_launch.events import (
     Event,
     NodeLost,
     Parked,
-    ResizeSkipped,
     RestartCharged,
     RoundBroken,
     RoundDrained,
@@ -21,21 +20,12 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import Budget
-from elastic_launch.rendezvous.economics import Prices, saved
-from elastic_launch.rendezvous.instructions import (
-    Broken,
-    Close,
-    Commit,
-    Draining,
-    Emit,
-    Instruction,
-    Node,
-    Send,
-)
-from elastic_launch.rendezvous.keeping import Source, sources_for
+from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Draining, Emit, Instruction, Node, Send
+from elastic_launch.rendezvous.leavers import is_needed, no_longer_needed, sources
 from elastic_launch.rendezvous.outlook import Outlook
-from elastic_launch.rendezvous.ranks import Candidate, rank_nodes
+from elastic_launch.rendezvous.ranks import choose
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
+from elastic_launch.rendezvous.resizing import Resizing, prepared, waiting
 from elastic_launch.rendezvous.verdict import Kind
 
 __all__ = ["COLLECT", "MOST_SECONDS", "Rounds"]
@@ -66,9 +56,7 @@ class Rounds:
         self.nodes: dict[str, Node] = {}
         self._owners: dict[int, str] = {}
         self._budget = Budget(record.restarts, limits.max_restarts)
-        self._prices = Prices()
-        self._wanted = False  # whether somebody has ordered the size that the running round is to get
-        self._skipped: tuple[str, ...] = ()  # who was told that no resize is made for it
+        self._resizing = Resizing(self.nodes)
         self._limits = limits.resized(record.size.min_nodes, record.size.max_nodes) if record.size else limits
         self._timing = timing
         self._command = command
@@ -242,28 +230,18 @@ class Rounds:
             self._stop_round(Kind.MEMBERSHIP, f"resize: at most {counted(self._limits.max_nodes, 'node')}", None, now)
             self._consider(now)
         elif self._room() and now - self._last_arrival >= self._timing.resize_delay:
-            if not self._resize_pays(now):
+            if not self._resizing.pays(self._limits.max_nodes, now):
                 self._skip_resize(now)
                 return
-            names = ", ".join(node.hello.node_id for node in self._prepared())
+            names = ", ".join(node.hello.node_id for node in prepared(self.nodes))
             self._stop_round(Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
             self._consider(now)
 
     def _release(self) -> None:
         """Let nodes go that have left, and stayed for what others may need of them."""
-        for node in self.nodes.values():
-            if node.leaving and not node.active and node.held is not None and node.held.port and not node.released:
-                node.released = True
-                self._send(node.link, m.Released(self.record.term))
-
-    def _stays(self) -> bool:
-        """Whether this leader, whose node leaves, is needed until the next round trains."""
-        own = [node for node in self.nodes.values() if node.hello.incarnation == self.record.leader.incarnation]
-        return any(node.held is not None and node.held.port for node in own)
-
-    def _sources(self, members: list[Node]) -> tuple[Source, ...]:
-        leavers = [(node.hello.address, node.held) for node in self.nodes.values() if node.leaving]
-        return sources_for([node.held for node in members], leavers)
+        for node in no_longer_needed(self.nodes):
+            node.released = True
+            self._send(node.link, m.Released(self.record.term))
 
     def _lost(self, now: float) -> list[Member]:
         """Members of the running round that are not here, and need not be waited for."""
@@ -291,50 +269,21 @@ class Rounds:
             self._break(drain.kind, f"{drain.cause}; node {late} did not stop in time", now)
 
     def _room(self) -> bool:
-        """Whether a running round should be resized for nodes that wait: not when some are done already.
-
-        Nor before a new leader has all members back: the round could not be drained.
-        """
-        members = [node for node in self.nodes.values() if node.active]
-        finishing = any(node.done for node in members)
-        everybody = len(members) == len(self.record.round.members)
-        return bool(self._prepared()) and everybody and len(members) < self._limits.max_nodes and not finishing
-
-    def _sizes(self) -> tuple[int, int]:
-        """Workers of the running round, and of one that is resized for the nodes that wait."""
-        members = [node.hello.workers for node in self.nodes.values() if node.active]
-        waiting = sorted(self._prepared(), key=lambda node: node.arrival)[: self._limits.max_nodes - len(members)]
-        return sum(members), sum(members) + sum(node.hello.workers for node in waiting)
-
-    def _resize_pays(self, now: float) -> bool:
-        return self._wanted or self._prices.pays(*self._sizes(), now)
+        return self._resizing.has_room(len(self.record.round.members), self._limits.max_nodes)
 
     def _skip_resize(self, now: float) -> None:
-        """Say once to the user, and to those who wait, that they wait in vain."""
-        waiting = self._prepared()
-        names = tuple(sorted(node.hello.node_id for node in waiting))
-        if set(names) <= set(self._skipped):
-            return
-        self._skipped = names
-        remaining = self._prices.remaining(now) or 0.0
-        saves, cost = saved(remaining, *self._sizes()), self._prices.cost
-        event = ResizeSkipped(names, round(remaining, 3), round(saves, 3), round(cost, 3))
-        self._emit(event)
-        for node in waiting:
-            self._send(node.link, m.Notice(self.record.term, event.line()))
-
-    def _waiting(self) -> list[Node]:
-        return [node for node in self.nodes.values() if not node.active and not node.leaving]
-
-    def _prepared(self) -> list[Node]:
-        """Those of the waiting whose workers would begin at once: the others would stand still for their imports."""
-        return [node for node in self._waiting() if not node.importing]
+        """Say to the user, and to those who wait, that they wait in vain."""
+        event = self._resizing.skip(self._limits.max_nodes, now)
+        if event is not None:
+            self._emit(event)
+            for node in prepared(self.nodes):
+                self._send(node.link, m.Notice(self.record.term, event.line()))
 
     def _candidates(self) -> list[Node]:
         """Who waits for the next round. After the first one nobody waits for imports if enough others are there."""
-        prepared = self._prepared()
-        later = self._broken is not None and len(prepared) >= self._limits.min_nodes
-        return prepared if later else self._waiting()
+        ready = prepared(self.nodes)
+        later = self._broken is not None and len(ready) >= self._limits.min_nodes
+        return ready if later else waiting(self.nodes)
 
     def _judge(self, broken: Broken, now: float) -> None:
         broken.judged = True
@@ -354,40 +303,34 @@ class Rounds:
         if self._ending:
             self._end(ExitCode.TERMINATED, self._ending, now)
             return
-        waiting = self._waiting()
+        there = waiting(self.nodes)
         limits, first = self._limits, self._broken is None
-        if self._departing and not (len(waiting) >= limits.min_nodes and self._stays() and self._sources(waiting)):
+        if self._departing and not (
+            len(there) >= limits.min_nodes
+            and is_needed(self.nodes, self.record.leader.incarnation)
+            and sources(self.nodes, there)
+        ):
             return
-        full = len(waiting) >= limits.max_nodes
+        full = len(there) >= limits.max_nodes
         settled = now - self._last_arrival >= self._timing.join_settle
-        if full or (len(waiting) >= limits.min_nodes and (not first or settled)):
+        if full or (len(there) >= limits.min_nodes and (not first or settled)):
             self._form(now)
-        elif len(waiting) < limits.min_nodes and not (first and self._parked_at is None and not waiting):
+        elif len(there) < limits.min_nodes and not (first and self._parked_at is None and not there):
             if self._parked_at is None:
                 self._parked_at = now
-                event = Parked(len(waiting), limits.min_nodes, self._timing.min_wait)
+                event = Parked(len(there), limits.min_nodes, self._timing.min_wait)
                 if self.nodes:
                     self._emit(event)
-                for node in waiting:
+                for node in there:
                     self._send(node.link, m.Notice(self.record.term, event.line()))
             elif now - self._parked_at >= self._timing.min_wait:
                 cause = (
-                    f"{len(waiting)} of at least {limits.min_nodes} nodes after min_wait ({self._timing.min_wait:g} s)"
+                    f"{len(there)} of at least {limits.min_nodes} nodes after min_wait ({self._timing.min_wait:g} s)"
                 )
                 self._end(ExitCode.TOO_FEW_NODES, cause, now)
 
     def _form(self, now: float) -> None:
-        last = {member.node_id: (rank, member.incarnation) for rank, member in enumerate(self.record.round.members)}
-
-        def last_rank(node: Node) -> int | None:
-            rank, incarnation = last.get(node.hello.node_id, (None, ""))
-            return rank if incarnation == node.hello.incarnation else None
-
-        candidates = [
-            Candidate(node.hello.node_id, last_rank(node), node.hello.wanted_rank, node.arrival)
-            for node in self._candidates()
-        ]
-        chosen = [self.nodes[node_id] for node_id in rank_nodes(candidates, self._limits.max_nodes)]
+        chosen = choose(self._candidates(), self.record.round, self._limits.max_nodes)
         members = tuple(
             Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port) for x in chosen
         )
@@ -395,9 +338,9 @@ class Rounds:
         cause = self._broken.cause if self._broken else "first"
         since = self._broken.at if self._broken else self._began
         self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
-        sources = self._sources(chosen)
-        self._fetching = bool(sources)
-        order = m.Form(self.record.term, formed, self.restarts, cause, sources)  # one for all: it is encoded once
+        served = sources(self.nodes, chosen)
+        self._fetching = bool(served)
+        order = m.Form(self.record.term, formed, self.restarts, cause, served)  # one for all: it is encoded once
         for node in chosen:
             node.active, node.joined, node.ready, node.done = True, False, False, False
             self._send(node.link, order)
@@ -405,8 +348,7 @@ class Rounds:
         term = self.record.term
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
         resized = self._broken is not None and self._broken.kind is Kind.MEMBERSHIP
-        self._prices.formed(since if resized else None)
-        self._skipped, self._wanted = (), False
+        self._resizing.formed(since if resized else None)
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
         self._failure = None
 
@@ -434,7 +376,7 @@ class Rounds:
             running=self._running,
             broken=self._broken is not None,
             draining=self._drain is not None,
-            pays=self._resize_pays(self._turned),
+            pays=self._resizing.pays(self._limits.max_nodes, self._turned),
         )
         return str(outlook)
 

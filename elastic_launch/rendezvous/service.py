@@ -9,7 +9,6 @@ import selectors
 import socket
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Limits, Timing
@@ -20,6 +19,7 @@ from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, MissingTokenError
 from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.rendezvous.link import Link
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.requests import Requests
@@ -40,21 +40,8 @@ at once."""
 STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
 """Bytes that are held of an unfinished line, before a hello and after it."""
 
-MAX_UNSENT = 64 * 1024 * 1024
-"""Bytes that may wait for a node that does not read, before its link is closed."""
-
 MAX_RECORD = codec.MAX_BYTES - 64 * 1024
 """Bytes of the largest record: with what else the order to form has, its members must still fit into one line."""
-
-
-@dataclass
-class _Link:
-    sock: socket.socket
-    peer: str
-    opened: float
-    channel: Channel
-    greeted: bool = False
-    closing: bool = False
 
 
 class LeaderService:
@@ -91,7 +78,7 @@ class LeaderService:
         self._requests = Requests(self._machine)
         self._key = key
         self._once = Once(_log)
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._strangers: dict[int, None] = {}  # links without a hello, the oldest first
         self._deaf = False
         self._next_link = 1
@@ -208,7 +195,7 @@ class LeaderService:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number, self._next_link = self._next_link, self._next_link + 1
         channel = Channel.of_leader(self._key, STRANGERS_LINE)
-        self._links[number] = _Link(sock, str(address[0]), self._clock.now(), channel)
+        self._links[number] = Link(sock, str(address[0]), self._clock.now(), channel)
         self._strangers[number] = None
         self._selector.register(sock, selectors.EVENT_READ, number)
         if len(self._strangers) > MAX_STRANGERS:
@@ -256,7 +243,7 @@ class LeaderService:
             if number in self._links and not link.closing:
                 self._handle(number, link, report)
 
-    def _reject(self, number: int, link: _Link, error: MissingTokenError) -> None:
+    def _reject(self, number: int, link: Link, error: MissingTokenError) -> None:
         """Tell a node without a token what it lacks. It has proven nothing, so nothing else follows."""
         self._once.warn("no token", "a link from %s was refused: %s", link.peer, error)
         reason = "the token is missing: the run has one, this node has none."
@@ -264,7 +251,7 @@ class LeaderService:
         link.closing = True
         self._flush(number)
 
-    def _handle(self, number: int, link: _Link, report: m.Spoken) -> None:
+    def _handle(self, number: int, link: Link, report: m.Spoken) -> None:
         now = self._clock.now()
         self._news = self._news or not isinstance(report, m.Beat | m.Progress)
         if isinstance(report, m.Hello | asking.Caller):
@@ -365,30 +352,12 @@ class LeaderService:
 
     def _flush(self, number: int) -> None:
         link = self._links[number]
-        unsent = link.channel.unsent
-        try:
-            while unsent:
-                del unsent[: link.sock.send(unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
+        if not link.flush():
             self._drop(number, tell=True)
             return
-        if link.closing and not unsent:
-            self._half_close(link)
-        if len(unsent) > MAX_UNSENT:
-            self._drop(number, tell=True)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.channel.unsent else 0)
         if self._selector.get_key(link.sock).events != wanted:
             self._selector.modify(link.sock, wanted, number)
-
-    def _half_close(self, link: _Link) -> None:
-        """Say goodbye without losing what was sent: the node closes its side when it has read all."""
-        try:
-            link.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
 
     def _hear_last_words(self) -> None:
         """Take in what has come: what this node's own agent said before it closed, others may be waiting for."""

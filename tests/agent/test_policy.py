@@ -7,13 +7,14 @@ from signal import SIGINT, SIGTERM
 import pytest
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
 
-from elastic_agents import policy as p
-from elastic_agents.policy import Phase, View, decide
+from elastic_agents import vocabulary as v
+from elastic_agents.policy import decide
+from elastic_agents.vocabulary import Phase, View
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown
 
 
-def view(*events: p.Event, nodes: int = 2) -> View:
+def view(*events: v.Event, nodes: int = 2) -> View:
     """What the policy knows on a node of two workers, in round 1, after further events."""
     found, _ = decide(View(), form(1, nodes), 2)
     for event in events:
@@ -21,7 +22,7 @@ def view(*events: p.Event, nodes: int = 2) -> View:
     return found
 
 
-def after(before: View, event: p.Event) -> tuple[Phase, list[p.Action]]:
+def after(before: View, event: v.Event) -> tuple[Phase, list[v.Action]]:
     """Phase and actions that follow, on a node of two workers."""
     found, actions = decide(before, event, 2)
     return found.phase, actions
@@ -45,7 +46,7 @@ def test_the_phases_that_the_tests_start_from() -> None:
 def test_waiting_a_round_is_formed() -> None:
     assert decide(WAITING, form(3, nodes=4), 2) == (
         View(Phase.RUNNING, round=3, nodes=4, alive=frozenset({0, 1})),
-        [p.StartWorkers(form(3, nodes=4))],
+        [v.StartWorkers(form(3, nodes=4))],
     )
 
 
@@ -62,11 +63,11 @@ def test_a_node_that_leaves_starts_no_workers() -> None:
 
 
 def test_running_a_break_stops_the_workers() -> None:
-    assert after(RUNNING, brk(1)) == (Phase.STOPPING, [p.Terminate(1)])
+    assert after(RUNNING, brk(1)) == (Phase.STOPPING, [v.Terminate(1)])
 
 
 def test_finished_a_break_takes_the_node_back() -> None:
-    assert after(FINISHED, brk(1)) == (Phase.WAITING, [p.ReportStopped(1)])
+    assert after(FINISHED, brk(1)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 @pytest.mark.parametrize("before", [WAITING, STOPPING, OVER], ids=lambda before: before.phase.value)
@@ -83,11 +84,11 @@ def test_a_break_of_another_round_is_ignored(before: View) -> None:
 def test_stopping_the_node_waits_again_when_all_workers_are_reaped() -> None:
     stopping, actions = decide(STOPPING, gone(0, TERM_CODE), 2)
     assert (stopping.phase, actions) == (Phase.STOPPING, [])
-    assert after(stopping, gone(1, 1)) == (Phase.WAITING, [p.ReportStopped(1)])
+    assert after(stopping, gone(1, 1)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 def test_stopping_the_grace_ends_with_a_kill() -> None:
-    assert after(STOPPING, p.GraceOver(1)) == (Phase.STOPPING, [p.Kill()])
+    assert after(STOPPING, v.GraceOver(1)) == (Phase.STOPPING, [v.Kill()])
 
 
 @pytest.mark.parametrize(
@@ -95,19 +96,19 @@ def test_stopping_the_grace_ends_with_a_kill() -> None:
     [(STOPPING, 2), (RUNNING, 1), (WAITING, 1), (FINISHED, 1), (view(brk(1), gone(0, 0), gone(1, 0)), 1)],
 )
 def test_a_grace_that_nobody_needs_any_more_kills_nobody(before: View, number: int) -> None:
-    assert decide(before, p.GraceOver(number), 2) == (before, [])
+    assert decide(before, v.GraceOver(number), 2) == (before, [])
 
 
 @pytest.mark.parametrize("before", [RUNNING, STOPPING], ids=lambda before: before.phase.value)
 def test_an_evicted_node_kills_its_workers_and_waits_again(before: View) -> None:
     evicted, actions = decide(before, m.Evicted(1, "too slow"), 2)
-    assert (evicted.phase, actions) == (Phase.STOPPING, [p.Kill()])
+    assert (evicted.phase, actions) == (Phase.STOPPING, [v.Kill()])
     evicted, _ = decide(evicted, gone(0, -9), 2)
-    assert after(evicted, gone(1, -9)) == (Phase.WAITING, [p.ReportStopped(1)])
+    assert after(evicted, gone(1, -9)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 def test_an_evicted_node_that_had_finished_waits_again() -> None:
-    assert after(FINISHED, m.Evicted(1, "its round is over")) == (Phase.WAITING, [p.ReportStopped(1)])
+    assert after(FINISHED, m.Evicted(1, "its round is over")) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 def test_waiting_an_eviction_is_no_reason_to_report_again() -> None:
@@ -118,14 +119,14 @@ def test_waiting_an_eviction_is_no_reason_to_report_again() -> None:
 
 def test_a_node_whose_place_was_taken_kills_its_workers_and_exits() -> None:
     evicted, actions = decide(RUNNING, m.Evicted(1, "another took its place", final=True), 2)
-    assert actions == [p.Kill()]
+    assert actions == [v.Kill()]
     evicted, _ = decide(evicted, gone(0, -9), 2)
-    assert after(evicted, gone(1, -9)) == (Phase.OVER, [p.Finish(95, "another took its place")])
+    assert after(evicted, gone(1, -9)) == (Phase.OVER, [v.Finish(95, "another took its place")])
 
 
 @pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
 def test_a_node_without_workers_whose_place_was_taken_exits_at_once(before: View) -> None:
-    assert after(before, m.Evicted(1, "taken", final=True)) == (Phase.OVER, [p.Finish(95, "taken")])
+    assert after(before, m.Evicted(1, "taken", final=True)) == (Phase.OVER, [v.Finish(95, "taken")])
 
 
 # Workers end.
@@ -134,17 +135,17 @@ def test_a_node_without_workers_whose_place_was_taken_exits_at_once(before: View
 def test_finished_workers_make_a_finished_node() -> None:
     one, actions = decide(RUNNING, gone(0, 0), 2)
     assert (one.phase, actions) == (Phase.RUNNING, [])
-    assert after(one, gone(1, 0)) == (Phase.FINISHED, [p.ReportDone(1)])
+    assert after(one, gone(1, 0)) == (Phase.FINISHED, [v.ReportDone(1)])
 
 
 @pytest.mark.parametrize("code", [1, 3, -9, -11])
 def test_a_failed_worker_is_reported_and_ends_the_round_here_at_once(code: int) -> None:
-    assert after(RUNNING, gone(1, code)) == (Phase.STOPPING, [p.ReportFailed(1), p.Terminate(1)])
+    assert after(RUNNING, gone(1, code)) == (Phase.STOPPING, [v.ReportFailed(1), v.Terminate(1)])
 
 
 def test_the_failure_of_the_last_worker_is_followed_by_stopped() -> None:
     one = view(gone(0, 0))
-    assert after(one, gone(1, 1)) == (Phase.WAITING, [p.ReportFailed(1), p.ReportStopped(1)])
+    assert after(one, gone(1, 1)) == (Phase.WAITING, [v.ReportFailed(1), v.ReportStopped(1)])
 
 
 def test_what_happens_to_stopping_workers_is_no_failure() -> None:
@@ -152,7 +153,7 @@ def test_what_happens_to_stopping_workers_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("event", [gone(0, 1, number=2), gone(0, 1, number=0), gone(7, 1)])
-def test_exits_of_other_rounds_and_of_nobody_are_ignored(event: p.WorkerGone) -> None:
+def test_exits_of_other_rounds_and_of_nobody_are_ignored(event: v.WorkerGone) -> None:
     assert decide(RUNNING, event, 2) == (RUNNING, [])
 
 
@@ -172,38 +173,38 @@ def test_exits_without_workers_are_ignored(phase: View) -> None:
 @pytest.mark.parametrize("code", [TERM_CODE, INT_CODE])
 def test_an_exit_by_a_stop_signal_waits_for_the_agents_own(code: int) -> None:
     held, actions = decide(RUNNING, gone(0, code), 2)
-    assert (held.phase, held.held, actions) == (Phase.RUNNING, {0}, [p.Hold(1, 0)])
+    assert (held.phase, held.held, actions) == (Phase.RUNNING, {0}, [v.Hold(1, 0)])
 
 
 def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
     held = view(gone(0, TERM_CODE))
-    assert after(held, p.HoldOver(1, 0)) == (Phase.STOPPING, [p.ReportFailed(0, preempted=True), p.Terminate(1)])
+    assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailed(0, preempted=True), v.Terminate(1)])
 
 
 def test_with_the_agents_own_signal_it_is_none() -> None:
     signalled = view(gone(0, TERM_CODE), leave(SIGTERM))
     assert signalled.held == frozenset()
-    assert decide(signalled, p.HoldOver(1, 0), 2) == (signalled, [])
-    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert decide(signalled, v.HoldOver(1, 0), 2) == (signalled, [])
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_all_workers_ended_by_a_stop_signal() -> None:
     held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
     assert (held.phase, held.held) == (Phase.RUNNING, {0, 1})
-    phase, actions = after(held, p.HoldOver(1, 0))
+    phase, actions = after(held, v.HoldOver(1, 0))
     assert phase is Phase.WAITING
     assert sorted(map(str, actions[:-1])) == sorted(
-        map(str, [p.ReportFailed(0, preempted=True), p.ReportFailed(1, preempted=True)])
+        map(str, [v.ReportFailed(0, preempted=True), v.ReportFailed(1, preempted=True)])
     )
-    assert actions[-1] == p.ReportStopped(1)
+    assert actions[-1] == v.ReportStopped(1)
 
 
 def test_a_held_worker_is_no_finished_one() -> None:
     held = view(gone(0, TERM_CODE), gone(1, 0))
     assert held.phase is Phase.RUNNING
-    assert after(held, p.HoldOver(1, 0)) == (
+    assert after(held, v.HoldOver(1, 0)) == (
         Phase.WAITING,
-        [p.ReportFailed(0, preempted=True), p.ReportStopped(1)],
+        [v.ReportFailed(0, preempted=True), v.ReportStopped(1)],
     )
 
 
@@ -211,7 +212,7 @@ def test_a_failure_beside_a_held_worker_reports_the_preemption_first() -> None:
     held = view(gone(0, TERM_CODE))
     assert after(held, gone(1, 1)) == (
         Phase.WAITING,
-        [p.ReportFailed(0, preempted=True), p.ReportFailed(1), p.ReportStopped(1)],
+        [v.ReportFailed(0, preempted=True), v.ReportFailed(1), v.ReportStopped(1)],
     )
 
 
@@ -219,13 +220,13 @@ def test_a_break_during_the_hold_does_not_swallow_the_preemption() -> None:
     """Workers elsewhere crash at once; without this report the leader would charge these crashes."""
     held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
     _, actions = decide(held, brk(1), 2)
-    assert p.ReportFailed(0, preempted=True) in actions
-    assert p.ReportFailed(1, preempted=True) in actions
-    assert actions[-1] == p.ReportStopped(1)
+    assert v.ReportFailed(0, preempted=True) in actions
+    assert v.ReportFailed(1, preempted=True) in actions
+    assert actions[-1] == v.ReportStopped(1)
 
 
-@pytest.mark.parametrize("event", [p.HoldOver(1, 1), p.HoldOver(2, 0)])
-def test_holds_of_others_are_ignored(event: p.HoldOver) -> None:
+@pytest.mark.parametrize("event", [v.HoldOver(1, 1), v.HoldOver(2, 0)])
+def test_holds_of_others_are_ignored(event: v.HoldOver) -> None:
     held = view(gone(0, TERM_CODE))
     assert decide(held, event, 2) == (held, [])
 
@@ -236,36 +237,36 @@ def test_holds_of_others_are_ignored(event: p.HoldOver) -> None:
 def test_waiting_a_signal_ends_at_once() -> None:
     assert after(WAITING, leave(SIGINT)) == (
         Phase.OVER,
-        [p.ReportLeaving("SIGINT"), p.Finish(130, "stopped by SIGINT")],
+        [v.ReportLeaving("SIGINT"), v.Finish(130, "stopped by SIGINT")],
     )
 
 
 def test_finished_a_signal_ends_at_once() -> None:
     phase, actions = after(FINISHED, leave(SIGTERM))
-    assert (phase, actions[-1]) == (Phase.OVER, p.Finish(143, "stopped by SIGTERM"))
+    assert (phase, actions[-1]) == (Phase.OVER, v.Finish(143, "stopped by SIGTERM"))
 
 
 def test_running_a_signal_stops_the_workers_first() -> None:
-    assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Terminate(1)])
+    assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM"), v.Terminate(1)])
     signalled = view(leave(SIGTERM), gone(0, 0))
-    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
-    assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM")])
+    assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM")])
     signalled = view(brk(1), leave(SIGTERM), gone(0, 0))
-    assert after(signalled, gone(1, 0)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, 0)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_the_second_signal_kills_and_the_code_is_the_firsts() -> None:
     signalled = view(leave(SIGINT))
-    assert after(signalled, leave(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+    assert after(signalled, leave(SIGTERM)) == (Phase.STOPPING, [v.Kill()])
     killed = view(leave(SIGINT), leave(SIGTERM), gone(0, -9))
-    assert after(killed, gone(1, -9)) == (Phase.OVER, [p.Finish(130, "stopped by SIGINT")])
+    assert after(killed, gone(1, -9)) == (Phase.OVER, [v.Finish(130, "stopped by SIGINT")])
 
 
 def test_a_signal_while_the_run_ends_kills() -> None:
-    assert after(view(m.RunEnd(1, 91, "spent")), leave(SIGTERM)) == (Phase.STOPPING, [p.Kill()])
+    assert after(view(m.RunEnd(1, 91, "spent")), leave(SIGTERM)) == (Phase.STOPPING, [v.Kill()])
 
 
 @pytest.mark.parametrize(
@@ -279,9 +280,9 @@ def test_a_signal_while_the_run_ends_kills() -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_comes_after_a_signal_does_not_change_the_code(event: p.Event) -> None:
+def test_what_comes_after_a_signal_does_not_change_the_code(event: v.Event) -> None:
     signalled = view(leave(SIGTERM), event, gone(0, -9))
-    assert after(signalled, gone(1, -9)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, -9)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 # The end of the run.
@@ -290,19 +291,19 @@ def test_what_comes_after_a_signal_does_not_change_the_code(event: p.Event) -> N
 @pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
 @pytest.mark.parametrize("code", [0, 91])
 def test_without_workers_the_runs_end_is_the_nodes(before: View, code: int) -> None:
-    assert after(before, m.RunEnd(1, code, "because")) == (Phase.OVER, [p.Finish(code, "because")])
+    assert after(before, m.RunEnd(1, code, "because")) == (Phase.OVER, [v.Finish(code, "because")])
 
 
 def test_running_the_runs_end_stops_the_workers_first() -> None:
-    assert after(RUNNING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [p.Terminate(1)])
+    assert after(RUNNING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [v.Terminate(1)])
     ending = view(m.RunEnd(1, 91, "spent"), gone(0, TERM_CODE))
-    assert after(ending, gone(1, 0)) == (Phase.OVER, [p.Finish(91, "spent")])
+    assert after(ending, gone(1, 0)) == (Phase.OVER, [v.Finish(91, "spent")])
 
 
 def test_stopping_the_runs_end_waits_for_the_workers() -> None:
     assert after(STOPPING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [])
     ending = view(brk(1), m.RunEnd(1, 91, "spent"), gone(0, 0))
-    assert after(ending, gone(1, 0)) == (Phase.OVER, [p.Finish(91, "spent")])
+    assert after(ending, gone(1, 0)) == (Phase.OVER, [v.Finish(91, "spent")])
 
 
 EVENTS = [
@@ -318,14 +319,14 @@ EVENTS = [
     LOST,
     gone(0, 1),
     leave(SIGTERM),
-    p.GraceOver(1),
-    p.HoldOver(1, 0),
-    p.StartFailed("x"),
+    v.GraceOver(1),
+    v.HoldOver(1, 0),
+    v.StartFailed("x"),
 ]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_after_the_end_nothing_happens(event: p.Event) -> None:
+def test_after_the_end_nothing_happens(event: v.Event) -> None:
     assert decide(OVER, event, 2) == (OVER, [])
 
 
@@ -334,17 +335,17 @@ def test_after_the_end_nothing_happens(event: p.Event) -> None:
 
 def test_a_command_that_cannot_be_executed_ends_the_node_with_90() -> None:
     """No worker was started, so none will be reaped: nothing is to be waited for."""
-    phase, actions = after(RUNNING, p.StartFailed("train.sh cannot be executed: Exec format error"))
+    phase, actions = after(RUNNING, v.StartFailed("train.sh cannot be executed: Exec format error"))
     assert phase is Phase.OVER
-    assert [action for action in actions if isinstance(action, p.ReportLeaving)]
-    assert actions[-1] == p.Finish(90, "train.sh cannot be executed: Exec format error")
+    assert [action for action in actions if isinstance(action, v.ReportLeaving)]
+    assert actions[-1] == v.Finish(90, "train.sh cannot be executed: Exec format error")
 
 
 def test_workers_started_before_the_failed_one_are_stopped_first() -> None:
-    failed, actions = decide(RUNNING, p.StartFailed("no memory", started=frozenset({0})), 2)
+    failed, actions = decide(RUNNING, v.StartFailed("no memory", started=frozenset({0})), 2)
     assert (failed.phase, failed.alive) == (Phase.STOPPING, {0})
-    assert p.Terminate(1) in actions
-    assert after(failed, gone(0, TERM_CODE)) == (Phase.OVER, [p.Finish(90, "no memory")])
+    assert v.Terminate(1) in actions
+    assert after(failed, gone(0, TERM_CODE)) == (Phase.OVER, [v.Finish(90, "no memory")])
 
 
 # The leader cannot be reached.
@@ -354,20 +355,20 @@ def test_workers_started_before_the_failed_one_are_stopped_first() -> None:
 def test_waiting_without_a_leader_is_said(event: LinkDown) -> None:
     found, actions = decide(WAITING, event, 2)
     assert found == WAITING
-    assert [type(action) for action in actions] == [p.Warn]
+    assert [type(action) for action in actions] == [v.Warn]
 
 
 def test_running_the_workers_train_through_the_silence_of_the_leader() -> None:
     found, actions = decide(RUNNING, SILENT, 2)
     assert found == RUNNING
-    assert [type(action) for action in actions] == [p.Warn]
+    assert [type(action) for action in actions] == [v.Warn]
 
 
 def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> None:
     """The leader may have formed a round without this node."""
     phase, actions = after(view(nodes=1), SILENT)
     assert phase is Phase.STOPPING
-    assert actions[1:] == [p.Terminate(1)]
+    assert actions[1:] == [v.Terminate(1)]
 
 
 @pytest.mark.parametrize(
@@ -381,11 +382,11 @@ def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> No
     ],
     ids=["alone", "alone, frozen", "alone, leaving", "frozen", "in its grace"],
 )
-def test_cut_off_what_could_train_or_save_beside_the_others_is_killed(before: View, event: p.Event) -> None:
+def test_cut_off_what_could_train_or_save_beside_the_others_is_killed(before: View, event: v.Event) -> None:
     found, actions = decide(before, event, 2)
     assert found.phase is Phase.STOPPING
-    assert isinstance(actions[0], p.Warn)
-    assert actions[1:] == [p.Kill()]
+    assert isinstance(actions[0], v.Warn)
+    assert actions[1:] == [v.Kill()]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_cut_off_what_could_train_or_save_beside_the_others_is_killed(before: Vi
     [(RUNNING, CUT_OFF), (view(leave(SIGTERM)), CUT_OFF), (WAITING, OUT), (FINISHED, OUT)],
     ids=["with others", "leaving", "no workers", "finished"],
 )
-def test_cut_off_nothing_else_is_killed(before: View, event: p.Event) -> None:
+def test_cut_off_nothing_else_is_killed(before: View, event: v.Event) -> None:
     assert decide(before, event, 2) == (before, [])
 
 
@@ -401,21 +402,21 @@ def test_cut_off_nothing_else_is_killed(before: View, event: p.Event) -> None:
 def test_running_the_workers_are_stopped_when_the_leader_is_gone(nodes: int) -> None:
     phase, actions = after(view(nodes=nodes), GONE)
     assert phase is Phase.STOPPING
-    assert isinstance(actions[0], p.Warn)
-    assert actions[1:] == [p.Terminate(1)]
+    assert isinstance(actions[0], v.Warn)
+    assert actions[1:] == [v.Terminate(1)]
 
 
 def test_finished_the_loss_of_the_leader_is_no_failure() -> None:
     phase, actions = after(FINISHED, GONE)
     assert phase is Phase.OVER
-    assert [type(action) for action in actions] == [p.Finish]
+    assert [type(action) for action in actions] == [v.Finish]
     assert actions[0].code == 0  # type: ignore[union-attr]
 
 
 def test_finished_the_silence_of_the_leader_is_waited_out() -> None:
     found, actions = decide(FINISHED, SILENT, 2)
     assert found == FINISHED
-    assert [type(action) for action in actions] == [p.Warn]
+    assert [type(action) for action in actions] == [v.Warn]
 
 
 def test_finished_the_loss_of_the_rendezvous_is_no_failure() -> None:
@@ -425,10 +426,10 @@ def test_finished_the_loss_of_the_rendezvous_is_no_failure() -> None:
 
 
 def test_waiting_the_loss_of_the_rendezvous_ends_with_its_code() -> None:
-    assert after(WAITING, LOST) == (Phase.OVER, [p.Finish(95, "the run refuses this node")])
+    assert after(WAITING, LOST) == (Phase.OVER, [v.Finish(95, "the run refuses this node")])
 
 
 def test_running_the_loss_of_the_rendezvous_stops_the_workers_first() -> None:
-    assert after(RUNNING, LOST) == (Phase.STOPPING, [p.Terminate(1)])
+    assert after(RUNNING, LOST) == (Phase.STOPPING, [v.Terminate(1)])
     lost = view(LOST, gone(0, 0))
-    assert after(lost, gone(1, 0)) == (Phase.OVER, [p.Finish(95, "the run refuses this node")])
+    assert after(lost, gone(1, 0)) == (Phase.OVER, [v.Finish(95, "the run refuses this node")])

@@ -7,22 +7,23 @@ from signal import SIGTERM
 import pytest
 from policy_events import GONE, SILENT, brk, form, gone, leave
 
-from elastic_agents import policy as p
-from elastic_agents.policy import Phase, View, decide
+from elastic_agents import vocabulary as v
+from elastic_agents.policy import decide
+from elastic_agents.vocabulary import Phase, View
 from elastic_launch.rendezvous import messages as m
 
 DRAIN = m.Drain(1, 1, "membership", "resize", None)
 
 
-def ready(local_rank: int, number: int = 1) -> p.WorkerReady:
-    return p.WorkerReady(number, local_rank)
+def ready(local_rank: int, number: int = 1) -> v.WorkerReady:
+    return v.WorkerReady(number, local_rank)
 
 
-def drained(local_rank: int, step: int = 7, keeps: bool = False) -> p.WorkerDrained:
-    return p.WorkerDrained(1, local_rank, step, keeps)
+def drained(local_rank: int, step: int = 7, keeps: bool = False) -> v.WorkerDrained:
+    return v.WorkerDrained(1, local_rank, step, keeps)
 
 
-def view(*events: p.Event, nodes: int = 2) -> View:
+def view(*events: v.Event, nodes: int = 2) -> View:
     """A node of two workers in round 1, both of which can be drained, after further events."""
     found = View()
     for event in (form(1, nodes), ready(0), ready(1), *events):
@@ -30,7 +31,7 @@ def view(*events: p.Event, nodes: int = 2) -> View:
     return found
 
 
-def after(before: View, event: p.Event) -> tuple[Phase, list[p.Action]]:
+def after(before: View, event: v.Event) -> tuple[Phase, list[v.Action]]:
     found, actions = decide(before, event, 2)
     return found.phase, actions
 
@@ -44,7 +45,7 @@ def test_ready_is_reported_once_all_workers_are() -> None:
     running, actions = decide(running, ready(1), 2)
     assert actions == []
     running, actions = decide(running, ready(0), 2)
-    assert actions == [p.ReportReady(1)]
+    assert actions == [v.ReportReady(1)]
     assert decide(running, ready(0), 2) == (running, [])
 
 
@@ -54,7 +55,7 @@ def test_ready_of_an_earlier_round_is_ignored() -> None:
 
 
 def test_a_drain_asks_the_workers_to_stop() -> None:
-    assert after(READY, DRAIN) == (Phase.DRAINING, [p.AskStop(1, "resize", None)])
+    assert after(READY, DRAIN) == (Phase.DRAINING, [v.AskStop(1, "resize", None)])
     assert decide(DRAINING, DRAIN, 2) == (DRAINING, []), "once is enough"
 
 
@@ -64,63 +65,63 @@ def test_a_drain_of_another_round_is_ignored() -> None:
 
 def test_workers_that_cannot_be_drained_are_stopped_the_old_way() -> None:
     running, _ = decide(View(), form(1), 2)
-    assert after(running, DRAIN) == (Phase.STOPPING, [p.Terminate(1)])
+    assert after(running, DRAIN) == (Phase.STOPPING, [v.Terminate(1)])
 
 
 def test_a_drained_node_waits_for_the_next_round() -> None:
     draining = view(DRAIN, drained(0), gone(0, 0), drained(1))
     assert draining.phase is Phase.DRAINING
-    assert after(draining, gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+    assert after(draining, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
 
 
 def test_how_a_drained_worker_ends_does_not_count() -> None:
     """Tearing down torch aborts now and then."""
     draining = view(DRAIN, drained(0), gone(0, -6), drained(1))
-    assert after(draining, gone(1, -9)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+    assert after(draining, gone(1, -9)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
 
 
 def test_a_drained_worker_that_hangs_is_killed() -> None:
     found, actions = decide(DRAINING, drained(1), 2)
-    assert actions == [p.AwaitEnd(1, 1)]
-    assert after(found, p.TeardownOver(1, 1)) == (Phase.DRAINING, [p.Kill(frozenset({1}))])
+    assert actions == [v.AwaitEnd(1, 1)]
+    assert after(found, v.TeardownOver(1, 1)) == (Phase.DRAINING, [v.Kill(frozenset({1}))])
     ended, _ = decide(found, gone(1, 0), 2)
-    assert decide(ended, p.TeardownOver(1, 1), 2) == (ended, [])
+    assert decide(ended, v.TeardownOver(1, 1), 2) == (ended, [])
 
 
 def test_workers_that_drain_unasked_are_believed() -> None:
     """Somebody sent them SIGTERM; the ranks agree among themselves."""
     running = view(drained(0), drained(1), gone(0, 0))
-    assert after(running, gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, 7)])
+    assert after(running, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
 
 
 def test_workers_that_finish_while_asked_to_stop_are_done() -> None:
-    assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [p.ReportDone(1)])
+    assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [v.ReportDone(1)])
 
 
 def test_where_some_drain_and_some_finish_nothing_is_taken_for_drained() -> None:
-    assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [p.ReportStopped(1, -1)])
+    assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, -1)])
 
 
 def test_a_worker_that_fails_during_a_drain_is_reported() -> None:
-    assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [p.ReportFailed(0), p.Kill()])
+    assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [v.ReportFailed(0), v.Kill()])
 
 
 def test_a_break_ends_a_drain() -> None:
-    assert after(DRAINING, brk(1)) == (Phase.STOPPING, [p.Kill()])
+    assert after(DRAINING, brk(1)) == (Phase.STOPPING, [v.Kill()])
 
 
 def test_a_break_gives_workers_that_save_no_grace_and_others_theirs() -> None:
-    assert after(READY, brk(1)) == (Phase.STOPPING, [p.Kill()])
+    assert after(READY, brk(1)) == (Phase.STOPPING, [v.Kill()])
     running, _ = decide(View(), form(1), 2)
     mixed, _ = decide(running, ready(1), 2)
-    assert after(mixed, brk(1)) == (Phase.STOPPING, [p.Kill(frozenset({1})), p.Terminate(1, frozenset({0}))])
+    assert after(mixed, brk(1)) == (Phase.STOPPING, [v.Kill(frozenset({1})), v.Terminate(1, frozenset({0}))])
 
 
 @pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
-def test_a_drain_goes_on_without_the_leader(event: p.Event) -> None:
+def test_a_drain_goes_on_without_the_leader(event: v.Event) -> None:
     found, actions = decide(DRAINING, event, 2)
     assert found == DRAINING
-    assert [type(action) for action in actions] == [p.Warn]
+    assert [type(action) for action in actions] == [v.Warn]
 
 
 # Leaving.
@@ -129,7 +130,7 @@ def test_a_drain_goes_on_without_the_leader(event: p.Event) -> None:
 def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
     assert after(READY, leave(SIGTERM, 30.0)) == (
         Phase.DRAINING,
-        [p.ReportLeaving("SIGTERM", 30.0), p.AskStop(1, "SIGTERM", 30.0)],
+        [v.ReportLeaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)],
     )
 
 
@@ -137,16 +138,16 @@ LEFT = [leave(SIGTERM, 30.0), drained(0), gone(0, 0), drained(1), gone(1, 0)]
 
 
 def test_who_leaves_others_tells_them_before_it_copies_what_it_has() -> None:
-    assert after(view(*LEFT[:-1]), LEFT[-1]) == (Phase.SAVING, [p.ReportStopped(1, 7), p.AwaitCopies()])
-    assert after(view(*LEFT), p.CopiesDone()) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert after(view(*LEFT[:-1]), LEFT[-1]) == (Phase.SAVING, [v.ReportStopped(1, 7), v.AwaitCopies()])
+    assert after(view(*LEFT), v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_who_leaves_nobody_copies_what_it_has_before_a_successor_starts() -> None:
     """The successor has only what is in durable storage."""
-    assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [p.AwaitCopies()])
-    assert after(view(*LEFT, nodes=1), p.CopiesDone()) == (
+    assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [v.AwaitCopies()])
+    assert after(view(*LEFT, nodes=1), v.CopiesDone()) == (
         Phase.OVER,
-        [p.ReportStopped(1, 7), p.Finish(143, "stopped by SIGTERM")],
+        [v.ReportStopped(1, 7), v.Finish(143, "stopped by SIGTERM")],
     )
 
 
@@ -158,39 +159,39 @@ def test_who_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None
     serving = view(*KEPT, nodes=nodes)
     assert after(view(*KEPT[:-1], nodes=nodes), KEPT[-1]) == (
         Phase.SAVING,
-        [p.ReportStopped(1, 7, serve=True), p.AwaitCopies()],
+        [v.ReportStopped(1, 7, serve=True), v.AwaitCopies()],
     )
-    assert decide(serving, p.CopiesDone(), 2) == (serving, []), "what is copied says nothing of who fetches"
-    assert after(serving, m.Released(1)) == (Phase.SAVING, [p.AwaitCopies()]), "whoever fetches now is waited for"
-    assert after(view(*KEPT, m.Released(1), nodes=nodes), p.CopiesDone()) == (
+    assert decide(serving, v.CopiesDone(), 2) == (serving, []), "what is copied says nothing of who fetches"
+    assert after(serving, m.Released(1)) == (Phase.SAVING, [v.AwaitCopies()]), "whoever fetches now is waited for"
+    assert after(view(*KEPT, m.Released(1), nodes=nodes), v.CopiesDone()) == (
         Phase.OVER,
-        [p.Finish(143, "stopped by SIGTERM")],
+        [v.Finish(143, "stopped by SIGTERM")],
     )
 
 
 @pytest.mark.parametrize("event", [m.RunEnd(1, 0, "done"), GONE], ids=lambda e: type(e).__name__)
-def test_who_serves_is_released_by_the_end_of_the_run_and_of_its_leader(event: p.Event) -> None:
-    assert after(view(*KEPT), event) == (Phase.SAVING, [p.AwaitCopies()])
+def test_who_serves_is_released_by_the_end_of_the_run_and_of_its_leader(event: v.Event) -> None:
+    assert after(view(*KEPT), event) == (Phase.SAVING, [v.AwaitCopies()])
     assert after(view(*KEPT), SILENT) == (Phase.SAVING, [])
 
 
-@pytest.mark.parametrize("event", [p.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
-def test_serving_ends_when_there_is_no_time_left(event: p.Event) -> None:
+@pytest.mark.parametrize("event", [v.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
+def test_serving_ends_when_there_is_no_time_left(event: v.Event) -> None:
     phase, actions = after(view(*KEPT), event)
     assert phase is Phase.OVER
-    assert actions[-1] == p.Finish(143, "stopped by SIGTERM")
-    assert p.ReportStopped(1, 7) not in actions, "that was said"
+    assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
+    assert v.ReportStopped(1, 7) not in actions, "that was said"
 
 
-@pytest.mark.parametrize("event", [p.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
-def test_copying_ends_when_there_is_no_time_left(event: p.Event) -> None:
+@pytest.mark.parametrize("event", [v.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
+def test_copying_ends_when_there_is_no_time_left(event: v.Event) -> None:
     phase, actions = after(view(*LEFT), event)
     assert phase is Phase.OVER
-    assert actions[-1] == p.Finish(143, "stopped by SIGTERM")
+    assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
 
 
 @pytest.mark.parametrize("event", [brk(1), SILENT, GONE, m.RunEnd(1, 0, "done")], ids=lambda e: type(e).__name__)
-def test_copying_goes_on_whatever_becomes_of_the_run(event: p.Event) -> None:
+def test_copying_goes_on_whatever_becomes_of_the_run(event: v.Event) -> None:
     saving = view(*LEFT)
     assert decide(saving, event, 2) == (saving, [])
 
@@ -202,23 +203,23 @@ def test_an_evicted_node_copies_nothing() -> None:
 def test_who_leaves_during_a_drain_gives_it_a_limit() -> None:
     phase, actions = after(DRAINING, leave(SIGTERM, 30.0))
     assert phase is Phase.DRAINING
-    assert actions == [p.ReportLeaving("SIGTERM", 30.0), p.AskStop(1, "SIGTERM", 30.0)]
+    assert actions == [v.ReportLeaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)]
 
 
 def test_who_leaves_without_time_is_gone_at_once() -> None:
-    assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [p.ReportLeaving("SIGTERM"), p.Kill()])
+    assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM"), v.Kill()])
 
 
 def test_told_a_second_time_to_leave_it_kills() -> None:
-    assert after(view(leave(SIGTERM, 30.0)), leave(SIGTERM, 30.0)) == (Phase.STOPPING, [p.Kill()])
+    assert after(view(leave(SIGTERM, 30.0)), leave(SIGTERM, 30.0)) == (Phase.STOPPING, [v.Kill()])
 
 
 def test_a_drain_that_takes_too_long_is_ended() -> None:
-    phase, actions = after(view(leave(SIGTERM, 30.0)), p.DrainOver(1))
+    phase, actions = after(view(leave(SIGTERM, 30.0)), v.DrainOver(1))
     assert phase is Phase.STOPPING
-    assert actions[1:] == [p.Kill()]
-    assert decide(READY, p.DrainOver(1), 2) == (READY, [])
-    assert decide(DRAINING, p.DrainOver(0), 2) == (DRAINING, [])
+    assert actions[1:] == [v.Kill()]
+    assert decide(READY, v.DrainOver(1), 2) == (READY, [])
+    assert decide(DRAINING, v.DrainOver(0), 2) == (DRAINING, [])
 
 
 def test_who_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None:
@@ -227,6 +228,6 @@ def test_who_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None
     assert finished.phase is Phase.FINISHED
     assert after(finished, m.RunEnd(1, 0, "all workers finished")) == (
         Phase.OVER,
-        [p.Finish(0, "all workers finished")],
+        [v.Finish(0, "all workers finished")],
     )
-    assert after(finished, p.DrainOver(1)) == (Phase.OVER, [p.Finish(143, "stopped by SIGTERM")])
+    assert after(finished, v.DrainOver(1)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])

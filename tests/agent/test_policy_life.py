@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, leave
 
-from elastic_agents import policy as p
-from elastic_agents.policy import Phase, View, decide
+from elastic_agents import vocabulary as v
+from elastic_agents.policy import decide
+from elastic_agents.vocabulary import Phase, View
 from elastic_launch.rendezvous import messages as m
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
@@ -38,13 +39,13 @@ class AgentLife(RuleBasedStateMachine):
         self.limits: list[int] = []
         self.teardowns: list[tuple[int, int]] = []
         self.copying = False
-        self.finished: list[p.Finish] = []
+        self.finished: list[v.Finish] = []
         self.promised: int | None = None  # the code that a signal has settled
         self.fails_to_start: frozenset[int] | None = None
 
-    def decide(self, event: p.Event) -> list[p.Action]:
+    def decide(self, event: v.Event) -> list[v.Action]:
         before = self.view
-        if isinstance(event, p.Leave) and before.leaving is None and before.phase is not Phase.OVER:
+        if isinstance(event, v.Leave) and before.leaving is None and before.phase is not Phase.OVER:
             self.promised = event.code
         self.view, actions = decide(before, event, self.nproc)
         if before.phase is Phase.OVER:
@@ -55,59 +56,59 @@ class AgentLife(RuleBasedStateMachine):
             self._carry_out(action)
         return actions
 
-    def _carry_out(self, action: p.Action) -> None:
+    def _carry_out(self, action: v.Action) -> None:
         match action:
-            case p.StartWorkers(form=order):
+            case v.StartWorkers(form=order):
                 assert not self.workers, "workers beside others"
                 assert self.promised is None, "a start after a signal"
                 self.round = order.round.number
                 started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
                 self.workers, self.codes, self.reported = set(started), {}, set()
                 self.ready, self.drained = set(), set()
-            case p.AskStop(round=number, seconds=seconds):
+            case v.AskStop(round=number, seconds=seconds):
                 assert number == self.round
                 assert self.view.phase is Phase.DRAINING
                 assert self.workers <= self.ready, "a worker is asked that does not listen"
                 if seconds is not None:
                     self.limits.append(number)
-            case p.AwaitCopies():
+            case v.AwaitCopies():
                 assert not self.workers, "workers that still change what is copied"
                 assert self.promised is not None
                 self.copying = True
-            case p.AwaitEnd(round=number, local_rank=local_rank):
+            case v.AwaitEnd(round=number, local_rank=local_rank):
                 self.teardowns.append((number, local_rank))
-            case p.ReportReady(round=number):
+            case v.ReportReady(round=number):
                 assert number == self.round
                 assert self.workers <= self.ready
-            case p.Terminate(round=number):
+            case v.Terminate(round=number):
                 assert number == self.round
                 assert self.view.phase is Phase.STOPPING
                 self.graces.append(number)
-            case p.Kill(local_ranks=None):
+            case v.Kill(local_ranks=None):
                 assert self.view.phase is Phase.STOPPING
-            case p.Kill(local_ranks=local_ranks) if local_ranks is not None and local_ranks <= self.drained:
+            case v.Kill(local_ranks=local_ranks) if local_ranks is not None and local_ranks <= self.drained:
                 assert local_ranks <= self.workers
-            case p.Kill():
+            case v.Kill():
                 assert self.view.phase is Phase.STOPPING
-            case p.Hold(round=number, local_rank=local_rank):
+            case v.Hold(round=number, local_rank=local_rank):
                 assert number == self.round
                 assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
                 self.holds.append((number, local_rank))
-            case p.ReportFailed(local_rank=local_rank, preempted=preempted):
+            case v.ReportFailed(local_rank=local_rank, preempted=preempted):
                 assert self.codes[local_rank] != 0
                 assert local_rank not in self.reported, "a failure is reported twice"
                 assert preempted == (self.codes[local_rank] in (TERM_CODE, INT_CODE))
                 self.reported.add(local_rank)
-            case p.ReportStopped(round=number, drained=step):
+            case v.ReportStopped(round=number, drained=step):
                 assert not self.workers, "stopped, but workers live"
                 assert number == self.round
                 if step >= 0:
                     assert self.drained == set(range(self.nproc)), "drained, but a worker was not"
-            case p.ReportDone(round=number):
+            case v.ReportDone(round=number):
                 assert number == self.round
                 assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
                 assert not self.drained, "done, but a worker was drained"
-            case p.Finish(code=code):
+            case v.Finish(code=code):
                 assert not self.workers, "the end, but workers live"
                 if self.promised is not None:
                     done = code == 0 and self.codes == dict.fromkeys(range(self.nproc), 0)
@@ -127,7 +128,7 @@ class AgentLife(RuleBasedStateMachine):
         self.fails_to_start = frozenset(range(count))
         self.decide(form(self.round + 1))
         if self.view.phase is Phase.RUNNING:
-            self.decide(p.StartFailed("no such file", started=self.fails_to_start))
+            self.decide(v.StartFailed("no such file", started=self.fails_to_start))
         self.fails_to_start = None
 
     @rule(behind=st.sampled_from([0, 0, 1]))
@@ -136,12 +137,12 @@ class AgentLife(RuleBasedStateMachine):
         assert not behind or actions == [], "a break of another round"
 
     @rule(event=st.sampled_from([m.Evicted(1, "slow"), SILENT, GONE, CUT_OFF, OUT]))
-    def lose_touch(self, event: p.Event) -> None:
+    def lose_touch(self, event: v.Event) -> None:
         self.decide(event)
 
     @precondition(lambda self: self.round > 2)
     @rule(event=st.sampled_from([m.RunEnd(1, 0, "done"), m.RunEnd(1, 91, "spent"), m.Evicted(1, "x", True), LOST]))
-    def end(self, event: p.Event) -> None:
+    def end(self, event: v.Event) -> None:
         self.decide(event)
 
     # What workers, timers and users do.
@@ -153,7 +154,7 @@ class AgentLife(RuleBasedStateMachine):
         before = self.view.phase
         self.workers.remove(local_rank)
         self.codes[local_rank] = code
-        self.decide(p.WorkerGone(self.round, local_rank, code))
+        self.decide(v.WorkerGone(self.round, local_rank, code))
         if before in (Phase.RUNNING, Phase.DRAINING) and code in (1, 3, -9) and local_rank not in self.drained:
             assert local_rank in self.reported, "a failure is swallowed"
 
@@ -162,7 +163,7 @@ class AgentLife(RuleBasedStateMachine):
     def worker_is_ready(self, index: int) -> None:
         local_rank = sorted(self.workers)[index % len(self.workers)]
         self.ready.add(local_rank)
-        self.decide(p.WorkerReady(self.round, local_rank))
+        self.decide(v.WorkerReady(self.round, local_rank))
 
     @precondition(lambda self: self.workers & self.ready)
     @rule(index=st.integers(0, 2), step=st.integers(0, 9))
@@ -170,7 +171,7 @@ class AgentLife(RuleBasedStateMachine):
         choice = sorted(self.workers & self.ready)
         local_rank = choice[index % len(choice)]
         self.drained.add(local_rank)
-        self.decide(p.WorkerDrained(self.round, local_rank, step))
+        self.decide(v.WorkerDrained(self.round, local_rank, step))
 
     @rule(behind=st.sampled_from([0, 0, 1]), seconds=st.sampled_from([None, 5.0]))
     def drain_the_round(self, behind: int, seconds: float | None) -> None:
@@ -181,34 +182,34 @@ class AgentLife(RuleBasedStateMachine):
     @rule()
     def copies_are_done(self) -> None:
         self.copying = False
-        self.decide(p.CopiesDone())
+        self.decide(v.CopiesDone())
 
     @precondition(lambda self: self.limits)
     @rule(index=st.integers(0, 2))
     def time_for_the_drain_passes(self, index: int) -> None:
-        self.decide(p.DrainOver(self.limits.pop(index % len(self.limits))))
+        self.decide(v.DrainOver(self.limits.pop(index % len(self.limits))))
 
     @precondition(lambda self: self.teardowns)
     @rule(index=st.integers(0, 2))
     def teardown_passes(self, index: int) -> None:
         number, local_rank = self.teardowns.pop(index % len(self.teardowns))
-        actions = self.decide(p.TeardownOver(number, local_rank))
+        actions = self.decide(v.TeardownOver(number, local_rank))
         hangs = number == self.round and local_rank in self.workers and self.view.phase is not Phase.OVER
-        assert actions == ([p.Kill(frozenset({local_rank}))] if hangs else [])
+        assert actions == ([v.Kill(frozenset({local_rank}))] if hangs else [])
 
     @precondition(lambda self: self.graces)
     @rule(index=st.integers(0, 2))
     def grace_passes(self, index: int) -> None:
         number = self.graces.pop(index % len(self.graces))
-        actions = self.decide(p.GraceOver(number))
+        actions = self.decide(v.GraceOver(number))
         overdue = number == self.round and self.workers and self.view.phase is Phase.STOPPING
-        assert actions == ([p.Kill()] if overdue else [])
+        assert actions == ([v.Kill()] if overdue else [])
 
     @precondition(lambda self: self.holds)
     @rule(index=st.integers(0, 2))
     def hold_passes(self, index: int) -> None:
         number, local_rank = self.holds.pop(index % len(self.holds))
-        self.decide(p.HoldOver(number, local_rank))
+        self.decide(v.HoldOver(number, local_rank))
 
     @precondition(lambda self: self.round > 2 or self.view.held)
     @rule(number=st.sampled_from([SIGTERM, SIGINT]), seconds=st.sampled_from([0.0, 5.0]))
@@ -216,7 +217,7 @@ class AgentLife(RuleBasedStateMachine):
         again = self.view.leaving is not None and self.view.phase is not Phase.OVER
         actions = self.decide(leave(number, seconds))
         if again and self.workers:
-            assert actions == [p.Kill()], "a further signal kills"
+            assert actions == [v.Kill()], "a further signal kills"
 
     # What always holds.
 

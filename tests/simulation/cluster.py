@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from elastic_agents.policy import Phase
+from elastic_agents.vocabulary import Phase
 from elastic_launch.config import Limits, Timing
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from simulation.checks import Checks

@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_agents import policy as p
+from elastic_agents import vocabulary as v
+from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
@@ -45,7 +46,7 @@ class SimNode(Host):
         self.node_id, self.incarnation = node_id, incarnation
         self.code: int | None = None
         self.lost_power = False
-        self.view = p.View()
+        self.view = v.View()
         self.workers = SimWorkers(self)
         self.inbox = Mailbox(self.kernel, self)
         self.side = NodeSide()
@@ -83,7 +84,7 @@ class SimNode(Host):
             connection.reset()
 
     def leave(self) -> None:
-        self.inbox.put(p.Leave("SIGTERM", 143))
+        self.inbox.put(v.Leave("SIGTERM", 143))
 
     # The main thread.
 
@@ -91,39 +92,39 @@ class SimNode(Host):
         while True:
             for event in (yield self.inbox.get()):
                 self.cluster.checks.obeyed(self, event)
-                self.view, actions = p.decide(self.view, event, NPROC)
+                self.view, actions = decide(self.view, event, NPROC)
                 for action in actions:
                     self._carry_out(action)
                 if self.code is not None:
                     return
                 yield self.kernel.sleep(self, self.kernel.soon() / 10)
 
-    def _carry_out(self, action: p.Action) -> None:
+    def _carry_out(self, action: v.Action) -> None:
         number = self.view.round
         match action:
-            case p.StartWorkers(form=form):
+            case v.StartWorkers(form=form):
                 self.cluster.checks.starts(self, form)
                 self.workers.start(form.round)
                 self._say(m.Joined(form.round.number))
-            case p.Terminate():
+            case v.Terminate():
                 self.workers.terminate()
                 grace = self.cluster.grace
-                self.kernel.call(grace, self, lambda: self.inbox.put(p.GraceOver(number)))
-            case p.Kill():
+                self.kernel.call(grace, self, lambda: self.inbox.put(v.GraceOver(number)))
+            case v.Kill():
                 self.workers.kill()
-            case p.Hold(local_rank=rank):
-                self.kernel.call(p.HOLD, self, lambda: self.inbox.put(p.HoldOver(number, rank)))
-            case p.ReportFailed(preempted=preempted):
+            case v.Hold(local_rank=rank):
+                self.kernel.call(v.HOLD, self, lambda: self.inbox.put(v.HoldOver(number, rank)))
+            case v.ReportFailed(preempted=preempted):
                 kind = "preemption" if preempted else "crash"
                 failure = m.Failure(self.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=60.0, round=number)
                 self._say(m.Failed(number, failure))
-            case p.ReportStopped(round=stopped):
+            case v.ReportStopped(round=stopped):
                 self._say(m.Stopped(stopped, 1))
-            case p.ReportDone(round=done):
+            case v.ReportDone(round=done):
                 self._say(m.Done(done))
-            case p.ReportLeaving(reason=reason, seconds=seconds):
+            case v.ReportLeaving(reason=reason, seconds=seconds):
                 self._say(m.Leaving(reason, seconds))
-            case p.Finish(code=code):
+            case v.Finish(code=code):
                 self.code = code
                 self.cluster.checks.finished(self, code)
                 self._closing = True

@@ -1,0 +1,56 @@
+"""How a node's part of a run ended: in this project's terms, and in torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_agents.workers import Reaped
+from elastic_launch.errors import ExitCode
+from elastic_launch.rendezvous import messages as m
+
+__all__ = ["Outcome", "result_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How this node's part of the run ended.
+
+    Attributes:
+        failure: the run's root cause, if a worker's failure ended it.
+        restarts: restarts charged to the run's budget, as far as this node knows.
+        unsaved: why the last copy to durable storage failed, if it did.
+    """
+
+    code: int
+    cause: str
+    restarts: int = 0
+    failure: m.Failure | None = None
+    unsaved: str = ""
+
+
+def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int, Path]) -> RunResult:
+    """Return torch's result for an exit code of the run.
+
+    Args:
+        failed: by rank, the workers of this node that failed in its last round.
+        error_files: by local rank, where they may have left an exception.
+    """
+    if code == ExitCode.DONE:
+        return RunResult(WorkerState.SUCCEEDED)
+    if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        return RunResult(WorkerState.STOPPED)
+    failures = {
+        rank: ProcessFailure(
+            local_rank=reaped.placement.local_rank,
+            pid=reaped.pid,
+            exitcode=reaped.exit_code,
+            error_file=str(error_files[reaped.placement.local_rank]),
+        )
+        for rank, reaped in failed.items()
+    }
+    return RunResult(WorkerState.FAILED, failures=failures)

@@ -1,0 +1,153 @@
+"""What a leader tells its nodes; each message carries the leader's term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_launch.rendezvous import asking
+from elastic_launch.rendezvous.keeping import Released, Source
+from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.reports import Failure
+
+__all__ = [
+    "Break",
+    "Depart",
+    "Drain",
+    "Evicted",
+    "Form",
+    "Notice",
+    "Order",
+    "Pulse",
+    "Refused",
+    "RunEnd",
+    "SaveNow",
+    "ToNode",
+    "Welcome",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hello was accepted."""
+
+    term: int
+    node_id: str
+    beat: float
+    dead_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node does not fit the run and must not come again."""
+
+    term: int
+    reason: str
+    hint: str = ""
+    code: int = 95
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """I am alive (leader to node)."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The round is formed and recorded: start its workers.
+
+    Attributes:
+        restarts: restarts charged so far.
+        cause: why the last round ended, ``first`` for the first one.
+        sources: who serves the newest snapshot, if no member has it.
+    """
+
+    term: int
+    round: Round
+    restarts: int
+    cause: str
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have the round's workers stop after the same step, save and end; then report them as stopped.
+
+    Attributes:
+        kind: as of Break.
+        seconds: after which the round is broken; None for no such limit.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The round is over: stop its workers and report.
+
+    Attributes:
+        kind: see :class:`elastic_launch.rendezvous.verdict.Kind`.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """This node is to leave the run after a drain, with the seconds that it has for that."""
+
+    term: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow:
+    """Have the round's ranks write a durable checkpoint; only the first member is told: its rank tells all."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """This node is no longer a member: kill its workers. ``final``: another agent took its place, do not come again."""
+
+    term: int
+    reason: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that the node's user wants to know, such as what the run waits for."""
+
+    term: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The run is over and recorded as such: stop and exit with the code.
+
+    Attributes:
+        failure: the root cause, if a worker's failure ended the run.
+    """
+
+    term: int
+    code: int
+    cause: str
+    restarts: int = 0
+    failure: Failure | None = None
+
+
+ToNode = Form | Drain | Break | Depart | Released | SaveNow | Evicted | Notice | RunEnd
+Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Found
