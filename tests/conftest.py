@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -10,10 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Job, job_in
+
+# A slow machine is no failure.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def _children() -> set[int]:
@@ -39,6 +45,14 @@ def _descriptors() -> set[str]:
 def _shared() -> set[str]:
     # Semaphores of multiprocessing have random names and live for moments: they may be those of other programs.
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+@pytest.fixture(autouse=True)
+def default_sigterm() -> Iterator[None]:
+    """A training in this process catches SIGTERM for as long as the process lives, and many tests have one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_where_nothing_is_saved_the_agent_is_told_at_once(asking: Asking) -> Non
 def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Asking, tmp_path: Path) -> None:
     directory = tmp_path / "file"
     asking.run.resume(el.Checkpoint(directory, every=1000))
+    shutil.rmtree(directory)
     directory.write_text("no directory")
     asking.ask()
     asking.run.boundary(1)
