@@ -43,6 +43,9 @@ STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
 MAX_RECORD = codec.MAX_BYTES - 64 * 1024
 """Bytes of the largest record: with what else the order to form has, its members must still fit into one line."""
 
+DRAIN_LINGER = 2.0
+"""Seconds for which a leader that leaves waits for a drain to end; its own node has ended by then."""
+
 
 class LeaderService:
     """Leads a run until it is closed or deposed.
@@ -126,6 +129,9 @@ class LeaderService:
     def close(self, linger: float) -> None:
         """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it.
 
+        If its round is being drained, as when the leader's own node leaves, wait for the others' last reports: who
+        comes after this leader would take the round for broken.
+
         Up to here the port of a leader that stepped down is kept: who is refused there takes the process for dead.
         """
         self._linger = linger
@@ -155,8 +161,9 @@ class LeaderService:
         while True:
             now = clock.now()
             if self._stop.is_set():
-                give_up = give_up if give_up is not None else now + (self._linger if machine.ended else 0)
-                if now >= give_up or not self._links or self._deposed:
+                give_up = give_up if give_up is not None else now + self._patience()
+                settled = not machine.ended and not machine.draining
+                if settled or now >= give_up or not self._links or self._deposed:
                     self._hear_last_words()
                     self._flush_all()
                     return
@@ -172,6 +179,10 @@ class LeaderService:
             if now >= next_pulse and not self._deposed:
                 next_pulse = now + self._beat
                 self._pulse(now)
+
+    def _patience(self) -> float:
+        """Seconds that nodes have, once this leader is to go, to hear of the run's end or to end a drain."""
+        return self._linger if self._machine.ended else min(self._linger, DRAIN_LINGER)
 
     def _ready(self, key: selectors.SelectorKey) -> None:
         if key.fileobj is self._wake_in:
