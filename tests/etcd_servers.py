@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import wait_for
+from harness import freeze, wait_for
 from netns import Host
 
 DEBIAN = Path("/usr/bin/etcd")
@@ -156,7 +156,8 @@ class Member:
         self.control("alarm", "disarm")
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

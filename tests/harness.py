@@ -51,10 +51,7 @@ def tree(pid: int) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+    return _state(Path(f"/proc/{pid}/stat")) not in "ZX"
 
 
 class Agent:
@@ -108,8 +105,7 @@ class Agent:
     def freeze(self) -> list[int]:
         """Stop the whole node: agent, guard, workers; return their pids."""
         pids = tree(self.process.pid)
-        for pid in reversed(pids):
-            os.kill(pid, signal.SIGSTOP)
+        freeze(*reversed(pids))
         return pids
 
     def thaw(self, pids: list[int]) -> None:
@@ -123,6 +119,25 @@ class Agent:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not exit within {timeout:g} s; it printed:\n{self.output}") from None
+
+
+def freeze(*pids: int) -> None:
+    """Stop processes, and return when they stand: the kernel lets their threads run on for a moment."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    wait_for(f"{pids} to stand", lambda: all(map(_stands, pids)))
+
+
+def _stands(pid: int) -> bool:
+    states = [_state(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state in "TtZX" for state in states)
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 class Job:

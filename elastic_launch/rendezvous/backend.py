@@ -67,12 +67,15 @@ class Backend(Protocol):
         """
         ...
 
-    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+    def unreachable(
+        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
+    ) -> None:
         """Take note that a record's leader cannot be reached.
 
         Args:
             refused: whether its host answered that nobody listens there.
             silent_for: seconds for which its link was silent already.
+            seen_round: the last round that this node has heard of.
         """
         ...
 
@@ -193,7 +196,9 @@ class C10dBackend:
         finally:
             store.close()
 
-    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+    def unreachable(
+        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
+    ) -> None:
         """Nothing follows: only an agent at the endpoint can lead."""
 
     def reached(self) -> None:

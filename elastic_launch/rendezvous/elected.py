@@ -100,14 +100,18 @@ class ElectedBackend:
         following = replace(record, term=record.term + 1, leader=self._candidate())
         return self._take(value, following, timeout, takeover.cause, dead=takeover.dead)
 
-    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+    def unreachable(
+        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
+    ) -> None:
         """Take note that a record's leader cannot be reached.
 
         Args:
             refused: whether its host answered that nobody listens there.
             silent_for: seconds for which its link was silent already.
+            seen_round: the last round that this node has heard of.
         """
-        self._succession.unreachable(record.term, self._clock.now(), refused=refused, silent_for=silent_for)
+        now = self._clock.now()
+        self._succession.unreachable(record, now, refused=refused, silent_for=silent_for, seen_round=seen_round)
 
     def reached(self) -> None:
         """Take note that the leader lives: it has said something."""

@@ -248,7 +248,8 @@ class Membership:
             if silent and not self._closing.is_set():
                 search.fell_silent()
                 assert self._record is not None
-                self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after)
+                seen = self._side.hello.seen_round
+                self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after, seen_round=seen)
                 self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False, until=until))
             if not self._answered:
                 # Something listens there that is silent, closes the link, or was found not to be the leader.

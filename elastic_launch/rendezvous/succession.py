@@ -32,11 +32,13 @@ class _Doubt:
     Attributes:
         since: when that was first seen.
         refused_since: since when its host says, without a break, that nobody listens, or None.
+        round: the last round that is known to be its work.
     """
 
     term: int
     since: float
     refused_since: float | None
+    round: int
 
 
 class Succession:
@@ -57,12 +59,14 @@ class Succession:
         """Take note that the store was asked: whether in vain, or for so long that it was but for its patience."""
         self._blind = self._blind or failed or seconds > GONE_AFTER
 
-    def unreachable(self, term: int, now: float, *, refused: bool, silent_for: float = 0.0) -> None:
-        """Take note that the leader of a term cannot be reached; see ``Backend.unreachable``."""
+    def unreachable(
+        self, record: ControlRecord, now: float, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
+    ) -> None:
+        """Take note that a record's leader cannot be reached; see ``Backend.unreachable``."""
         self._blind = False
         doubt = self._doubt
-        if doubt is None or doubt.term != term:
-            doubt = _Doubt(term, now - silent_for, None)
+        if doubt is None or doubt.term != record.term:
+            doubt = _Doubt(record.term, now - silent_for, None, max(record.round.number, seen_round))
         # One refusal between timeouts may be a firewall's. However they take turns, dead_after counts from the first.
         since = (now if doubt.refused_since is None else doubt.refused_since) if refused else None
         self._doubt = replace(doubt, refused_since=since)
@@ -89,6 +93,10 @@ class Succession:
             return None
         if self._blind:
             return None  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
+        if doubt.refused_since is None and record.round.number > doubt.round:
+            # It has formed a round of others since: it was this node that could not be reached.
+            self._doubt = replace(doubt, since=now, round=record.round.number)
+            return None
         waited = now - doubt.since
         dead = doubt.refused_since is not None and now - doubt.refused_since >= GONE_AFTER
         if not dead and waited < self._dead_after:

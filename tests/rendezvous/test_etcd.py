@@ -186,6 +186,7 @@ def test_a_write_whose_answer_was_lost_is_found_to_be_done(etcd: Member, proxy: 
         proxy.mute = True
         writing = pool.submit(store.compare_and_set, b"one", b"two", TIMEOUT)
         assert direct.wait_changed(b"one", TIMEOUT) == b"two"
+        proxy.lose()
         proxy.mute = False
         assert writing.result(TIMEOUT)
 
@@ -197,6 +198,7 @@ def test_a_write_whose_answer_was_lost_and_that_was_replaced_is_not_won(etcd: Me
         writing = pool.submit(store.compare_and_set, None, b"mine", TIMEOUT)
         assert direct.wait_changed(None, TIMEOUT) == b"mine"
         assert direct.compare_and_set(b"mine", b"theirs", TIMEOUT)
+        proxy.lose()
         proxy.mute = False
         assert not writing.result(TIMEOUT)
 

@@ -83,7 +83,9 @@ class Pointing:
     def find_leader(self, timeout: float) -> ControlRecord:
         return self._record
 
-    def unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
+    def unreachable(
+        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
+    ) -> None:
         return
 
     def reached(self) -> None:

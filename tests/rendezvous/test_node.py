@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic_launch.config import Timing
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.node import NodeSide, Search
@@ -74,12 +76,26 @@ def test_a_lost_leader_is_told_of_once_after_a_second() -> None:
     assert search.over(110.0)
 
 
+def test_a_leader_that_formed_a_round_while_it_seemed_silent_is_given_its_time_again() -> None:
+    """It was the node that was cut off, from the store as well, and now is back."""
+    succession = Succession("a1", 5.0)
+    record = ControlRecord("run", "digest", 3, Leader("b", "b1", "host-b", 1), round=Round(2))
+    succession.unreachable(record, 10.0, refused=False, silent_for=5.0, seen_round=2)
+    later = replace(record, round=Round(3))
+    assert succession.decide(later, 10.0, leading=False) is None
+    assert succession.decide(later, 14.9, leading=False) is None
+    assert succession.decide(later, 15.0, leading=False) is not None
+    heard_of_it = Succession("c1", 5.0)
+    heard_of_it.unreachable(record, 10.0, refused=False, silent_for=5.0, seen_round=3)
+    assert heard_of_it.decide(later, 10.0, leading=False) is not None
+
+
 def test_a_leader_is_succeeded_when_it_refuses_or_was_silent_for_long() -> None:
     record = ControlRecord("run", "digest", 3, Leader("b", "b1", "host-b", 1))
     for refused, wait in ((True, 0.5), (False, 5.0)):
         succession = Succession("a1", 5.0)
         assert succession.decide(record, 0.0, leading=False) is None
-        succession.unreachable(3, 0.0, refused=refused)
+        succession.unreachable(record, 0.0, refused=refused)
         assert succession.decide(record, wait - 0.1, leading=False) is None
         takeover = succession.decide(record, wait, leading=False)
         assert takeover is not None

@@ -178,7 +178,8 @@ class SimNode(Host):
                 search.lost(self.kernel.now)
             if silent and not self._closing:
                 search.fell_silent()
-                self._unreachable(self._record, refused=False, silent_for=timing.dead_after)
+                seen = self.side.hello.seen_round
+                self._unreachable(self._record, refused=False, silent_for=timing.dead_after, seen_round=seen)
                 self.inbox.put(LinkDown("silent", gone=False))
             if not self._answered:
                 self._unreachable(self._record, refused=False)
@@ -214,8 +215,8 @@ class SimNode(Host):
         self.side.greet()
         return connection
 
-    def _unreachable(self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0) -> None:
-        self.succession.unreachable(record.term, self.kernel.now, refused=refused, silent_for=silent_for)
+    def _unreachable(self, record: ControlRecord, **how: Any) -> None:
+        self.succession.unreachable(record, self.kernel.now, **how)
 
     def _dial(self, leader: Leader, timeout: float) -> Wait:
         """Connect to the leader's listener; the kernel of a frozen process accepts, too."""
