@@ -1,7 +1,7 @@
 # make help says what there is. Environments are made from PYTHON (python3 unless given):
 #   without PYTHON=   in .venv, with the torch that constraints.txt pins
 #   with PYTHON=path  in .venv-<path>, using the torch of that interpreter if it has one
-# PIP_ARGS= goes to every pip install, PYTEST_ARGS= to pytest.
+# PIP_ARGS= goes to every pip install, PYTEST_ARGS= to pytest; JOBS= is how many tests run at a time.
 
 ifeq ($(origin PYTHON),undefined)
   PYTHON := python3
@@ -14,9 +14,12 @@ else
 endif
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 export PIP_ARGS
 
 BIN := $(VENV)/bin
+# The tests of a file stay together: some share what took long to make.
+PARALLEL := -n $(JOBS) --dist loadscope
 STAMP := $(VENV)/.elastic-launch-env
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -36,6 +39,7 @@ help:
 	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
 	@echo 'PIP_ARGS=...    further arguments for every pip install'
 	@echo 'PYTEST_ARGS=... further arguments for pytest'
+	@echo 'JOBS=N          how many tests run at a time (2; 0: one, in the process of pytest itself)'
 
 env: $(STAMP)
 
@@ -60,11 +64,11 @@ check: env
 	"$(BIN)/lint-imports" --no-logo
 
 test: env check
-	"$(BIN)/python" -m pytest -rfEs -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
-	"$(BIN)/python" -m pytest -rfEs -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist $(CACHES)

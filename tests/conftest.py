@@ -47,6 +47,22 @@ def _shared() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether other tests run at the same time: then shared memory is checked by the one that began them, at the end."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_SHARED] = set() if BESIDE_OTHERS else _shared()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if left := set() if BESIDE_OTHERS else _shared() - session.stash[_SHARED]:
+        raise pytest.UsageError(f"the tests left behind in /dev/shm: {', '.join(sorted(left))}")
+
+
+_SHARED = pytest.StashKey[set[str]]()
+
+
 @pytest.fixture(autouse=True)
 def default_sigterm() -> Iterator[None]:
     """A training in this process catches SIGTERM for as long as the process lives, and many tests have one."""
@@ -67,7 +83,7 @@ def nothing_left_behind() -> Iterator[None]:
             "threads": [t.name for t in threading.enumerate() if t not in threads],
             "children": sorted(_children() - children),
             "descriptors": sorted(_descriptors() - descriptors),
-            "shared memory": sorted(_shared() - shared),
+            "shared memory": [] if BESIDE_OTHERS else sorted(_shared() - shared),
         }
         if not any(left.values()) or time.monotonic() > deadline:
             break

