@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elastic_agents.failures import describe, read_error_file
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import Inbox, SignalCaught, SignalsTo
+from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
 from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
@@ -104,12 +104,6 @@ def expanded(text: str, env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exited:
-    pid: int
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
 class _GraceOver:
     pass
 
@@ -163,7 +157,7 @@ class _Agent:
             outputs = list(self._outputs(stack))
             self._guard = Guard()
             stack.callback(self._guard.close)
-            self._processes = ExecProcesses(lambda pid, code: self._inbox.put(_Exited(pid, code)))
+            self._processes = ExecProcesses(lambda pid, code: self._inbox.put(Exited(pid, code)))
             stack.callback(self._processes.close)
             stack.callback(self._end_sessions)
             self._start(outputs)
@@ -211,7 +205,7 @@ class _Agent:
 
     def _handle(self, item: object) -> None:
         match item:
-            case _Exited(pid=pid, exit_code=code) if pid in self._workers:
+            case Exited(pid=pid, exit_code=code) if pid in self._workers:
                 self._reap(self._workers[pid], code)
             case SignalCaught(number=number) if self._stopping:
                 self._signal = self._signal or number
