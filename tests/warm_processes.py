@@ -80,13 +80,13 @@ def config_for(
 
 
 @contextmanager
-def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None) -> Iterator[Starter]:
+def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None, ahead: int = 0) -> Iterator[Starter]:
     """A starter whose server is known to be ready, or to be of no use."""
     exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     variables = {**shared_environment(config), **(env or {})}
 
     def make() -> WarmServer:
-        return WarmServer(config, variables)
+        return WarmServer(config, variables, ahead)
 
     processes = WarmProcesses(lambda pid, code: exits.put((pid, code)), make(), make)
     try:

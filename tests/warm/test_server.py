@@ -157,7 +157,7 @@ def test_a_killed_server_takes_no_worker_with_it_and_is_replaced(
 def test_where_the_server_does_not_answer_the_worker_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastic_agents.warm.client.FORK_TIMEOUT", 0.3)
+    monkeypatch.setattr("elastic_agents.warm.parked.FORK_TIMEOUT", 0.3)
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
         server = _server(starter)
@@ -177,6 +177,24 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
     assert caplog.text.count("a worker imports for itself") == 1
 
 
+def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None:
+    """What they were sent while they waited is not the worker's, and one that has died is passed over."""
+    script = write(tmp_path, "script.py", FORKED + "\nprint(os.environ['X'], len(os.listdir('/proc/self/fd')))")
+    with warm_starter(config_for(tmp_path, script), ahead=3) as starter:
+        by_fork = starter.run(script, env={"X": "0"})
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        parked = wait_for("processes that wait", lambda: [x.pid for x in server._parked] * (len(server._parked) == 3))
+        os.kill(parked[2], signal.SIGKILL)
+        os.kill(parked[1], signal.SIGTERM)
+        environment = {"X": "0", "LONG": "x" * 100_000}  # more than a socket takes at once
+        ended = starter.run(script, env=environment)
+        assert (ended.pid, ended.code, ended.stdout) == (parked[1], 0, by_fork.stdout)
+        assert not alive(parked[2])
+        wait_for("as many again", lambda: len(server._parked) == 3)
+    assert not any(map(alive, parked))
+
+
 def test_a_server_does_not_outlive_its_agent(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import json, time\ntime.sleep(60)")
     driver = f"""
@@ -184,16 +202,19 @@ import sys, time
 sys.path[:0] = {[p for p in sys.path if p]!r}
 from pathlib import Path
 from warm_processes import config_for, warm_starter
-with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r})) as starter:
-    print(starter.processes._server.pid, flush=True)
+with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r}), ahead=1) as starter:
+    server = starter.processes._server
+    while not server._parked:
+        time.sleep(0.01)
+    print(server.pid, server._parked[0].pid, flush=True)
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
-        server = int(agent.stdout.readline())
-        assert alive(server)
+        pids = [int(pid) for pid in agent.stdout.readline().split()]
+        assert all(map(alive, pids))
         agent.kill()
-    wait_for("the server's end", lambda: not alive(server))
+    wait_for("the end of the server, and of who waits for work", lambda: not any(map(alive, pids)))
 
 
 def test_what_imports_do_to_the_environment_is_so_in_the_worker(tmp_path: Path) -> None:

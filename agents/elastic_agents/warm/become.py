@@ -13,10 +13,12 @@ import gc
 import importlib.machinery
 import importlib.util
 import io
+import json
 import os
 import pkgutil
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,7 +27,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Orders", "entry_point", "leave_parent"]
+__all__ = ["BLOCKED", "Orders", "become", "entry_point", "leave_parent"]
+
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
+
+MOST_BYTES = 8 * 1024 * 1024
+
+
+def become(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> None:
+    """Wait for orders, perhaps for days, and carry them out; returns, or raises, as the worker's script does.
+
+    Ends the process if the agent hangs up.
+
+    Args:
+        agent: descriptor of the socket to it, which is closed before the script starts.
+        mask: the signals that the worker finds blocked.
+        changed: variables that its imports have set, or removed (None).
+    """
+    with socket.socket(fileno=agent) as sock:
+        orders = _receive(sock)
+        # What was sent to a process that waited was not for the worker.
+        while signal.sigtimedwait(BLOCKED, 0) is not None:
+            pass
+        try:
+            sock.sendall(b"begun\n")
+        except OSError:
+            os._exit(1)
+    orders.carry_out(mask, changed)
+
+
+def _receive(sock: socket.socket) -> Orders:
+    pending = b""
+    descriptors: list[int] = []
+    while not pending.endswith(b"\n"):
+        try:
+            data, received, _, _ = socket.recv_fds(sock, 65536, 2)
+        except OSError:
+            data, received = b"", []
+        descriptors += received
+        pending += data
+        if not data or len(pending) > MOST_BYTES:
+            os._exit(0)
+    order = json.loads(pending)
+    return Orders(order["argv"], order["env"], *descriptors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +81,15 @@ class Orders:
         argv: the whole command, with the interpreter.
         env: the whole environment.
         stdout, stderr: descriptors of its standard streams.
-        agent: descriptor of the socket to the agent, which is closed before the script starts.
     """
 
     argv: list[str]
     env: dict[str, str]
     stdout: int
     stderr: int
-    agent: int
 
     def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> None:
-        """Become the worker; returns, or raises, as its script does.
-
-        Args:
-            mask: the signals that it finds blocked.
-            changed: variables that its imports have set, or removed (None).
-        """
+        """Become the worker; returns, or raises, as its script does. See :func:`become`."""
         _take_streams(self.stdout, self.stderr)
         os.environ.clear()
         os.environ.update(self.env)
@@ -64,7 +102,7 @@ class Orders:
         _show(self.argv)
         _forget_server()
         _fresh_randomness()
-        # What has arrived since the fork was for the worker: it waits behind the server's mask until here.
+        # What has arrived since it said that it begins was for the worker.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.orig_argv[:] = self.argv
         _run(self.argv[2:])  # after the interpreter and -u
@@ -97,7 +135,6 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
         os.write(agent, b"ready\n")
     except OSError:
         os._exit(1)
-    os.close(agent)
 
 
 def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
 from elastic_agents.sessions import kill_sessions, reap_orphans
 from elastic_agents.warm.imports import differs_at_import
+from elastic_agents.warm.parked import FORK_TIMEOUT, Parked
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
 
@@ -31,8 +32,8 @@ _log = logging.getLogger("elastic_launch.warm")
 PATIENCE = 120.0
 """Seconds that the first workers wait for the imports at most; then they do their own."""
 
-FORK_TIMEOUT = 20.0
-"""Seconds for a fork, which takes 0.03 s on a machine that does not swap."""
+REST = 2.0
+"""Seconds after the start of workers before the next ones are forked ahead: they need the processor themselves."""
 
 MOST_REPLACED = 3
 """So often a server that died is replaced."""
@@ -47,7 +48,7 @@ def start_processes(config: LaunchConfig) -> Callable[[OnExit], WorkerProcesses]
         return ExecProcesses  # by numactl
     if not config.warm or config.command.display[0] == "--no-python" or python != sys.executable or rest[0] != "-u":
         return ExecProcesses
-    make = partial(WarmServer, config, shared_environment(config))
+    make = partial(WarmServer, config, shared_environment(config), ahead=config.nproc)
     try:
         _be_subreaper(True)
         server = make()
@@ -66,9 +67,10 @@ class WarmServer:
 
     Args:
         env: a worker's environment, without what differs between workers.
+        ahead: how many processes are forked ahead, once workers have begun: as many as may begin together.
     """
 
-    def __init__(self, config: LaunchConfig, env: Mapping[str, str]) -> None:
+    def __init__(self, config: LaunchConfig, env: Mapping[str, str], ahead: int) -> None:
         argv = config.command.argv
         self.env = {name: value for name, value in env.items() if name not in PER_WORKER}
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -107,7 +109,13 @@ class WarmServer:
         self.read: frozenset[str] = frozenset()
         self.lost = False
         self._closing = False
+        self._deadline = time.monotonic() + PATIENCE  # of each import
         self._calls: list[Callable[[], None]] = []
+        self._forking = threading.Lock()  # held by who speaks to the server
+        self._parked: list[Parked] = []
+        self._ahead = ahead
+        self._ahead_at = 0.0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._listen, name="warm", daemon=True)
         self._thread.start()
 
@@ -128,31 +136,26 @@ class WarmServer:
                 return
         call()
 
-    def fork(self, request: StartRequest) -> int:
+    def start(self, request: StartRequest) -> int:
         """Return the pid of a worker, which is a child of this process.
 
         Raises:
-            OSError: if the server cannot fork.
+            OSError: if there is none that waits, and the server cannot fork.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with mine:
-            with theirs:
-                order = json.dumps({"argv": list(request.argv), "env": dict(request.env)}).encode() + b"\n"
-                sent = socket.send_fds(self._orders, [order], [request.stdout, request.stderr, theirs.fileno()])
-                self._orders.sendall(order[sent:])
-            mine.settimeout(FORK_TIMEOUT)
-            with mine.makefile("rb") as lines:
-                if not (pid := lines.readline()):
-                    raise OSError("the warm server could not fork")
-                mine.sendall(b"g")
-                if not lines.readline():
-                    raise OSError("the worker died as it was forked")
-            return int(pid)
+        with self._forking:
+            self._rest()
+            while self._parked:
+                try:
+                    return self._parked.pop().begin(request)
+                except OSError as error:
+                    _log.debug("a process that waited for work is gone: %s", error)
+            return Parked.fork(self._orders).begin(request)
 
     def give_up(self) -> None:
         """Have it count as lost: what was asked of it last must never come to life."""
         self._usable, self.lost = False, True
         self._process.kill()
+        self._dismiss()
 
     def close(self) -> None:
         """End the server; workers go on."""
@@ -165,26 +168,28 @@ class WarmServer:
         kill_sessions({self._process.pid})  # what imports have started
         reap_orphans({self._process.pid})
         self._thread.join(10)
+        self._dismiss()
         self._orders.close()
+        os.close(self._wake)
 
     def _listen(self) -> None:
-        """Hear the server until its end, or until no worker is left that was forked this moment."""
-        deadline = time.monotonic() + PATIENCE  # begins anew with each module
+        """Hear the server until its end, or until no process is left that was forked this moment."""
         with os.fdopen(self._source, "rb", buffering=0) as source, selectors.DefaultSelector() as selector:
-            selector.register(source, selectors.EVENT_READ)
+            selector.register(source, selectors.EVENT_READ, "server")
+            selector.register(self._wake, selectors.EVENT_READ, "wake")
             pending = b""
             while True:
-                if not selector.select(max(0.0, deadline - time.monotonic()) if not self._known else None):
-                    _log.warning(
-                        "workers import for themselves: the warm server's imports take more than %g s", PATIENCE
-                    )
-                    self._settle(usable=False)
+                ready = {key.data for key, _ in selector.select(self._wait())}
+                if "wake" in ready:
+                    os.eventfd_read(self._wake)
+                if not ready:
+                    self._on_time()
+                if "server" not in ready:
                     continue
                 if not (data := source.read(65536)):
                     break
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
-                    deadline = time.monotonic() + PATIENCE
                     self._hear(json.loads(line))
         self.lost = self.lost or self._usable
         if not self._known and not self._closing:
@@ -192,7 +197,21 @@ class WarmServer:
             _log.warning("workers import for themselves: the warm server has died%s", where)
         self._settle(usable=False)
 
+    def _wait(self) -> float | None:
+        """Seconds until there is something to do; None if there is nothing."""
+        if self._known and (not self._usable or len(self._parked) >= self._ahead):
+            return None
+        return max(0.0, (self._ahead_at if self._known else self._deadline) - time.monotonic())
+
+    def _on_time(self) -> None:
+        if self._known:
+            self._fork_ahead()
+            return
+        _log.warning("workers import for themselves: the warm server's imports take more than %g s", PATIENCE)
+        self._settle(usable=False)
+
     def _hear(self, message: dict[str, object]) -> None:
+        self._deadline = time.monotonic() + PATIENCE
         if "warning" in message:
             _log.warning("%s", message["warning"])
         elif "cold" in message:
@@ -204,7 +223,32 @@ class WarmServer:
             read = message["ready"]
             assert isinstance(read, list)
             self.read = frozenset(read) - PER_WORKER
+            self._ahead_at = time.monotonic() + REST
             self._settle(usable=True)
+
+    def _rest(self) -> None:
+        """Put off what can be done any time: workers begin now, and need the processor."""
+        self._ahead_at = time.monotonic() + REST
+        os.eventfd_write(self._wake, 1)
+
+    def _fork_ahead(self) -> None:
+        """Have one more process waiting, if workers have begun a while ago."""
+        with self._forking:
+            if not self._usable or self._closing or time.monotonic() < self._ahead_at:
+                return
+            if len(self._parked) < self._ahead:
+                try:
+                    self._parked.append(Parked.fork(self._orders))
+                except OSError as error:
+                    _log.debug("no process could be forked ahead: %s", error)
+                    self._rest()
+
+    def _dismiss(self) -> None:
+        """End the processes that wait for work."""
+        with self._forking:
+            parked, self._parked = self._parked, []
+        for one in parked:
+            one.end()
 
     def _settle(self, *, usable: bool) -> None:
         with self._lock:
@@ -247,7 +291,7 @@ class WarmProcesses:
         if not self._server.usable or self._differs(request):
             return self._exec.start(request)
         try:
-            pid = self._server.fork(request)
+            pid = self._server.start(request)
         except OSError as error:
             _log.warning("a worker imports for itself: %s", error)
             self._server.give_up()

@@ -1,9 +1,9 @@
 """The process that has imported what workers need, and forks them. It computes nothing and starts no thread.
 
 Into a pipe it says, as JSON lines, ``{"ready": [variables that imports read]}`` or ``{"cold": why}`` once, before
-that ``{"importing": module}`` and ``{"warning": text}``; then it takes orders ``{"argv", "env"}`` from a socket, each
-with three descriptors: the worker's standard output, its standard error and a socket over which the worker itself tells
-its pid and waits for a go.
+that ``{"importing": module}`` and ``{"warning": text}``; then it forks a process for each descriptor that comes over a
+socket: the end of another socket, over which the process itself tells its pid, waits for a go, says ``ready``, and
+some time takes its orders: ``{"argv", "env"}`` with the descriptors of the worker's standard output and error.
 
 A worker is forked by an intermediate process that exits at once: so it becomes a child of the agent, which is a
 subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
@@ -22,23 +22,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elastic_agents.warm.become import Orders, entry_point, leave_parent
+from elastic_agents.warm.become import BLOCKED, become, entry_point, leave_parent
 from elastic_agents.warm.imports import Import, read
 from elastic_agents.warm.loading import Loaded, hidden_by, load
 from elastic_agents.warm.spying import tasks
 
-__all__ = ["BLOCKED", "serve"]
-
-BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that whole groups of processes are sent, and that are not for this one."""
+__all__ = ["serve"]
 
 MOST_RESTARTS = 3
 
-MOST_BYTES = 8 * 1024 * 1024
-
 
 def serve(argument: str) -> Callable[[], None]:
-    """Import, then fork on demand; return only in a forked worker, with what it has to run.
+    """Import, then fork on demand; return only in a forked process, with what it has to run.
 
     Args:
         argument: JSON with ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (of a worker, after
@@ -58,9 +53,9 @@ def serve(argument: str) -> Callable[[], None]:
         os._exit(0)
     _say(settings, {"ready": sorted(loaded.read)})
     with socket.socket(fileno=settings["orders"]) as sock:
-        orders = _orders(sock)
+        agent = _fork_on_demand(sock)
     os.close(settings["tell"])
-    return partial(orders.carry_out, settings["mask"], loaded.changed)
+    return partial(become, agent, settings["mask"], loaded.changed)
 
 
 def _prepare(settings: dict[str, Any]) -> str | Loaded:
@@ -119,29 +114,20 @@ def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
     os.execv(sys.executable, [sys.executable, "-u", "-c", code, *rest])
 
 
-def _orders(sock: socket.socket) -> Orders:
-    """Fork workers until the agent hangs up; return only in a worker."""
-    pending = b""
-    descriptors: list[int] = []
+def _fork_on_demand(sock: socket.socket) -> int:
+    """Fork until the agent hangs up; return only in a forked process, with the descriptor of its own socket."""
     while True:
-        data, received, _, _ = socket.recv_fds(sock, 65536, 8)
-        descriptors += received
-        pending += data
-        if not data or len(pending) > MOST_BYTES:
+        data, received, _, _ = socket.recv_fds(sock, 1, 1)
+        if not data:
             os._exit(0)
-        while b"\n" in pending:
-            line, _, pending = pending.partition(b"\n")
-            order = json.loads(line)
-            orders = Orders(order["argv"], order["env"], *descriptors[:3])
-            del descriptors[:3]
-            if _fork(orders):
-                return orders
-            for descriptor in (orders.stdout, orders.stderr, orders.agent):
-                os.close(descriptor)
+        for agent in received:
+            if _fork(agent):
+                return agent
+            os.close(agent)
 
 
-def _fork(orders: Orders) -> bool:
-    """Fork a worker; return True in it. Where that is impossible the agent sees its socket closed."""
+def _fork(agent: int) -> bool:
+    """Fork a process; return True in it. Where that is impossible the agent sees its socket closed."""
     with contextlib.suppress(OSError, ValueError):  # an import may have replaced them, and the disk may be full
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,12 +146,12 @@ def _fork(orders: Orders) -> bool:
         os._exit(1)
     if worker:
         os.close(leave)
-        os.close(orders.agent)
+        os.close(agent)
         if not os.read(left, 1):
             os.waitpid(worker, 0)
         os._exit(0)
     os.close(left)
-    leave_parent(between, leave, orders.agent)
+    leave_parent(between, leave, agent)
     return True
 
 
