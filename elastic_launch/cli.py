@@ -22,7 +22,8 @@ from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, split
 from elastic_launch.help import help_text
 from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
-from elastic_launch.options import devices_of, read_signals, read_torch_options
+from elastic_launch.notice_sources import claimed
+from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
@@ -154,6 +155,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         log.warning("%s is set: workers of this run fail on purpose, %d in all.", ENV_FAULTS, len(planned))
     grace = values.setting("--shutdown-timeout")
     log_dir, link_dir = read_log_dir(values)
+    notices = read_notices(values, own_agent=meeting.foreign is None)
     config = LaunchConfig(
         command=command,
         limits=limits,
@@ -179,7 +181,8 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         link_dir=link_dir,
         output=read_output(values),
         token=read_token(values.text("--token-file"), values.environ),
-        signals=read_signals(values),
+        signals=read_signals(values, claimed(notices)),
+        notices=notices,
         options=read_torch_options(values, own_agent=meeting.foreign is None),
         foreign=meeting.foreign,
         # Last, because to count devices is to import torch.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from elastic_launch.errors import UsageError
+from elastic_launch.notice_sources import NoticeSource
 from elastic_launch.output import LATEST, Output
 from elastic_launch.secret import Token
 from elastic_launch.torch_options import Foreign, Signals, TorchOptions
@@ -170,6 +171,7 @@ class LaunchConfig:
         token: the run's secret, or None; part of no output and of no digest.
         warm: fork workers from a process that has their imports done, where possible.
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
+        notices: what may tell this node that it is to go soon.
         foreign: where nodes meet by a handler of somebody else's, which ``backend`` names; None: by one of ours.
     """
 
@@ -197,6 +199,7 @@ class LaunchConfig:
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()
     signals: Signals = field(default_factory=Signals)
+    notices: tuple[NoticeSource, ...] = ()
     options: TorchOptions = field(default_factory=TorchOptions)
     foreign: Foreign | None = None
 

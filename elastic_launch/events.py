@@ -13,6 +13,7 @@ from typing import ClassVar
 from elastic_launch.node_events import (
     FirstStep,
     LinkChanged,
+    NoticeReceived,
     OrderReceived,
     RoundSteps,
     TrainingBegun,
@@ -32,6 +33,7 @@ __all__ = [
     "NodeLeft",
     "NodeLost",
     "NodeRefused",
+    "NoticeReceived",
     "OrderReceived",
     "Parked",
     "ResizeSkipped",

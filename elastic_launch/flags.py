@@ -155,6 +155,10 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         ),
     ),
     (
+        "Preemption",
+        (Flag(("--notice",), "aws, gcp, azure, slurm, file:PATH, signal:USR1, none", "SOURCE,...", "auto"),),
+    ),
+    (
         "For torch",
         (
             Flag(("--event-log-handler",), "gets the ends of agent and workers", "NAME", "null"),

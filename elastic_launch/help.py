@@ -20,7 +20,7 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
     (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
     (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),
-    (ExitCode.TERMINATED, "terminated by SIGTERM"),
+    (ExitCode.TERMINATED, "terminated by SIGTERM or a notice"),
 )
 
 

@@ -28,7 +28,7 @@ _FLAG_KEYS = {
 }
 
 # Given several times, all of their values count.
-_MERGED = ("--rdzv-conf", "--preload", "--no-preload")
+_MERGED = ("--rdzv-conf", "--preload", "--no-preload", "--notice")
 
 _OWN_KEYS = ("script", "args", "env")
 

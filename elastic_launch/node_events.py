@@ -9,6 +9,7 @@ from elastic_launch.sinks import Event
 __all__ = [
     "FirstStep",
     "LinkChanged",
+    "NoticeReceived",
     "OrderReceived",
     "RoundSteps",
     "TrainingBegun",
@@ -38,6 +39,24 @@ class LinkChanged(Event):
 
     up: bool
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived(Event):
+    """The node was told that it is to go.
+
+    Attributes:
+        source: AWS, GCP, Azure, Slurm, file or signal.
+        kind: preemption, maintenance, rebalance, scale-in, time limit or request.
+        seconds: that are left; None if that is not known.
+        leaves: whether it leaves the run because of it.
+    """
+
+    source: str
+    kind: str
+    cause: str
+    seconds: float | None
+    leaves: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Sequence
 
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
+from elastic_launch.notice_sources import AUTO, NoticeSource, parse_source
 from elastic_launch.settings import nearest
 from elastic_launch.torch_options import STOP_SIGNALS, Signals, TorchOptions
 
-__all__ = ["devices_of", "read_signals", "read_torch_options"]
+__all__ = ["devices_of", "read_notices", "read_signals", "read_torch_options"]
 
 log = logging.getLogger("elastic_launch.cli")
 
@@ -45,18 +47,53 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
     return options
 
 
-def read_signals(values: Values) -> Signals:
-    """Read which signals make the agent leave and which go on to the workers.
+def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]:
+    """Read what may tell this node that it is to go soon; the flag may be given several times.
+
+    Args:
+        own_agent: whether this project's own agent runs the workers, not torch's.
 
     Raises:
-        UsageError: on a name that is no signal's, one that nobody can handle, or one that is to do both.
+        UsageError: on what is no source, on ``none`` beside another one, and on a signal that is given two meanings.
+    """
+    text = values.text("--notice")
+    if text is None:
+        return (AUTO,) if own_agent else ()
+    if not own_agent:
+        log.warning("%s has no effect: torch's own agent runs the workers.", values.origin("--notice"))
+        return ()
+    words = [part for given in values.given.get("--notice") or [text] for part in given.split(",") if part.strip()]
+    sources = [parse_source("--notice", word) for word in words]
+    found = tuple(dict.fromkeys(source for source in sources if source is not None))
+    if not words or (found and None in sources):
+        raise UsageError(
+            f"--notice {','.join(words)} names {'none beside others' if words else 'nothing'}.",
+            "Give none alone, or drop it.",
+        )
+    return found
+
+
+def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:
+    """Read which signals make the agent leave and which go on to the workers.
+
+    Args:
+        claimed: those that are notices: they are left out of the defaults.
+
+    Raises:
+        UsageError: on a name that is no signal's, one that nobody can handle, or one that is to do two things.
     """
     leave = _signals("--signals-to-handle", values)
     forward = _signals("--signals-to-forward", values)
     if leave is None:
-        leave = tuple(number for number in STOP_SIGNALS if number not in (forward or ()))
+        leave = tuple(number for number in STOP_SIGNALS if number not in (*(forward or ()), *claimed))
     if forward is None:
-        forward = tuple(number for number in Signals().forward if number not in leave)
+        forward = tuple(number for number in Signals().forward if number not in (*leave, *claimed))
+    for flag, numbers in (("--signals-to-handle", leave), ("--signals-to-forward", forward)):
+        if twice := [number.name for number in numbers if number in claimed]:
+            raise UsageError(
+                f"--notice and {flag} both take {', '.join(twice)}.",
+                f"Drop it from {flag} if it is a notice; --notice slurm takes SIGUSR1.",
+            )
     if both := [number.name for number in forward if number in leave]:
         raise UsageError(
             f"--signals-to-handle and --signals-to-forward both name {', '.join(both)}.",

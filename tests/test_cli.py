@@ -17,6 +17,7 @@ from elastic_launch import cli
 from elastic_launch.config import Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import FLAGS
+from elastic_launch.notice_sources import NoticeSource
 from elastic_launch.output import Output, Std, Streams
 from elastic_launch.secret import Token
 from elastic_launch.torch_options import Signals, TorchOptions
@@ -125,6 +126,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("numa-binding", "core-complex", "options", TorchOptions(numa_binding="core-complex")),
     ("signals-to-handle", "USR2,SIGTERM", "signals", Signals((SIGUSR2, SIGTERM), (SIGUSR1,))),
     ("signals-to-forward", "SIGINT", "signals", Signals((SIGTERM, SIGHUP, SIGQUIT), (SIGINT,))),
+    ("notice", "file:/a b", "notices", (NoticeSource("file", path="/a b"),)),
     ("event-log-handler", "console", "options", TorchOptions(event_log_handler="console")),
     ("monitor-interval", "5", "options", TorchOptions(monitor_interval=5)),
     ("start-method", "fork", "options", TorchOptions(start_method="fork")),

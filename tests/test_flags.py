@@ -47,10 +47,10 @@ def test_prefixes(prefix: str, name: str) -> None:
             "--n",
             [
                 *("--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"),
-                "--numa-binding",
+                *("--numa-binding", "--notice"),
             ],
         ),
-        ("--no", ["--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload"]),
+        ("--no", ["--node-rank", "--node-id", "--no-python", "--no-warm", "--no-preload", "--notice"]),
         ("--master_", ["--master-addr", "--master-port"]),
         ("--rdzv=3", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"]),
     ],

@@ -18,11 +18,13 @@ from torch.distributed.elastic.agent.server.api import (
 
 from elastic_agents import vocabulary as v
 from elastic_agents.control import Control, WorkerSaved
+from elastic_agents.departure import Departure
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import CanStart, EstimateDue, Exited, Inbox, SignalCaught
 from elastic_agents.keeper import Keeper
 from elastic_agents.logs import LogPlaces, WorkerLogs
 from elastic_agents.logs_specs import LogsSpecsFailed
+from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, group_of, place, placements
@@ -34,7 +36,7 @@ from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Copied, Placement
 from elastic_launch.errors import EndpointError, ExitCode
-from elastic_launch.events import EventSink, LinkChanged, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.events import EventSink, LinkChanged, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.handler import MembershipHandler
@@ -100,6 +102,11 @@ class LocalElasticAgent(ElasticAgent):
         assert self._outcome is not None
         return self._outcome
 
+    @property
+    def notice(self) -> Notice | None:
+        """The notice because of which this node has left; only after :meth:`run`."""
+        return self._departure.notice
+
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._group
 
@@ -115,6 +122,7 @@ class LocalElasticAgent(ElasticAgent):
         keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
+        self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
         try:
             self._membership.importing()
@@ -145,9 +153,11 @@ class LocalElasticAgent(ElasticAgent):
         outcome = self._outcome
         if outcome is None or not self._member or outcome.code in (ExitCode.DONE, ExitCode.RENDEZVOUS):
             return
-        if outcome.code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        # Who has left alone, and had no time to drain, may have enough for the snapshot that there is.
+        left = self._departure.left if self._view.nodes == 1 else 0.0
+        if outcome.code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) or left > 0:
             self._keeper.secure()
-            if not self._keeper.wait(self._config.shutdown_timeout):
+            if not self._keeper.wait(left or self._config.shutdown_timeout):
                 _log.warning("the last snapshot could not be copied to durable storage in time")
 
     def _copied(self, copied: Copied | None) -> None:
@@ -208,8 +218,10 @@ class LocalElasticAgent(ElasticAgent):
                 self._member = not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
-            case m.Depart(reason=reason, seconds=seconds):
-                return self._depart(item, reason, seconds)
+            case m.Depart():
+                return self._departure.by_order(item, self._view)
+            case Notice():
+                return self._departure.by_notice(item, self._view)
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
                 return None
@@ -220,9 +232,7 @@ class LocalElasticAgent(ElasticAgent):
                 tell_forwarded(number, self._workers.forward(number))
                 return None
             case SignalCaught(number=number):
-                name = signal.Signals(number).name
-                _log.info("%s received", name)
-                return v.Leave(name, 128 + number, self._seconds_to_drain(self._config.shutdown_timeout))
+                return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
                 # The host of a c10d store has nobody to serve: the others cannot go on without it.
                 newest = self._keeper.newest
@@ -233,27 +243,11 @@ class LocalElasticAgent(ElasticAgent):
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 
-    def _depart(self, order: m.Depart, reason: str, seconds: float) -> v.Event | None:
-        self._events.emit(OrderReceived("depart", self._view.round, order.term, reason))
-        if self._view.leaving is not None:
-            return None  # it does so already, and told twice it would not drain
-        _log.info("%s: this node leaves the run", reason)
-        return v.Leave(reason, int(ExitCode.TERMINATED), self._seconds_to_drain(seconds))
-
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
         number, step = self._control.pace.reached
         newest = self._keeper.newest
         return m.Progress(number, step, newest.step if newest else None) if number else m.Beat()
-
-    def _seconds_to_drain(self, left: float) -> float:
-        """Return the seconds left, or 0 if a drain is sure to take longer."""
-        needed = self._control.pace.drain_seconds()
-        if left >= needed:
-            return left
-        if self._view.phase is v.Phase.RUNNING:
-            _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
-        return 0.0
 
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config
@@ -310,7 +304,7 @@ class LocalElasticAgent(ElasticAgent):
                     self._inbox.put(v.WorkerGone(number, local_rank, -signal.SIGKILL))
             case v.Terminate(round=number, local_ranks=local_ranks):
                 self._workers.terminate(local_ranks)
-                self._inbox.put_later(self._config.shutdown_timeout, v.GraceOver(number))
+                self._inbox.put_later(self._departure.grace, v.GraceOver(number))
             case v.Kill(local_ranks=local_ranks):
                 self._workers.kill(local_ranks)
             case v.Hold(round=number, local_rank=local_rank):

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from elastic_agents.console import configure_logging
 from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.notices import watching
 from elastic_agents.summary import last_words, root_cause
 from elastic_agents.warm.client import start_processes
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
+from elastic_launch.notice_sources import claimed
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
 from elastic_launch.torch_options import TorchOptions
@@ -52,7 +54,7 @@ def run(config: LaunchConfig) -> int:
         from elastic_agents.foreign import run_foreign
 
         return run_foreign(config)
-    with SignalsTo((*config.signals.leave, *config.signals.forward), inbox):
+    with SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox):
         directory = config.run_directory
         _log.info("run %s, logs in %s", config.run_id, directory)
         journal = _Journal(
@@ -76,7 +78,10 @@ def run(config: LaunchConfig) -> int:
         backend = backend_of(config, clock, events)
         agent = LocalElasticAgent(config, backend, events, clock=clock, inbox=inbox, processes=processes)
         events.group = agent.get_worker_group()
-        agent.run()
+        with watching(config.notices, inbox.put) as watch:
+            agent.run()
+            if agent.notice is not None:
+                watch.farewell(agent.notice)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
     if line := journal.ledger.summary(config.limits.max_restarts):
         _log.info("%s", line)

@@ -1,0 +1,116 @@
+"""Why this node leaves the run before its end, and what time it has for that: signals, orders, notices."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+
+from elastic_agents import vocabulary as v
+from elastic_agents.notices import Notice
+from elastic_agents.pace import Pace
+from elastic_launch.clock import Clock
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import EventSink, NoticeReceived, OrderReceived
+from elastic_launch.rendezvous import messages as m
+
+__all__ = ["MARGIN", "Departure"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+MARGIN = 2.0
+"""Seconds of those that a notice gives that are kept for what follows the drain: to kill what is left, and to exit."""
+
+
+class Departure:
+    """Turns what says that this node is to leave into what the policy knows; used by the agent's thread.
+
+    Args:
+        pace: how long a drain takes.
+        later: puts an event into the agent's inbox after so many seconds.
+
+    Attributes:
+        notice: the one because of which the node leaves, or None.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        clock: Clock,
+        pace: Pace,
+        events: EventSink,
+        later: Callable[[float, object], None],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._pace = pace
+        self._events = events
+        self._later = later
+        self._signals = {source.number: source for source in config.notices if source.number is not None}
+        self._until: float | None = None
+        self._forgiven = False
+        self.notice: Notice | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds that the notice leaves; 0 if there was none, or they have passed."""
+        return 0.0 if self._until is None else max(0.0, self._until - self._clock.now())
+
+    @property
+    def grace(self) -> float:
+        """Seconds between SIGTERM and SIGKILL for workers."""
+        grace = self._config.shutdown_timeout
+        return grace if self._until is None else min(grace, self.left)
+
+    def by_signal(self, number: int, view: v.View) -> v.Leave | None:
+        """A signal came that is not for the workers."""
+        name = signal.Signals(number).name
+        source = self._signals.get(signal.Signals(number))
+        if source is not None:
+            return self.by_notice(Notice("signal", "request", name, source.seconds), view)
+        if self.notice is not None and view.leaving is not None and not self._forgiven:
+            # Where a machine is taken away, its init system sends SIGTERM at about the time of the notice.
+            self._forgiven = True
+            _log.info("%s received: this node leaves already; a second one kills its workers", name)
+            return None
+        _log.info("%s received", name)
+        return v.Leave(name, 128 + number, self._to_drain(self._config.shutdown_timeout, view))
+
+    def by_order(self, order: m.Depart, view: v.View) -> v.Leave | None:
+        """The leader wants this node to leave."""
+        self._events.emit(OrderReceived("depart", view.round, order.term, order.reason))
+        if view.leaving is not None:
+            return None  # it does so already, and told twice it would not drain
+        _log.info("%s: this node leaves the run", order.reason)
+        return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds, view))
+
+    def by_notice(self, notice: Notice, view: v.View) -> v.Leave | None:
+        """This machine, or this node's part of it, is to go."""
+        if view.leaving is not None and notice == self.notice:
+            return None  # schedulers send a signal twice, to the group and to the process
+        known = None if notice.seconds is None else round(notice.seconds, 1)
+        self._events.emit(NoticeReceived(notice.source, notice.kind, notice.why, known, notice.leaves))
+        within = "" if known is None else f", in {known:g} s"
+        if not notice.leaves:
+            _log.warning("%s%s; this node stays", notice.reason, within)
+            return None
+        seconds = self._config.shutdown_timeout if known is None else max(0.0, known - MARGIN)
+        until = self._clock.now() + seconds
+        self._until = until if self._until is None else min(self._until, until)
+        if view.leaving is not None:
+            _log.warning("%s%s; this node leaves already", notice.reason, within)
+            self._later(seconds, v.DrainOver(view.round))
+            return None
+        _log.warning("%s%s; this node leaves the run", notice.reason, within)
+        self.notice = notice
+        return v.Leave(notice.reason, int(ExitCode.TERMINATED), self._to_drain(seconds, view))
+
+    def _to_drain(self, left: float, view: v.View) -> float:
+        """Return the seconds left, or 0 if a drain is sure to take longer."""
+        needed = self._pace.drain_seconds()
+        if left >= needed:
+            return left
+        if view.phase is v.Phase.RUNNING:
+            _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
+        return 0.0

@@ -1,0 +1,42 @@
+"""Where this node is, as far as that costs nothing: files of the firmware, and the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["DMI", "cloud_of", "read_dmi"]
+
+DMI = Path("/sys/class/dmi/id")
+"""What the firmware says of the machine, as the kernel shows it to everybody."""
+
+FIELDS = ("sys_vendor", "product_name", "product_version", "bios_vendor", "bios_version", "chassis_asset_tag")
+
+AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""The asset tag of every Azure machine; Hyper-V elsewhere has another one."""
+
+
+def cloud_of(dmi: Mapping[str, str]) -> str | None:
+    """Return which cloud a machine is in by what its firmware says: ``aws``, ``gcp``, ``azure`` or None.
+
+    EC2: "Identify EC2 instances" in its User Guide, of which the instances on Xen have Amazon in a version only. GCP:
+    "Detect if a VM is running in Compute Engine".
+    """
+    if dmi.get("sys_vendor") == "Amazon EC2" or any(
+        "amazon" in dmi.get(field, "").lower() for field in ("bios_vendor", "bios_version", "product_version")
+    ):
+        return "aws"
+    if dmi.get("product_name") == "Google Compute Engine":
+        return "gcp"
+    return "azure" if dmi.get("chassis_asset_tag") == AZURE_TAG else None
+
+
+def read_dmi(directory: Path = DMI) -> dict[str, str]:
+    """Return what is there of FIELDS."""
+    found = {}
+    for field in FIELDS:
+        try:
+            found[field] = (directory / field).read_text(errors="replace").strip()
+        except OSError:
+            continue  # no such firmware, or a container that hides it
+    return found

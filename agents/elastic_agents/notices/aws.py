@@ -1,0 +1,159 @@
+"""EC2: the instance metadata service, version 2 (IMDSv2).
+
+The protocol is that of the EC2 User Guide: "Use the Instance Metadata Service to access instance metadata", "Spot
+Instance interruption notices", "EC2 instance rebalance recommendations", "Scheduled events for your instances"; and of
+the EC2 Auto Scaling User Guide: "Retrieve the target lifecycle state through instance metadata".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
+from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, promised, seconds_until
+
+__all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled"]
+
+NAME = "AWS"
+
+META = "/latest/meta-data/"
+
+PROMISE = 120.0
+"""Seconds between a spot interruption's notice and the interruption."""
+
+TTL = 21600
+"""Seconds for which a token holds; the most that there is."""
+
+DEADLINE = 2.0
+"""Seconds for one request."""
+
+PAUSE = 5.0
+"""Seconds between two looks, as AWS recommends."""
+
+HOPS = (
+    "the metadata service gives no token. To a container its answer may need one hop more than it is allowed: give it "
+    "two (aws ec2 modify-instance-metadata-options --http-put-response-hop-limit 2), or the host's network"
+)
+
+
+def instance_action(body: bytes, now: datetime) -> Notice:
+    """Read ``spot/instance-action``: ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``.
+
+    A hibernation has no time ahead of it, and is treated like the others: what can be saved is saved.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    found = decoded("spot/instance-action", body)
+    action = found.get("action") if isinstance(found, dict) else None
+    if action not in ("terminate", "stop", "hibernate"):
+        raise Trouble("spot/instance-action names no action", repr(body[:60]))
+    left = promised(seconds_until(found.get("time"), now), PROMISE)
+    return Notice(NAME, "preemption", f"spot interruption ({action})", left)
+
+
+def rebalance(body: bytes, *, leaves: bool) -> Notice:
+    """Read ``events/recommendations/rebalance``: ``{"noticeTime": "2020-10-27T08:22:00Z"}``, an elevated risk only.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    found = decoded("events/recommendations/rebalance", body)
+    if not isinstance(found, dict) or not isinstance(found.get("noticeTime"), str):
+        raise Trouble("events/recommendations/rebalance has no noticeTime", repr(body[:60]))
+    return Notice(NAME, "rebalance", "rebalance recommendation", PROMISE if leaves else None, leaves)
+
+
+def scheduled(body: bytes, now: datetime) -> list[Notice]:
+    """Read ``events/maintenance/scheduled``: a list of events with Code, EventId, NotBefore and State.
+
+    Those that are active count. The node leaves SOON before the first moment at which one may begin.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    found = decoded("events/maintenance/scheduled", body)
+    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
+        raise Trouble("events/maintenance/scheduled is no list of events", repr(body[:60]))
+    notices = []
+    for event in found:
+        left = seconds_until(event.get("NotBefore"), now)
+        if event.get("State") != "active" or left is None:
+            continue
+        why = f"maintenance ({str(event.get('Code'))[:40]})"
+        seconds = left if left > SOON else promised(left, SOON)
+        notices.append(Notice(NAME, "maintenance", why, seconds, left <= SOON, str(event.get("EventId"))[:80]))
+    return notices
+
+
+def lifecycle(body: bytes) -> Notice | None:
+    """Read ``autoscaling/target-lifecycle-state``: the state that the group moves this instance to.
+
+    How long the group waits is known to its lifecycle hook only.
+    """
+    terminated = body.strip() == b"Terminated"
+    return Notice(NAME, "scale-in", "its Auto Scaling group terminates it") if terminated else None
+
+
+class Aws:
+    """Asks for all of these in turn.
+
+    Args:
+        base: of the service.
+        early: leave at a rebalance recommendation.
+    """
+
+    name = NAME
+    watched = "spot interruptions, maintenance and Auto Scaling of this EC2 instance"
+    pause = PAUSE
+
+    def __init__(self, base: str = LINK_LOCAL, *, early: bool = False) -> None:
+        self._http = Http(base)
+        self._early = early
+        self._token = ""
+
+    def poll(self) -> Sequence[Notice]:
+        notices: list[Notice] = []
+        # The most urgent first: trouble with one must not hide another that came before it.
+        if reply := self._get("spot/instance-action"):
+            notices.append(instance_action(reply.body, dated(reply.headers)))
+            return notices
+        if (reply := self._get("autoscaling/target-lifecycle-state")) and (notice := lifecycle(reply.body)):
+            return [notice]
+        if reply := self._get("events/maintenance/scheduled"):
+            notices += scheduled(reply.body, dated(reply.headers))
+        if reply := self._get("events/recommendations/rebalance"):
+            notices.append(rebalance(reply.body, leaves=self._early))
+        return notices
+
+    def farewell(self, notice: Notice) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _get(self, path: str) -> Reply | None:
+        """Return what is there, or None; a token that does not hold any more is replaced once."""
+        for _ in range(2):
+            self._token = self._token or self._new_token()
+            reply = self._http.ask("GET", META + path, {"X-aws-ec2-metadata-token": self._token}, deadline=DEADLINE)
+            if reply.status != 401:
+                break
+            self._token = ""
+        if reply.status == 404:
+            return None
+        if reply.status != 200:
+            raise Trouble(f"the metadata service answers {reply.status}", path)
+        return reply
+
+    def _new_token(self) -> str:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TTL)}
+        try:
+            reply = self._http.ask("PUT", "/latest/api/token", headers, deadline=DEADLINE)
+        except Unanswered as trouble:
+            # A refused connection is no matter of hops.
+            raise Unanswered(HOPS, trouble.detail) if "timed out" in trouble.detail else trouble from None
+        if reply.status != 200 or not reply.text.isascii() or not reply.text.isprintable() or not reply.text:
+            raise Trouble(f"the metadata service gives no token (status {reply.status})", "PUT /latest/api/token")
+        return reply.text

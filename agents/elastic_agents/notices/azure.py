@@ -1,0 +1,126 @@
+"""Azure: Scheduled Events of the instance metadata service.
+
+The protocol is that of Microsoft's documentation: "Azure Metadata Service: Scheduled Events for Linux VMs" (version
+2020-07-01) and "Azure Instance Metadata Service".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
+from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, promised, seconds_until
+
+__all__ = ["Azure", "events"]
+
+NAME = "Azure"
+
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+
+MY_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+
+HEADERS = {"Metadata": "true"}
+
+PROMISE = {"Preempt": 30.0, "Terminate": 300.0, "Redeploy": 600.0, "Reboot": 900.0}
+"""The least seconds that an event is announced ahead, by its type; see there under "Event scheduling"."""
+
+FIRST = 150.0
+"""Seconds for the first request, which switches the service on: up to two minutes."""
+
+DEADLINE = 10.0
+"""Seconds for each further one."""
+
+FAREWELL = 2.0
+"""Seconds for the approval, for which the exit waits."""
+
+
+def events(body: bytes, mine: Callable[[], str], now: datetime) -> list[Notice]:
+    """Read the document: what happens to a machine of all that are told of.
+
+    A Freeze stops the machine for some seconds and loses nothing, so that the node only says so.
+
+    Args:
+        mine: gives this machine's name, as in Resources; of one of a scale set ``SET_NUMBER``. Asked if there are any.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    document = decoded("the scheduled events", body)
+    found = document.get("Events") if isinstance(document, dict) else None
+    if not isinstance(found, list):
+        raise Trouble("the scheduled events have no list of them", repr(body[:60]))
+    notices = []
+    me = _plain(mine()) if found else ""
+    for event in found:
+        if not isinstance(event, dict) or not isinstance(event.get("Resources"), list):
+            raise Trouble("a scheduled event names no resources", repr(event)[:60])
+        names = {_plain(str(name)) for name in event["Resources"]}
+        if me in names:
+            notices += _notice(event, now, alone=len(names) == 1)
+    return notices
+
+
+def _notice(event: dict[str, object], now: datetime, *, alone: bool) -> list[Notice]:
+    kind, number = str(event.get("EventType"))[:40], str(event.get("EventId"))[:80]
+    left = seconds_until(event.get("NotBefore"), now)
+    if kind == "Freeze":
+        return [Notice(NAME, "maintenance", "Freeze for some seconds", left, leaves=False, id=number, alone=alone)]
+    if kind not in PROMISE:
+        raise Trouble("a scheduled event has an unknown type", kind)
+    # One that has started has no time; one that is days ahead, as on hardware that begins to fail, can wait.
+    far = left is not None and left > PROMISE[kind] + SOON and event.get("EventStatus") != "Started"
+    seconds = left if far else promised(left, PROMISE[kind])
+    name = "preemption" if kind == "Preempt" else "scale-in" if kind == "Terminate" else "maintenance"
+    return [Notice(NAME, name, kind, seconds, not far, number, alone)]
+
+
+def _plain(name: str) -> str:
+    """Names are equal whatever their case; versions of the service before 2017-08-01 put an underscore before them."""
+    return name.casefold().removeprefix("_")
+
+
+class Azure:
+    """Asks once a second, as Microsoft recommends, and approves of what the node has left for."""
+
+    name = NAME
+    watched = "scheduled events of this machine"
+    pause = 1.0
+
+    def __init__(self, base: str = LINK_LOCAL) -> None:
+        self._base = base
+        self._http = Http(base)
+        self._answered = False
+
+    def poll(self) -> Sequence[Notice]:
+        reply = self._get(EVENTS, DEADLINE if self._answered else FIRST)
+        self._answered = True
+        # Mostly there are none, and a name that was kept might be what something else once answered.
+        return events(reply.body, self._mine, dated(reply.headers))
+
+    def _mine(self) -> str:
+        name = self._get(MY_NAME, DEADLINE).text
+        if not re.fullmatch(r"[\w.-]{1,200}", name):
+            raise Trouble("the metadata service does not tell this machine's name", repr(name[:60]))
+        return name
+
+    def farewell(self, notice: Notice) -> str:
+        if not notice.id or not notice.alone:
+            return ""  # approved of, it begins for every machine that it names
+        asked = json.dumps({"StartRequests": [{"EventId": notice.id}]}).encode()
+        headers = {**HEADERS, "Content-Type": "application/json"}
+        reply = Http(self._base).ask("POST", EVENTS, headers, deadline=FAREWELL, body=asked)
+        if reply.status != 200:
+            raise Trouble(f"the approval of {notice.why} was answered by {reply.status}")
+        return f"{notice.why} approved: the machine may go now"
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _get(self, path: str, deadline: float) -> Reply:
+        reply = self._http.ask("GET", path, HEADERS, deadline=deadline)
+        if reply.status != 200:
+            raise Trouble(f"the metadata service answers {reply.status}", path.partition("?")[0])
+        return reply

@@ -1,0 +1,102 @@
+"""Compute Engine: the metadata server.
+
+The protocol is that of the Compute Engine documentation: "View and query VM metadata" (with the section on waiting for
+changes), "Preemptible VM instances", "Query metadata server for maintenance event notices".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
+from elastic_agents.notices.notice import Notice, Trouble
+
+__all__ = ["Gcp", "maintenance", "preempted"]
+
+NAME = "GCP"
+
+INSTANCE = "/computeMetadata/v1/instance/"
+
+PROMISE = 30.0
+"""Seconds between preemption's notice and the end of the machine."""
+
+MAINTENANCE = 60.0
+"""Seconds between the notice of a maintenance and its beginning; machines with GPUs have up to an hour."""
+
+DEADLINE = 5.0
+"""Seconds for one request, beyond those that the server is asked to wait."""
+
+WAIT = 10
+"""Seconds for which the server is asked to wait for a preemption; then it is asked for maintenance again."""
+
+
+def preempted(text: str) -> Notice | None:
+    """Read ``preempted``: ``TRUE`` or ``FALSE``.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    if text not in ("TRUE", "FALSE"):
+        raise Trouble("instance/preempted is neither TRUE nor FALSE", repr(text[:60]))
+    return Notice(NAME, "preemption", "preemption", PROMISE) if text == "TRUE" else None
+
+
+def maintenance(text: str) -> Notice | None:
+    """Read ``maintenance-event``: ``NONE``, or what is done to the machine.
+
+    Who is migrated alive stands still for a moment and goes on, so that the node only says so.
+
+    Raises:
+        Trouble: if it is something else.
+    """
+    match text:
+        case "NONE":
+            return None
+        case "MIGRATE_ON_HOST_MAINTENANCE":
+            return Notice(NAME, "maintenance", "live migration", MAINTENANCE, leaves=False)
+        case "TERMINATE_ON_HOST_MAINTENANCE" | "SHUTDOWN_ON_HOST_MAINTENANCE":
+            return Notice(NAME, "maintenance", "host maintenance ends this machine", MAINTENANCE)
+    raise Trouble("instance/maintenance-event has an unknown value", repr(text[:60]))
+
+
+class Gcp:
+    """Waits for a preemption, and asks for maintenance in between."""
+
+    name = NAME
+    watched = "preemption and maintenance of this Compute Engine machine"
+    pause = 0.5  # the server does the waiting; this is for one that does not
+
+    def __init__(self, base: str = LINK_LOCAL) -> None:
+        self._http = Http(base)
+        self._etag = ""
+
+    def poll(self) -> Sequence[Notice]:
+        # To have asked for it once is also what makes the server give a minute ahead.
+        happening = maintenance(self._get("maintenance-event", DEADLINE).text)
+        if happening is not None:
+            return [notice for notice in (happening, self._preempted(wait=0)) if notice is not None]
+        notice = self._preempted(wait=WAIT if self._etag else 0)
+        return [] if notice is None else [notice]
+
+    def farewell(self, notice: Notice) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _preempted(self, wait: int) -> Notice | None:
+        """Ask with the last ETag: a change since then is answered at once, whenever it was."""
+        query = f"?wait_for_change=true&timeout_sec={wait}&last_etag={quote(self._etag, safe='')}" if wait else ""
+        reply = self._get(f"preempted{query}", wait + DEADLINE)
+        self._etag = reply.headers.get("etag", "")[:80]
+        return preempted(reply.text)
+
+    def _get(self, path: str, deadline: float) -> Reply:
+        headers = {"Metadata-Flavor": "Google", "Host": "metadata.google.internal"}
+        reply = self._http.ask("GET", INSTANCE + path, headers, deadline=deadline)
+        if reply.status != 200:
+            raise Trouble(f"the metadata server answers {reply.status}", path)
+        if reply.headers.get("metadata-flavor") != "Google":
+            raise Trouble("what answers is not Google's metadata server: it does not say so", path)
+        return reply

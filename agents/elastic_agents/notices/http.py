@@ -1,0 +1,133 @@
+"""One bounded request to a metadata service: of time, of bytes, past every proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from elastic_agents.notices.notice import Trouble
+
+__all__ = ["LIMIT", "LINK_LOCAL", "Http", "Reply", "Unanswered"]
+
+LINK_LOCAL = "http://169.254.169.254"
+"""Where AWS, GCP and Azure have their metadata service, under this address each."""
+
+LIMIT = 64 * 1024
+"""Bytes of a body that are read; documents have some hundred."""
+
+CONNECT = 2.0
+"""Seconds for a connection; the service is on the host below."""
+
+
+class Unanswered(Trouble):
+    """Nobody was there, or the answer did not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer; names of headers are in small letters."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace").strip()
+
+
+class _Socket(socket.socket):
+    """A socket whose time-out holds for all of its reads together: who trickles bytes gains nothing."""
+
+    __slots__ = ("until",)
+    until: float
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.rush()
+        return super().recv_into(*args, **kwargs)
+
+    def rush(self) -> None:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+
+
+class Http:
+    """Asks one server, a connection for each request; used by one thread, closed by any.
+
+    The standard library's urllib heeds HTTP_PROXY, and a proxy has another host's metadata; http.client does not.
+
+    Args:
+        base: ``http://HOST[:PORT]``; the host as an IPv4 address, so that no name is looked up.
+    """
+
+    def __init__(self, base: str = LINK_LOCAL) -> None:
+        where = urlsplit(base)
+        self._host, self._port = where.hostname or "", where.port or 80
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._closed = False
+
+    def ask(
+        self, method: str, path: str, headers: Mapping[str, str], *, deadline: float, body: bytes | None = None
+    ) -> Reply:
+        """Send a request and return the answer, whatever its status.
+
+        Args:
+            deadline: seconds for all of it.
+
+        Raises:
+            Unanswered: if there is none in time.
+            Trouble: if it is not HTTP, or endless.
+        """
+        connection = HTTPConnection(self._host, self._port)
+        try:
+            connection.sock = self._connect(deadline)
+            connection.request(method, path, body, {"Connection": "close", **headers})
+            response = connection.getresponse()
+            found = response.read(LIMIT + 1)
+            names = {name.lower(): value for name, value in response.getheaders()}
+        except OSError as error:
+            raise Unanswered("the metadata service does not answer", str(error)) from None
+        except (HTTPException, ValueError) as error:
+            raise Trouble("the metadata service does not speak HTTP", repr(error)[:80]) from None
+        finally:
+            with self._lock:
+                self._socket = None
+            connection.close()
+        if len(found) > LIMIT:
+            raise Trouble(f"the metadata service sends more than {LIMIT} bytes", path)
+        return Reply(response.status, names, found)
+
+    def _connect(self, deadline: float) -> _Socket:
+        made = _Socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionAbortedError("closed")
+                self._socket = made
+            made.until = time.monotonic() + deadline
+            made.settimeout(min(deadline, CONNECT))
+            made.connect((self._host, self._port))
+            made.rush()
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def close(self) -> None:
+        """End a request that is under way; no other one succeeds."""
+        with self._lock:
+            self._closed = True
+            if self._socket is not None:
+                # Where it is not connected yet, this ends the attempt.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,153 @@
+"""A thread for each source of notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from elastic_agents.notices.auto import cloud_of, read_dmi
+from elastic_agents.notices.notice import Notice, Source, Trouble
+from elastic_launch.notice_sources import NoticeSource
+
+__all__ = ["Watch", "sources_of", "watching"]
+
+_log = logging.getLogger("elastic_launch.notices")
+
+REMEMBERED = 20
+"""Troubles, and notices that make nobody leave, that are told of one source."""
+
+
+class Watch:
+    """Asks each source in a thread of its own, and puts what is new into an inbox.
+
+    Args:
+        put: takes a notice from any thread.
+    """
+
+    def __init__(self, sources: Sequence[Source], put: Callable[[Notice], None]) -> None:
+        self._sources = tuple(sources)
+        self._put = put
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(source,), name=f"notices-{source.name}", daemon=True)
+            for source in self._sources
+        ]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads; one that the kernel holds, as in a file system that hangs, is left behind."""
+        self._closing.set()
+        for source in self._sources:
+            source.close()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def farewell(self, notice: Notice) -> None:
+        """Tell the source of the notice that the node has left because of it."""
+        self.close()
+        for source in self._sources:
+            if source.name == notice.source:
+                try:
+                    if done := source.farewell(notice):
+                        _log.info("%s: %s", source.name, done)
+                except Trouble as trouble:
+                    _log.warning("%s", _troubled(source, trouble))
+
+    def _run(self, source: Source) -> None:
+        told, left = _Told(), False
+        while not self._closing.is_set():
+            notices: Sequence[Notice] = ()
+            try:
+                notices = source.poll()
+            except Trouble as trouble:
+                if told.first(trouble.what) and not self._closing.is_set():
+                    _log.warning("%s (said once; it is asked again)", _troubled(source, trouble))
+            for notice in notices:
+                # A node leaves once, whatever comes and vanishes after that.
+                if not left and (notice.leaves or told.first(f"{notice.kind} {notice.id}")):
+                    left = notice.leaves
+                    self._put(notice)
+            self._closing.wait(source.pause)
+
+
+class _Told:
+    """What was told of one source; a hostile one gets no more than REMEMBERED lines."""
+
+    def __init__(self) -> None:
+        self._texts: set[str] = set()
+
+    def first(self, text: str) -> bool:
+        """Whether to tell it."""
+        if text in self._texts or len(self._texts) >= REMEMBERED:
+            return False
+        self._texts.add(text)
+        return True
+
+
+def _troubled(source: Source, trouble: Trouble) -> str:
+    detail = f" ({trouble.detail})" if trouble.detail else ""
+    return f"no notices from {source.name} for now: {trouble.what}{detail}"
+
+
+def sources_of(
+    wanted: Iterable[NoticeSource], environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]] = read_dmi
+) -> list[Source]:
+    """Return what is to be asked, and say so in one line for each.
+
+    Args:
+        dmi: gives what the firmware says; asked only for ``auto``.
+    """
+    found: dict[str, Source] = {}
+    # What was asked for in so many words goes before what auto finds.
+    for one in sorted(wanted, key=lambda one: (one.kind == "auto", not one.early)):
+        for source in _sources(one, environ, dmi):
+            if found.setdefault(source.name + one.path, source) is source:
+                by = ", found by --notice auto" if one.kind == "auto" else ""
+                _log.info("notices from %s: %s%s", source.name, source.watched, by)
+    return list(found.values())
+
+
+def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]]) -> Iterable[Source]:
+    # The modules are imported where they are needed: elsewhere nobody pays for an HTTP client.
+    kind: str | None = one.kind
+    if kind == "auto":
+        if "SLURM_JOB_ID" in environ:
+            from elastic_agents.notices.local import Slurm
+
+            yield Slurm(environ)
+        kind = cloud_of(dmi())
+    match kind:
+        case "aws":
+            from elastic_agents.notices.aws import Aws
+
+            yield Aws(early=one.early)
+        case "gcp":
+            from elastic_agents.notices.gcp import Gcp
+
+            yield Gcp()
+        case "azure":
+            from elastic_agents.notices.azure import Azure
+
+            yield Azure()
+        case "slurm":
+            from elastic_agents.notices.local import Slurm
+
+            yield Slurm(environ)
+        case "file":
+            from elastic_agents.notices.local import File
+
+            yield File(one.path)
+
+
+def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> Watch:
+    """Return what watches the sources once it is entered."""
+    return Watch(sources_of(wanted, os.environ), put)

@@ -1,0 +1,115 @@
+"""What a signal, an order or a notice makes of a node that is there, and of one that leaves already."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from signal import SIGTERM, SIGUSR1
+
+import pytest
+
+from elastic_agents import vocabulary as v
+from elastic_agents.departure import Departure
+from elastic_agents.notices import Notice
+from elastic_agents.pace import Pace
+from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.events import Event, NoticeReceived, OrderReceived
+from elastic_launch.notice_sources import NoticeSource
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.testing import FakeClock
+
+SPOT = Notice("AWS", "preemption", "spot interruption (terminate)", 120.0)
+RUNNING = v.View(v.Phase.RUNNING, 3, 2)
+LEAVING = replace(RUNNING, leaving=143, phase=v.Phase.DRAINING)
+
+
+class Node:
+    def __init__(self, *sources: NoticeSource, steps: float = 0.1) -> None:
+        self.clock = FakeClock(100.0)
+        self.events: list[Event] = []
+        self.later: list[tuple[float, object]] = []
+        config = LaunchConfig(Command(("true",), ("true",)), notices=sources, shutdown_timeout=30.0)
+        pace = Pace()
+        pace.begin(1, 0, 0.0)
+        pace.step(1, 1, steps)
+        self.departure = Departure(config, self.clock, pace, self, lambda s, item: self.later.append((s, item)))
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_a_notice_leaves_its_seconds_to_the_drain_but_for_a_margin() -> None:
+    node = Node()
+    assert node.departure.by_notice(SPOT, RUNNING) == v.Leave("AWS notice: spot interruption (terminate)", 143, 118.0)
+    assert node.events == [NoticeReceived("AWS", "preemption", "spot interruption (terminate)", 120.0, True)]
+    assert node.departure.notice == SPOT
+
+
+def test_a_notice_without_seconds_leaves_the_shutdown_timeout() -> None:
+    leave = Node().departure.by_notice(replace(SPOT, seconds=None), RUNNING)
+    assert leave is not None
+    assert leave.seconds == 30.0
+
+
+def test_without_time_for_two_steps_nothing_is_drained_and_workers_get_what_is_left() -> None:
+    node = Node(steps=20.0)
+    leave = node.departure.by_notice(replace(SPOT, seconds=25.0), RUNNING)
+    assert leave is not None
+    assert leave.seconds == 0.0
+    assert (node.departure.left, node.departure.grace) == (23.0, 23.0)
+    node.clock.advance(20.0)
+    assert node.departure.grace == 3.0
+    node.clock.advance(20.0)
+    assert (node.departure.left, node.departure.grace) == (0.0, 0.0)
+    assert Node().departure.grace == 30.0
+
+
+def test_a_hint_is_told_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    with caplog.at_level(logging.WARNING):
+        assert node.departure.by_notice(replace(SPOT, leaves=False, seconds=None), RUNNING) is None
+    assert caplog.messages == ["AWS notice: spot interruption (terminate); this node stays"]
+    assert node.departure.left == 0.0
+    assert node.departure.notice is None
+    assert len(node.events) == 1
+
+
+def test_a_second_notice_shortens_what_is_left_and_never_ends_the_drain() -> None:
+    node = Node()
+    node.departure.by_notice(SPOT, RUNNING)
+    sooner = Notice("file", "request", "leave is there", 12.0)
+    assert node.departure.by_notice(sooner, LEAVING) is None
+    assert node.later == [(10.0, v.DrainOver(3))]
+    assert node.departure.left == 10.0
+    assert node.departure.by_notice(replace(sooner, seconds=60.0), LEAVING) is None
+    assert node.departure.left == 10.0
+    assert node.departure.notice == SPOT
+
+
+def test_the_sigterm_of_a_machine_that_goes_down_does_not_end_the_drain_and_the_next_one_does() -> None:
+    node = Node()
+    node.departure.by_notice(SPOT, RUNNING)
+    assert node.departure.by_signal(SIGTERM, LEAVING) is None
+    assert node.departure.by_signal(SIGTERM, LEAVING) == v.Leave("SIGTERM", 143, 30.0)
+
+
+def test_without_a_notice_each_signal_counts() -> None:
+    node = Node()
+    assert node.departure.by_signal(SIGTERM, RUNNING) == v.Leave("SIGTERM", 143, 30.0)
+    assert node.departure.by_signal(SIGTERM, LEAVING) == v.Leave("SIGTERM", 143, 30.0)
+
+
+def test_a_signal_that_is_a_notice_has_its_seconds_and_its_code_and_comes_once() -> None:
+    node = Node(NoticeSource("signal", number=SIGUSR1, seconds=60.0))
+    assert node.departure.by_signal(SIGUSR1, RUNNING) == v.Leave("SIGUSR1", 143, 58.0)
+    assert node.departure.by_signal(SIGUSR1, LEAVING) is None
+    assert node.events == [NoticeReceived("signal", "request", "SIGUSR1", 60.0, True)]
+    assert node.later == []
+
+
+def test_an_order_makes_a_node_leave_unless_it_does() -> None:
+    node = Node()
+    order = m.Depart(1, "drained by hand", 20.0)
+    assert node.departure.by_order(order, RUNNING) == v.Leave("drained by hand", 143, 20.0)
+    assert node.departure.by_order(order, LEAVING) is None
+    assert node.events == [OrderReceived("depart", 3, 1, "drained by hand")] * 2

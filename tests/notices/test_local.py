@@ -1,0 +1,79 @@
+"""Files, Slurm's end of a job, and what is watched where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_agents.notices import Trouble
+from elastic_agents.notices.local import File, Slurm
+from elastic_agents.notices.watch import sources_of
+from elastic_launch.notice_sources import AUTO, NoticeSource
+
+
+def test_a_file_is_a_notice_with_the_seconds_in_it(tmp_path: Path) -> None:
+    source = File(str(tmp_path / "leave"))
+    assert source.poll() == []
+    (tmp_path / "leave").write_text("45\n")
+    (notice,) = source.poll()
+    assert (notice.seconds, notice.leaves, notice.why) == (45.0, True, f"{tmp_path}/leave is there")
+
+
+def test_an_empty_file_counts_at_the_second_look(tmp_path: Path) -> None:
+    source = File(str(tmp_path / "leave"))
+    (tmp_path / "leave").touch()
+    assert source.poll() == [], "it may be about to be written"
+    (notice,) = source.poll()
+    assert notice.seconds is None
+
+
+def test_whatever_has_the_name_is_there_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("pipe", "directory"):
+        source = File(str(tmp_path / name))
+        assert [len(source.poll()) for _ in range(2)] == [0, 1]
+    assert File(str(tmp_path / "directory" / "x" / "y")).poll() == []
+    with pytest.raises(Trouble, match="cannot be looked for"):
+        File("x" * 5000).poll()
+
+
+def test_a_slurm_job_that_ends_in_a_minute_is_a_notice() -> None:
+    now = 1_700_000_000.0
+    environ = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "1700000100"}
+    assert Slurm(environ, lambda: now).poll() == []
+    (notice,) = Slurm(environ, lambda: now + 45).poll()
+    assert (notice.seconds, notice.kind, notice.why) == (55.0, "time limit", "the end of job 17")
+    assert Slurm({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "Unknown"}, lambda: now).poll() == []
+
+
+def names(*wanted: NoticeSource, environ: dict[str, str] | None = None, **dmi: str) -> list[str]:
+    return [source.name for source in sources_of(wanted, environ or {}, lambda: dmi)]
+
+
+def test_auto_watches_what_is_there_and_elsewhere_nothing() -> None:
+    assert names(AUTO) == []
+    assert names(AUTO, sys_vendor="Amazon EC2") == ["AWS"]
+    assert names(AUTO, environ={"SLURM_JOB_ID": "1"}, product_name="Google Compute Engine") == ["Slurm", "GCP"]
+
+
+def test_what_is_asked_for_twice_is_watched_once() -> None:
+    early, file = NoticeSource("aws", early=True), NoticeSource("file", path="a")
+    assert names(
+        AUTO, NoticeSource("aws"), early, file, file, NoticeSource("file", path="b"), sys_vendor="Amazon EC2"
+    ) == [
+        "AWS",
+        "file",
+        "file",
+    ]
+    assert names(NoticeSource("slurm"), AUTO, environ={"SLURM_JOB_ID": "1"}) == ["Slurm"]
+    assert names(NoticeSource("signal")) == []
+
+
+def test_the_firmware_is_not_asked_without_auto() -> None:
+    def dmi() -> dict[str, str]:
+        raise AssertionError("it was")
+
+    assert [x.name for x in sources_of([NoticeSource("gcp"), NoticeSource("azure")], {}, dmi)] == ["GCP", "Azure"]

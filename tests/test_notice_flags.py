@@ -1,0 +1,55 @@
+"""What --notice becomes, and what it does to the signals."""
+
+from __future__ import annotations
+
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2
+
+import pytest
+
+from elastic_launch.cli import parse
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import UsageError
+from elastic_launch.notice_sources import AUTO, NoticeSource
+from elastic_launch.torch_options import Signals
+
+
+def parsed(*flags: str, **environ: str) -> LaunchConfig:
+    return parse([*flags, __file__], environ)
+
+
+def test_notices_are_watched_by_default_and_can_be_given_several_times() -> None:
+    assert parsed().notices == (AUTO,)
+    assert parsed("--notice", "none").notices == ()
+    found = parsed("--notice", "aws:rebalance,gcp", "--notice", "slurm", "--notice", "gcp").notices
+    assert found == (NoticeSource("aws", early=True), NoticeSource("gcp"), NoticeSource("slurm", number=SIGUSR1))
+
+
+def test_a_signal_that_is_a_notice_is_nothing_else() -> None:
+    config = parsed("--notice", "signal:USR1,signal:TERM")
+    assert config.signals == Signals((SIGINT, SIGHUP, SIGQUIT), (SIGUSR2,))
+    for flag in ("--signals-to-forward", "--signals-to-handle"):
+        with pytest.raises(UsageError, match=f"--notice and {flag} both take SIGUSR1"):
+            parsed("--notice", "slurm", flag, "USR1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("asw", "'asw' is no source"),
+        ("aws:spot", "'aws:spot' is no source"),
+        ("file:", "'file:' is no source"),
+        ("signal:USR9", "names SIGUSR9, which is no signal"),
+        ("signal:KILL", "names SIGKILL, which cannot be a notice"),
+        ("signal:USR1@soon", "gives 'soon' as the seconds"),
+        ("none,aws", "none beside others"),
+        (",", "names nothing"),
+    ],
+)
+def test_what_is_no_source_of_notices_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parsed("--notice", text)
+
+
+def test_notices_of_another_handlers_run_are_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert parsed("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:1", "--notice", "aws").notices == ()
+    assert "--notice has no effect: torch's own agent runs the workers." in caplog.messages
