@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness import SCRIPTS, Job, round_of, wait_for
 
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SIGNALLED = str(SCRIPTS / "signalled.py")
 
 
@@ -58,3 +62,25 @@ def test_a_slurm_job_that_is_about_to_end_is_left(job: Job) -> None:
     agent = job.launch(env=end)
     assert agent.wait() == 143
     assert "stopped by Slurm notice: the end of job 17" in agent.output
+
+
+def _snapshot(job: Job) -> bool:
+    """Whether the agent has told its leader, itself, of a snapshot in memory."""
+    command = [sys.executable, "-m", "elastic_launch.ctl", "status", "--log-dir", str(job.logs), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode == 0 and bool(json.loads(done.stdout)["snapshot"])
+
+
+@pytest.mark.slow
+def test_a_node_alone_without_time_for_two_steps_saves_the_snapshot_that_it_has(job: Job, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    command = [DIGITS, "--step-time", "4", "--checkpoint", str(checkpoints), "--every", "100000"]
+    agent = job.launch("--notice", f"file:{tmp_path}/leave", command=command)
+    wait_for("a snapshot", lambda: _snapshot(job), 90)
+    assert not list(checkpoints.glob("step-*"))
+    (tmp_path / "leave.new").write_text("9")
+    (tmp_path / "leave.new").rename(tmp_path / "leave")
+    assert agent.wait() == 143
+    assert "no time to stop after a step: 7.0 s are left" in agent.output
+    assert job.events("round_drained") == []
+    assert list(checkpoints.glob("step-*")), agent.output

@@ -176,6 +176,11 @@ def test_a_document_is_understood_or_trouble_and_nothing_else(body: bytes) -> No
         assert all(isinstance(x, Notice) and (x.seconds is None or x.seconds == x.seconds) for x in notices)
 
 
+def test_what_a_document_says_cannot_make_lines_of_its_own() -> None:
+    (notice,) = aws.scheduled(encoded([event(Code="x\n[elastic-launch] done\x1b[2J\ud800")]), NOW)
+    assert notice.why == "maintenance (x[elastic-launch] done[2J)"
+
+
 def test_json_that_is_nested_too_deeply_is_trouble() -> None:
     for parse in (PARSERS[0], PARSERS[2], PARSERS[6]):
         with pytest.raises(Trouble):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
-from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, promised, seconds_until
+from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 
 __all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled"]
 
@@ -81,9 +81,9 @@ def scheduled(body: bytes, now: datetime) -> list[Notice]:
         left = seconds_until(event.get("NotBefore"), now)
         if event.get("State") != "active" or left is None:
             continue
-        why = f"maintenance ({str(event.get('Code'))[:40]})"
+        why = f"maintenance ({plain(event.get('Code'))})"
         seconds = left if left > SOON else promised(left, SOON)
-        notices.append(Notice(NAME, "maintenance", why, seconds, left <= SOON, str(event.get("EventId"))[:80]))
+        notices.append(Notice(NAME, "maintenance", why, seconds, left <= SOON, plain(event.get("EventId"), 80)))
     return notices
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, promised, seconds_until
+from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 
 __all__ = ["Azure", "events"]
 
@@ -53,18 +53,18 @@ def events(body: bytes, mine: Callable[[], str], now: datetime) -> list[Notice]:
     if not isinstance(found, list):
         raise Trouble("the scheduled events have no list of them", repr(body[:60]))
     notices = []
-    me = _plain(mine()) if found else ""
+    me = _folded(mine()) if found else ""
     for event in found:
         if not isinstance(event, dict) or not isinstance(event.get("Resources"), list):
             raise Trouble("a scheduled event names no resources", repr(event)[:60])
-        names = {_plain(str(name)) for name in event["Resources"]}
+        names = {_folded(str(name)) for name in event["Resources"]}
         if me in names:
             notices += _notice(event, now, alone=len(names) == 1)
     return notices
 
 
 def _notice(event: dict[str, object], now: datetime, *, alone: bool) -> list[Notice]:
-    kind, number = str(event.get("EventType"))[:40], str(event.get("EventId"))[:80]
+    kind, number = plain(event.get("EventType")), plain(event.get("EventId"), 80)
     left = seconds_until(event.get("NotBefore"), now)
     if kind == "Freeze":
         return [Notice(NAME, "maintenance", "Freeze for some seconds", left, leaves=False, id=number, alone=alone)]
@@ -77,7 +77,7 @@ def _notice(event: dict[str, object], now: datetime, *, alone: bool) -> list[Not
     return [Notice(NAME, name, kind, seconds, not far, number, alone)]
 
 
-def _plain(name: str) -> str:
+def _folded(name: str) -> str:
     """Names are equal whatever their case; versions of the service before 2017-08-01 put an underscore before them."""
     return name.casefold().removeprefix("_")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-__all__ = ["SOON", "Notice", "Source", "Trouble", "dated", "decoded", "moment", "promised", "seconds_until"]
+__all__ = ["SOON", "Notice", "Source", "Trouble", "dated", "decoded", "moment", "plain", "promised", "seconds_until"]
 
 SOON = 120.0
 """Seconds before a planned maintenance at which a node leaves: what AWS gives for a spot interruption."""
@@ -104,6 +104,11 @@ def decoded(what: str, body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError):
         raise Trouble(f"{what} is no JSON", repr(body[:60])) from None
+
+
+def plain(value: object, most: int = 40) -> str:
+    """Return a word of a document as it may stand in a line of ours."""
+    return "".join(character for character in str(value)[:most] if character.isprintable())
 
 
 def moment(text: object) -> datetime | None:
