@@ -156,7 +156,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ),
     (
         "Preemption",
-        (Flag(("--notice",), "aws, gcp, azure, slurm, file:PATH, signal:USR1, none", "SOURCE,...", "auto"),),
+        (Flag(("--notice",), "what says that this node is to go", "SOURCE,...", "auto"),),
     ),
     (
         "For torch",

@@ -11,6 +11,7 @@ from elastic_agents.notices import Trouble
 from elastic_agents.notices.local import File, Slurm
 from elastic_agents.notices.watch import sources_of
 from elastic_launch.notice_sources import AUTO, NoticeSource
+from elastic_launch.testing import FakeClock
 
 
 def test_a_file_is_a_notice_with_the_seconds_in_it(tmp_path: Path) -> None:
@@ -43,8 +44,11 @@ def test_whatever_has_the_name_is_there_and_nothing_is_waited_for(tmp_path: Path
 def test_a_slurm_job_that_ends_in_a_minute_is_a_notice() -> None:
     now = 1_700_000_000.0
     environ = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "1700000100"}
-    assert Slurm(environ, lambda: now).poll() == []
-    (notice,) = Slurm(environ, lambda: now + 45).poll()
+    clock = FakeClock()
+    source = Slurm(environ, lambda: now, clock.now)
+    assert source.poll() == []
+    clock.advance(45)
+    (notice,) = source.poll()
     assert (notice.seconds, notice.kind, notice.why) == (55.0, "time limit", "the end of job 17")
     assert Slurm({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "Unknown"}, lambda: now).poll() == []
 

@@ -78,23 +78,30 @@ def _beginning(path: str) -> str:
 class Slurm:
     """The end of a job as it was known when it began: SLURM_JOB_END_TIME, a Unix time (sbatch(1), since 22.05).
 
-    The clocks of a cluster may be compared: munge refuses who is five minutes off.
+    The clocks of a cluster may be compared, since munge refuses who is five minutes off. It is done once, at the start.
     """
 
     name = "Slurm"
     pause = 1.0
 
-    def __init__(self, environ: Mapping[str, str], now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._job = environ.get("SLURM_JOB_ID", "")[:40]
         end = environ.get("SLURM_JOB_END_TIME", "")
-        self.end = int(end) if end.isascii() and end.isdigit() and len(end) < 12 else None
-        self._now = now
         self.watched = f"the end of job {self._job}"
-        if self.end is None:
+        self._clock = clock
+        self._end = math.inf
+        if end.isascii() and end.isdigit() and len(end) < 12:
+            self._end = clock() + int(end) - now()
+        else:
             self.watched += ", of which SLURM_JOB_END_TIME does not tell"
 
     def poll(self) -> Sequence[Notice]:
-        left = math.inf if self.end is None else self.end - self._now()
+        left = self._end - self._clock()
         if left > AHEAD:
             return []
         return [Notice(self.name, "time limit", f"the end of job {self._job}", max(0.0, left))]
