@@ -158,6 +158,7 @@ class LaunchConfig:
         endpoint: where the control store is; None: this node hosts it.
         endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
         announce: this node chose the endpoint itself and others may join: print how.
+        found_out: what nobody said and this node found out by itself, in words.
         node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
         node_rank: wanted rank of this node, or None.
         local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
@@ -181,6 +182,7 @@ class LaunchConfig:
     endpoint: Endpoint | None = None
     endpoints: tuple[Endpoint, ...] = ()
     announce: bool = False
+    found_out: str = ""
     timing: Timing = field(default_factory=Timing)
     node_id: str = "node"
     node_rank: int | None = None

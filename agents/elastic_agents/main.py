@@ -54,6 +54,8 @@ def run(config: LaunchConfig) -> int:
         return run_foreign(config)
     with SignalsTo((*config.signals.leave, *config.signals.forward), inbox):
         directory = config.run_directory
+        if config.found_out:
+            _log.info("%s", config.found_out)
         _log.info("run %s, logs in %s", config.run_id, directory)
         journal = _Journal(
             JsonLines(
