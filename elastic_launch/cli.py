@@ -182,6 +182,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         node_rank=meeting.node_rank,
         local_addr=values.text("--local-addr"),
         is_host=is_host,
+        health_port=values.integer("--health-port"),
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
