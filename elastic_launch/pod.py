@@ -117,4 +117,5 @@ def sentence(values: Values) -> str:
     found = {name: values.origin(name) or "" for name in _TOLD}
     told = [f"{name} {values.text(name)}" for name, origin in found.items() if origin.startswith(f"{ENV_INDEX}=")]
     source = next((origin for origin in found.values() if origin.startswith(f"{ENV_INDEX}=")), "")
-    return f"{source} gives {', '.join(told)}" if told else ""
+    hosts = "; pod 0 hosts" if found["--rdzv-endpoint"] == source and source else ""
+    return f"{source} gives {', '.join(told)}{hosts}" if told else ""

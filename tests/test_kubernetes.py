@@ -61,6 +61,25 @@ def test_what_would_be_applied_fits_the_schemas(directory: str) -> None:
         assert_grace_suffices(pod)
 
 
+@needs_kubectl
+def test_overlays_change_what_they_are_for() -> None:
+    bare = pod_of(find(rendered("base"), "Job"))
+    assert "nodeSelector" not in bare
+    assert "CHECKPOINT" not in variables(bare["containers"][0])
+    places = {
+        "gke": ("cloud.google.com/gke-spot", "gs://"),
+        "eks": ("eks.amazonaws.com/capacityType", "s3://"),
+        "aks": ("kubernetes.azure.com/scalesetpriority", "/checkpoints/"),
+    }
+    for cloud, (label, where) in places.items():
+        pod = pod_of(find(rendered(f"overlays/{cloud}"), "Job"))
+        assert [*pod["nodeSelector"]] == [toleration["key"] for toleration in pod["tolerations"]] == [label]
+        assert variables(pod["containers"][0])["CHECKPOINT"].startswith(where)
+    on_etcd = find(rendered("overlays/etcd"), "Job")["spec"]
+    assert "successPolicy" not in on_etcd
+    assert variables(on_etcd["template"]["spec"]["containers"][0])["PET_RDZV_BACKEND"] == "etcd"
+
+
 @pytest.mark.parametrize(
     ("file", "path", "value"),
     [

@@ -92,7 +92,13 @@ def test_names_of_pods(index: str, name: str, pod: Pod | None) -> None:
 def test_a_line_says_what_was_found_out_and_by_what() -> None:
     values = Values({"--nnodes": ["2:4"], "--rdzv-id": ["mine"]}, {"JOB_COMPLETION_INDEX": "2"})
     values.beneath = (found_out(values, NAME),)
-    assert sentence(values) == f"JOB_COMPLETION_INDEX=2 of {NAME} gives --rdzv-endpoint {ENDPOINT}, --node-id digits-2"
+    assert (
+        sentence(values)
+        == f"JOB_COMPLETION_INDEX=2 of {NAME} gives --rdzv-endpoint {ENDPOINT}, --node-id digits-2; pod 0 hosts"
+    )
+    values = Values({"--nnodes": ["2:4"], "--rdzv-endpoint": ["a:1"]}, {"JOB_COMPLETION_INDEX": "2"})
+    values.beneath = (found_out(values, NAME),)
+    assert sentence(values) == f"JOB_COMPLETION_INDEX=2 of {NAME} gives --node-id digits-2"
     assert sentence(Values({}, {})) == ""
 
 

@@ -95,12 +95,13 @@ def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_u
             {"evict": lambda pod=pod: pod.terminate(disrupted=True), "lose": pod.lose, "crash": pod.crash}[kind]()
             ended.append((kind, index, pod))
         training.trains(0, number)
+        made.until("a pod in the place of each", lambda: len(made.pods) == 4 + len(fates))
         (training.notes / "hurry").touch()
         made.until("the job's end", lambda: made.job.over, 120)
         made.until("the end of all pods", lambda: not made.job.pods)
         outputs = made.outputs()
     assert made.job.over == "Complete", outputs
-    assert (len(made.pods), len({pod.host.address for pod in made.pods})) == (14, 14), outputs
+    assert len({pod.host.address for pod in made.pods}) == len(made.pods) == 14, outputs
     codes = {"evict": (143, "Ignore"), "lose": (137, "Ignore"), "crash": (137, "Count")}
     assert sorted(made.job.decisions) == sorted((index, *codes[kind]) for kind, index, _ in ended), outputs
     for kind, _, pod in ended:
