@@ -151,6 +151,36 @@ def test_pods_of_kubeflows_operators_meet_by_the_variables_that_these_set(operat
 
 
 @needs_kubectl
+@pytest.mark.slow
+def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_path: Path) -> None:
+    """The overlay's three members are a cluster; each index succeeds, since who comes late learns how the run ended."""
+    manifests = rendered("overlays/etcd")
+    find(manifests, "Job")["spec"] |= {"completions": 3, "parallelism": 3}
+    own_script(manifests, LOOP, "/checkpoints/notes")
+    notes = tmp_path / "claims" / "train" / "notes"
+    notes.mkdir(parents=True)
+
+    def rounds(world: int) -> list[int]:
+        path = notes / "started.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line)["env"] for line in lines if line.endswith("\n")]
+        return [int(env["ELASTIC_LAUNCH_ROUND"]) for env in found if env["WORLD_SIZE"] == str(world)]
+
+    with cluster(manifests, tmp_path) as made:
+        made.until("members that are a cluster", lambda: [pod.ready for pod in made.kept] == [True] * 3)
+        made.until("three pods that train", lambda: len(rounds(3)) >= 3)
+        leads = next(pod for pod in made.pods if re.search(r"round \d+ formed in ", pod.output))
+        number = max(rounds(3))
+        leads.lose()
+        made.until("another that leads", lambda: any("leads the run (term 2)" in pod.output for pod in made.pods))
+        made.until("three again", lambda: rounds(3)[-3:] == [max(rounds(3))] * 3 != [number] * 3)
+        (notes / "finish").touch()
+        made.until("the job's end", lambda: made.job.over)
+        assert (made.job.over, made.job.succeeded) == ("Complete", {0, 1, 2})
+        assert [pod.restarts for pod in made.kept] == [0] * 3
+
+
+@needs_kubectl
 def test_a_plain_script_is_told_to_save_before_its_pod_ends(tmp_path: Path) -> None:
     """The hook of the overlay comes before SIGTERM, and the message of the end is where kubectl looks for it."""
     manifests = rendered("overlays/plain-script")

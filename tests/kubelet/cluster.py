@@ -41,6 +41,8 @@ class Cluster:
         self._numbers = itertools.count(1)
         self.pods: list[Pod] = []
         """All that there were."""
+        self.kept: list[Pod] = []
+        """Those of stateful sets, which are never replaced here, only restarted."""
         self._removed: list[Host] = []
         job = find(manifests, "Job")
         self._indexed = "batch/v1" in job.get("apiVersion", "")
@@ -50,17 +52,35 @@ class Cluster:
         listener = inside(net.switch, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         listener.bind((NAMESERVER, 53))
         self._dns = Dns(listener, self._addresses)
+        for manifest in manifests:
+            if manifest["kind"] == "StatefulSet":
+                self._keep(manifest)
 
     def close(self) -> None:
-        for pod in self.pods:
+        for pod in (*self.pods, *self.kept):
             pod.close()
         self._dns.close()
 
     def _addresses(self, name: str) -> list[str]:
         """Called from the DNS' thread."""
         # Without a domain each pod has a service of its own, as Kubeflow's training operator makes them.
-        pods = list(self.job.pods.values())
+        pods = [*self.job.pods.values(), *self.kept]
         return [pod.host.address for pod in pods if name == f"{pod.hostname}.{pod.domain or DOMAIN}"]
+
+    def _keep(self, manifest: Manifest) -> None:
+        """Start the pods of a stateful set, all at once; each has a volume of its own."""
+        name, spec = manifest["metadata"]["name"], manifest["spec"]
+        assert spec["podManagementPolicy"] == "Parallel"
+        template = {"terminationGracePeriodSeconds": 30, **spec["template"]["spec"]}
+        for index in range(spec["replicas"]):
+            metadata = {"name": f"{name}-{index}", "annotations": {}, **spec["template"]["metadata"]}
+            claims = [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]]
+            volumes = {claim: self.claims / f"{claim}-{metadata['name']}" for claim in claims}
+            for path in volumes.values():
+                path.mkdir(parents=True)
+            domain, directory = f"{spec['serviceName']}.{DOMAIN}", self._directory / metadata["name"]
+            where = (self._net.add(), directory, PodFiles(volumes), NAMESERVER)
+            self.kept.append(Pod(template, metadata, metadata["name"], domain, *where))
 
     def _create(self, index: int) -> Pod:
         name = self._job["metadata"]["name"]
@@ -110,13 +130,17 @@ class Cluster:
 
     def _turn(self) -> None:
         self.job.turn()
+        for pod in self.kept:
+            pod.turn()
         for pod in self.pods:
             if pod.exit_code is not None and pod.host not in self._removed:
                 self._removed.append(pod.host)
                 self._net.remove(pod.host)
 
     def outputs(self) -> str:
-        return "\n".join(f"--- {pod.metadata['name']} {pod.exit_code} {pod.events}\n{pod.output}" for pod in self.pods)
+        pods = (*self.pods, *self.kept)
+        told = [(pod.metadata["name"], pod.exit_code, pod.events, pod.output[-8000:]) for pod in pods]
+        return "\n".join(f"--- {name} {code} {events}\n{output}" for name, code, events, output in told)
 
 
 @contextlib.contextmanager
