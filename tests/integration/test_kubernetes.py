@@ -62,9 +62,10 @@ class Training:
 
     def trains(self, index: int, after: int) -> int:
         """Wait until a round beyond one has done steps, and the pod of an index is there to lose; return the round."""
+        pods = self.cluster.job.pods
 
         def probe() -> int:
-            return self.round() if index in self.cluster.job.pods and self.round() > after else 0
+            return self.round() if index in pods and pods[index].running and self.round() > after else 0
 
         return self.cluster.until(f"steps in a round after {after}, and pod {index}", probe, 120)
 

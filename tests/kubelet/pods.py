@@ -127,6 +127,7 @@ class Pod:
         self._hook: subprocess.Popen[bytes] | None = None
         self._restart_at = 0.0
         self._ends_at = 0.0  # when SIGKILL is due, once the pod is being ended
+        self._killed = False
         self._told = False  # whether SIGTERM was sent
         self._lost_at = 0.0  # when all have learned that its node is lost
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,8 +152,13 @@ class Pod:
     @property
     def ready(self) -> bool:
         """Whether the pod has the condition Ready."""
-        runs = self.exit_code is None and self._process is not None and not self._ends_at and not self._lost_at
-        return runs and self._probes["readiness"].good
+        return self.running and self._probes["readiness"].good
+
+    @property
+    def running(self) -> bool:
+        """Whether its container runs, and nothing has happened to it yet."""
+        runs = self._process is not None and self._process.poll() is None
+        return runs and self.exit_code is None and not self._ends_at and not self._lost_at and not self._killed
 
     @property
     def init(self) -> int:
