@@ -25,6 +25,7 @@ from elastic_launch.meeting import read_meeting
 from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
+from elastic_launch.pod import found_out, sentence
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.termination import write_termination_log
@@ -89,6 +90,7 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None) -> int
         return ExitCode.DONE
     job = Job(line, os.environ)
     prepare(job)
+    _find_out(job)
     if job.values.switch("--print-config"):
         sys.stdout.write(shown(job, {key: value for layer in _layers(job.values) for key, value in layer.items()}))
         _configure(job)
@@ -122,7 +124,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
     Raises:
         UsageError: if they cannot be a launch.
     """
-    return _configure(Job(split(argv), environ))
+    job = Job(split(argv), environ)
+    _find_out(job)
+    return _configure(job)
+
+
+def _find_out(job: Job) -> None:
+    try:
+        found = found_out(job.values)
+    except UsageError as error:
+        raise job.values.attribute(error) from None
+    job.values.beneath = (*job.values.beneath, found)
 
 
 def _configure(job: Job) -> LaunchConfig:
@@ -166,11 +178,13 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         endpoint=meeting.endpoint,
         endpoints=meeting.endpoints if meeting.backend == "etcd" else (),
         announce=high > 1 and meeting.endpoint is None,
+        found_out=sentence(values),
         timing=timing,
         node_id=meeting.node_id or default_node_id(),
         node_rank=meeting.node_rank,
         local_addr=values.text("--local-addr"),
         is_host=is_host,
+        health_port=values.integer("--health-port"),
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,

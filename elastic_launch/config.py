@@ -159,10 +159,12 @@ class LaunchConfig:
         endpoint: where the control store is; None: this node hosts it.
         endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
         announce: this node chose the endpoint itself and others may join: print how.
+        found_out: what nobody said and this node found out by itself, in words.
         node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
         node_rank: wanted rank of this node, or None.
         local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
         is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
+        health_port: where to answer who asks whether this agent is well, or None.
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
@@ -183,11 +185,13 @@ class LaunchConfig:
     endpoint: Endpoint | None = None
     endpoints: tuple[Endpoint, ...] = ()
     announce: bool = False
+    found_out: str = ""
     timing: Timing = field(default_factory=Timing)
     node_id: str = "node"
     node_rank: int | None = None
     local_addr: str | None = None
     is_host: bool | None = None
+    health_port: int | None = None
     reuse: bool = False
     role: str = "default"
     shutdown_timeout: float = 30.0
@@ -217,6 +221,8 @@ class LaunchConfig:
                 f"--node-id {self.node_id!r} cannot name a node.",
                 "Give 1 to 200 printable bytes without a slash, such as a host name.",
             )
+        if self.health_port is not None and not 0 < self.health_port < 65536:
+            raise UsageError(f"--health-port {self.health_port} is no port.", "Give 1 to 65535.")
         if self.node_rank is not None and self.node_rank < 0:
             raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
 

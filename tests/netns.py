@@ -67,19 +67,38 @@ class Net:
         self._tag = f"el{os.getpid()}n{next(_nets)}"
         self._switch = f"{self._tag}-switch"
         self._names: list[str] = []
+        self._hosts = 0
 
     def open(self, hosts: int) -> list[Host]:
         self._add(self._switch)
         self._in_switch("link", "add", "bridge0", "type", "bridge")
         self._in_switch("link", "set", "bridge0", "up")
-        return [self._host(number) for number in range(1, hosts + 1)]
+        return [self.add() for _ in range(hosts)]
+
+    @property
+    def switch(self) -> str:
+        """The namespace of the switch, for what all hosts are to reach."""
+        return self._switch
+
+    def add(self) -> Host:
+        """Plug in a host with an address that none has had."""
+        self._hosts += 1
+        return self._host(self._hosts)
+
+    def remove(self, host: Host) -> None:
+        """Take a host away, and what runs on it."""
+        self._names.remove(host.name)
+        self._remove(host.name)
 
     def close(self) -> None:
         for name in self._names:
-            for pid in ip("netns", "pids", name).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            ip("netns", "del", name)  # and with it its interfaces
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        for pid in ip("netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "del", name)  # and with it its interfaces
 
     def _host(self, number: int) -> Host:
         name = f"{self._tag}-{number}"

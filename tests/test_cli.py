@@ -101,6 +101,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("rdzv-id", "-5", "run_id", "-5"),
     ("rdzv-conf", "beat=0.5", "timing", Timing(beat=0.5)),
     ("node-rank", "3", "node_rank", 3),
+    ("health-port", "29480", "health_port", 29480),
     ("node-id", "rack1", "node_id", "rack1"),
     ("local-addr", "10.0.0.7", "local_addr", "10.0.0.7"),
     ("join-settle", "0", "timing", Timing(join_settle=0)),

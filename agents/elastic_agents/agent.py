@@ -20,7 +20,7 @@ from elastic_agents import vocabulary as v
 from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.departure import Departure
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import CanStart, EstimateDue, Exited, Inbox, SignalCaught
+from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, SignalCaught
 from elastic_agents.keeper import Keeper
 from elastic_agents.logs import LogPlaces, WorkerLogs
 from elastic_agents.logs_specs import LogsSpecsFailed
@@ -131,6 +131,7 @@ class LocalElasticAgent(ElasticAgent):
             while self._outcome is None:
                 self._react(self._inbox.take())
         finally:
+            self._inbox.close()
             self._workers.kill()
             self._workers.end_round()
             processes.close()
@@ -195,15 +196,15 @@ class LocalElasticAgent(ElasticAgent):
                 self._run_file.led_from(leader)
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
-            case LinkDown(reason=reason):
-                self._member = False
-                self._events.emit(LinkChanged(up=False, cause=reason))
-                return item
-            case CutOff(reason=reason):
+            case LinkDown(reason=reason) | CutOff(reason=reason):
+                self._member = self._member and isinstance(item, CutOff)
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
             case EstimateDue(round=number):
                 self._estimate(number)
+                return None
+            case HowAreYou(answer=answer):
+                answer.put(self._view.phase.value)
                 return None
             case CanStart(round=number):
                 if self._awaited is not None and self._awaited.round.number == number:

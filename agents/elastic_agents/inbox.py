@@ -7,13 +7,13 @@ import itertools
 import queue
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["CanStart", "EstimateDue", "Exited", "Inbox", "SignalCaught", "SignalsTo"]
+__all__ = ["CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "SignalCaught", "SignalsTo"]
 
 T = TypeVar("T")
 
@@ -47,6 +47,13 @@ class EstimateDue:
     round: int
 
 
+@dataclass(frozen=True, slots=True)
+class HowAreYou:
+    """Somebody asks what phase the agent is in."""
+
+    answer: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+
+
 class Inbox(Generic[T]):
     """Filled from any thread and from signal handlers, emptied by one loop."""
 
@@ -56,6 +63,8 @@ class Inbox(Generic[T]):
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, T]] = []
         self._order = itertools.count()
+        self.closed = False
+        """Whether nobody takes any more."""
 
     def put(self, item: T) -> None:
         """Add an item; never blocks."""
@@ -64,6 +73,10 @@ class Inbox(Generic[T]):
     def put_later(self, delay: float, item: T) -> None:
         """Add an item after delay seconds; for the thread that takes."""
         heapq.heappush(self._timers, (self._clock.now() + delay, next(self._order), item))
+
+    def close(self) -> None:
+        """Nobody will take any more: what is put from now on is lost."""
+        self.closed = True
 
     def take(self) -> T:
         """Return the next item; what has come goes before timers that are due."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_agents.console import configure_logging
@@ -23,6 +23,7 @@ from elastic_launch.termination import write_termination_log
 from elastic_launch.torch_options import TorchOptions
 
 if TYPE_CHECKING:
+    from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
 
 __all__ = ["run"]
@@ -51,11 +52,16 @@ def run(config: LaunchConfig) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     if config.foreign is not None:
+        if config.health_port is not None:
+            _log.warning("--health-port has no effect: torch's own agent runs the workers.")
         from elastic_agents.foreign import run_foreign
 
         return run_foreign(config)
-    with SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox):
+    signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
+    with signals, _health(config) as health:
         directory = config.run_directory
+        if config.found_out:
+            _log.info("%s", config.found_out)
         _log.info("run %s, logs in %s", config.run_id, directory)
         journal = _Journal(
             JsonLines(
@@ -78,6 +84,8 @@ def run(config: LaunchConfig) -> int:
         backend = backend_of(config, clock, events)
         agent = LocalElasticAgent(config, backend, events, clock=clock, inbox=inbox, processes=processes)
         events.group = agent.get_worker_group()
+        if health is not None:
+            health.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
             agent.run()
             if agent.notice is not None:
@@ -86,6 +94,18 @@ def run(config: LaunchConfig) -> int:
     if line := journal.ledger.summary(config.limits.max_restarts):
         _log.info("%s", line)
     return _tell(config, agent.outcome)
+
+
+@contextmanager
+def _health(config: LaunchConfig) -> Iterator[Health | None]:
+    """Answer who asks whether this node is well, if that is wanted; from the start, which may take long."""
+    if config.health_port is None:
+        yield None
+        return
+    from elastic_agents.health import Health
+
+    with closing(Health(config.health_port, config.local_addr)) as health:
+        yield health
 
 
 def _check(config: LaunchConfig) -> None:

@@ -122,6 +122,11 @@ class C10dBackend:
                     f"This node is to host the store at {wanted} ({asker}), but {found}.",
                     "Give another --rdzv-endpoint, or leave out is_host.",
                 )
+            if config.endpoint is None and listener is None:
+                raise EndpointError(
+                    f"This node is to host the store at its own address, but --local-addr {wanted.host} is not one.",
+                    "Give an address of this host, or name the node that hosts by --rdzv-endpoint.",
+                )
         self._tell(wanted, hosts=listener is not None, taken=taken)
         if listener is None:
             self._taken = taken

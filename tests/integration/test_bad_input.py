@@ -35,6 +35,13 @@ def test_an_endpoint_that_does_not_resolve(job: Job) -> None:
     assert "Traceback" not in agent.output
 
 
+def test_a_host_whose_own_address_is_not_its_own(job: Job) -> None:
+    agent = job.launch("--standalone", "--local-addr", "192.0.2.1")
+    assert agent.wait() == 95
+    assert "--local-addr 192.0.2.1 is not one" in agent.output
+    assert "Traceback" not in agent.output
+
+
 def test_an_endpoint_where_nothing_answers(job: Job) -> None:
     agent = job.node("a", "--rdzv-conf", "is_host=false,join_timeout=1")
     assert agent.wait() == 95

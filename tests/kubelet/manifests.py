@@ -1,0 +1,99 @@
+"""The manifests of ``examples/kubernetes``: as files, rendered by kubectl, and judged by the schemas of the API."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+from kubernetes_validate.utils import all_versions
+from packaging.version import Version
+from referencing import Registry, Resource
+
+__all__ = ["EXAMPLES", "RENDERED", "VERSIONS", "Manifest", "documents", "find", "judge", "pod_of", "rendered"]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
+
+RENDERED = sorted(
+    str(path.parent.relative_to(EXAMPLES))
+    for path in EXAMPLES.rglob("kustomization.yaml")
+    if "kind: Kustomization" in path.read_text() and path.parent.name != "script"
+)
+"""What can be applied, by directory: all but the script alone, and components, which only others can use."""
+
+VERSIONS = sorted(set(all_versions()), key=Version)[-3:]
+"""The newest versions of Kubernetes whose schemas there are."""
+
+CRDS = Path(__file__).with_name("crds.yaml")
+
+Manifest = dict[str, Any]
+
+
+def documents(path: Path) -> list[Manifest]:
+    """Return the objects in a file."""
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def rendered(directory: str) -> list[Manifest]:
+    """Return what ``kubectl apply -k`` would apply; it needs no cluster."""
+    kubectl = shutil.which("kubectl")
+    assert kubectl is not None
+    command = [kubectl, "kustomize", str(EXAMPLES / directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def find(manifests: list[Manifest], kind: str) -> Manifest:
+    """Return the one object of a kind."""
+    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
+def judge(manifest: Manifest, version: str) -> None:
+    """Hold an object against the schema of its kind, in which unknown fields are errors.
+
+    Raises:
+        jsonschema.ValidationError: naming the field.
+    """
+    if manifest["kind"] in _crds():
+        _validator(manifest["kind"], version).validate(manifest)
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@functools.cache
+def _crds() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(CRDS.read_text())["$defs"]
+    return found
+
+
+@functools.cache
+def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
+    """Validate a custom resource; what it has of Kubernetes' own types is Kubernetes' to define."""
+    schemas = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}-local-strict"
+    core = json.loads((schemas / "_definitions.json").read_text())
+    own = {"$schema": core["$schema"], "$id": "https://kubernetes.io/api/crds.json", "$defs": _crds()}
+    registry: Registry[Any] = Registry()
+    for schema in (core, own):
+        registry = Resource.from_contents(schema) @ registry
+    return jsonschema.Draft202012Validator({"$ref": f"{own['$id']}#/$defs/{kind}"}, registry=registry)
+
+
+def pod_of(manifest: Manifest) -> Manifest:
+    """Return the pod template's spec of an object that makes training pods."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainingRuntime":
+        spec = spec["template"]["spec"]
+    if manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    if manifest["kind"] == "PyTorchJob":
+        spec = spec["pytorchReplicaSpecs"]["Worker"]
+    return dict(spec["template"]["spec"])

@@ -1,0 +1,179 @@
+"""Tests of the manifests in ``examples/kubernetes``, and of what the documentation says of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from kubelet.jobs import decide
+from kubelet.manifests import EXAMPLES, RENDERED, VERSIONS, Manifest, documents, find, judge, pod_of, rendered
+
+from elastic_launch.cli import parse
+from elastic_launch.errors import ExitCode
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "kubernetes.md"
+TRAINING = ("Job", "JobSet", "TrainingRuntime", "PyTorchJob")
+PARTS = ("kustomization.yaml", "images.yaml", "components/*/job.yaml")
+WHOLE = sorted(
+    str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml") if not any(path.match(part) for part in PARTS)
+)
+"""Files that hold whole objects, not patches of some."""
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to render")
+
+
+def job() -> Manifest:
+    (found,) = documents(EXAMPLES / "base" / "job.yaml")
+    return found
+
+
+def training_pods() -> list[Manifest]:
+    found = [manifest for file in WHOLE for manifest in documents(EXAMPLES / file)]
+    return [pod_of(manifest) for manifest in found if manifest["kind"] in TRAINING]
+
+
+def variables(container: Manifest) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "from-elsewhere") for entry in container["env"]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("file", WHOLE)
+def test_each_file_fits_the_schemas(file: str, version: str) -> None:
+    for manifest in documents(EXAMPLES / file):
+        judge(manifest, version)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("directory", RENDERED)
+def test_what_would_be_applied_fits_the_schemas(directory: str) -> None:
+    """Patches hit what they are for: the sum of grace and timeout is right, and no image is left unnamed."""
+    manifests = rendered(directory)
+    for manifest in manifests:
+        for version in VERSIONS:
+            judge(manifest, version)
+    for pod in (pod_of(manifest) for manifest in manifests if manifest["kind"] in TRAINING):
+        (container,) = pod["containers"]
+        assert container["image"] == "elastic-launch:latest"
+        assert_grace_suffices(pod)
+
+
+@needs_kubectl
+def test_overlays_change_what_they_are_for() -> None:
+    bare = pod_of(find(rendered("base"), "Job"))
+    assert "nodeSelector" not in bare
+    assert "CHECKPOINT" not in variables(bare["containers"][0])
+    places = {
+        "gke": ("cloud.google.com/gke-spot", "gs://"),
+        "eks": ("eks.amazonaws.com/capacityType", "s3://"),
+        "aks": ("kubernetes.azure.com/scalesetpriority", "/checkpoints/"),
+    }
+    for cloud, (label, where) in places.items():
+        pod = pod_of(find(rendered(f"overlays/{cloud}"), "Job"))
+        assert [*pod["nodeSelector"]] == [toleration["key"] for toleration in pod["tolerations"]] == [label]
+        assert variables(pod["containers"][0])["CHECKPOINT"].startswith(where)
+    on_etcd = find(rendered("overlays/etcd"), "Job")["spec"]
+    assert "successPolicy" not in on_etcd
+    assert variables(on_etcd["template"]["spec"]["containers"][0])["PET_RDZV_BACKEND"] == "etcd"
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("base/job.yaml", ("spec", "completionsMode"), "Indexed"),
+        ("base/job.yaml", ("spec", "template", "spec", "containers", 0, "livenessProbe", "path"), "/livez"),
+        ("jobset/jobset.yaml", ("spec", "replicatedJobs", 0, "template", "spec", "subdomain"), "train"),
+        ("trainjob/trainjob.yaml", ("spec", "trainer", "numNode"), 4),
+        ("trainjob/trainjob.yaml", ("spec", "trainer", "env"), [{"name": "PET_NNODES", "value": "4"}]),
+        ("trainjob/runtime.yaml", ("spec", "template", "spec", "replicatedJobs", 0, "replica"), 1),
+        ("pytorchjob/pytorchjob.yaml", ("spec", "elasticPolicy", "minNodes"), 2),
+    ],
+)
+def test_the_schemas_know_no_other_fields(file: str, path: tuple[str | int, ...], value: object) -> None:
+    (manifest,) = documents(EXAMPLES / file)
+    inner = manifest
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        judge(manifest, VERSIONS[-1])
+
+
+def assert_grace_suffices(pod: Manifest) -> None:
+    """Hook, workers' grace and what an agent needs to go fit into the pod's grace: the hook counts for it."""
+    (container,) = pod["containers"]
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])
+    waits = sum(map(int, re.findall(r"\bsleep (\d+)", hook[-1])))
+    assert waits + int(variables(container)["PET_SHUTDOWN_TIMEOUT"]) + 5 <= pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("pod", training_pods())
+def test_the_pods_run_a_command_that_can_work(pod: Manifest, tmp_path: Path) -> None:
+    (container,) = pod["containers"]
+    assert container["command"] == ["elastic-launch"]
+    script = tmp_path / "train.py"
+    script.touch()
+    arguments = [str(script) if argument == "/app/train.py" else argument for argument in container["args"]]
+    assert str(script) in arguments
+    operators = {"PET_NNODES": "2:4", "PET_RDZV_ENDPOINT": "train-worker-0:29400"}
+    env = {**operators, **variables(container), "ELASTIC_LAUNCH_TOKEN": "0123456789abcdef"}
+    config = parse(arguments, env)
+    assert (config.limits.min_nodes, config.limits.max_nodes) == (2, 4)
+    ports = {port["containerPort"] for port in container["ports"]}
+    assert ports == {config.endpoint.port if config.endpoint else 0, config.health_port}
+    assert_grace_suffices(pod)
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] == "health"
+
+
+def test_names_that_must_be_the_same_are() -> None:
+    base = {manifest["kind"]: manifest for file in WHOLE if "base" in file for manifest in documents(EXAMPLES / file)}
+    label = {"batch.kubernetes.io/job-name": base["Job"]["metadata"]["name"]}
+    service = base["Service"]
+    assert pod_of(base["Job"])["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == label
+    assert base["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == label
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    (script,) = (volume for volume in pod_of(base["Job"])["volumes"] if volume["name"] == "script")
+    kustomization = yaml.safe_load((EXAMPLES / "script" / "kustomization.yaml").read_text())
+    assert script["configMap"]["name"] == kustomization["configMapGenerator"][0]["name"]
+
+
+def test_the_budget_and_the_failed_indexes_leave_the_run_its_minimum() -> None:
+    spec = job()["spec"]
+    config = parse([*pod_of(job())["containers"][0]["args"][:-1], __file__], {"PET_RDZV_ENDPOINT": "a:1"})
+    assert spec["completions"] == spec["parallelism"] == config.limits.max_nodes
+    assert spec["completions"] - spec["maxFailedIndexes"] == config.limits.min_nodes
+
+
+def documented() -> dict[int, str]:
+    """What the page's table says of each exit code."""
+    section = PAGE.read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    lines = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {int(code): line[2].strip().strip("`") for line in lines for code in re.findall(r"`(\d+)`", line[1])}
+
+
+def test_the_page_tells_what_the_job_does_for_each_exit_code() -> None:
+    table = documented()
+    assert set(table) >= {code.value for code in ExitCode} - {0}
+    for code, action in table.items():
+        assert decide(job()["spec"], code, disrupted=False) == action, code
+
+
+@pytest.mark.parametrize("code", [1, 91, 95, 137, 143])
+def test_a_pod_that_was_evicted_or_lost_is_replaced_whatever_it_ended_with(code: int) -> None:
+    assert decide(job()["spec"], code, disrupted=True) == "Ignore"
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainingRuntime"])
+def test_other_kinds_decide_alike(kind: str) -> None:
+    found = find([m for file in WHOLE for m in documents(EXAMPLES / file)], kind)
+    inner = found["spec"]["template"]["spec"] if kind == "TrainingRuntime" else found["spec"]
+    spec = inner["replicatedJobs"][0]["template"]["spec"]
+    for code in documented():
+        for disrupted in (False, True):
+            assert decide(spec, code, disrupted=disrupted) == decide(job()["spec"], code, disrupted=disrupted)
