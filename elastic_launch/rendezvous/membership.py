@@ -10,6 +10,7 @@ import contextlib
 import logging
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -182,6 +183,8 @@ class Membership:
         except OSError as error:
             self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
         finally:
+            if sys.exc_info()[0] is not None:  # a mistake of ours, whose traceback follows: nobody must wait for ever
+                self._notify(RendezvousLost(EndpointError("The rendezvous has failed by a mistake of its own.")))
             self._former.close()
             self._backend.close()
             self._wake_in.close()

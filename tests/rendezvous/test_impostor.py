@@ -17,7 +17,7 @@ from elastic_launch.events import Event, LeaderElected
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Place
 from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.happenings import MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.happenings import MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.sealed_store import SealedStore
@@ -145,3 +145,22 @@ def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
             event = heard.get(timeout=20)
     assert isinstance(event.error, EndpointError)
     assert f"127.0.0.1:{impostor.port} does not answer as the run's leader" in event.error.message
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_in_the_thread_leaves_nobody_waiting() -> None:
+    class Broken(Pointing):
+        def find_leader(self, timeout: float) -> ControlRecord:
+            raise ZeroDivisionError
+
+    config = _config()
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    membership = Membership(config, Broken(_record(config, 1)), MonotonicClock(), heard.put, lambda address: 29500)
+    membership.start()
+    try:
+        assert isinstance(heard.get(timeout=10), Opened)
+        lost = heard.get(timeout=10)
+        assert isinstance(lost, RendezvousLost)
+        assert "by a mistake of its own" in lost.error.message
+    finally:
+        membership.close()
