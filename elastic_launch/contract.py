@@ -96,6 +96,9 @@ class Stored(Message):
         directory: where to; empty if this worker's node writes no durable checkpoints.
         keep: so many of the newest stay there.
         owner: who must have taken the directory last, as the copier checks; empty: anybody.
+        shares: nodes that copy it together, each a share; 1: this one alone.
+        share: this node's, from 0; only the first node commits, and has others that fail done again.
+        nonce: of the copy's name, the same on all these nodes.
     """
 
     slot: int
@@ -106,6 +109,9 @@ class Stored(Message):
     directory: str
     keep: int
     owner: str = ""
+    shares: int = 1
+    share: int = 0
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

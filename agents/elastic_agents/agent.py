@@ -34,7 +34,7 @@ from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_op
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.contract import Copied, Placement
+from elastic_launch.contract import Copied, Placement, Save
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import EventSink, LinkChanged, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
@@ -161,7 +161,7 @@ class LocalElasticAgent(ElasticAgent):
             if not self._keeper.wait(left or self._config.shutdown_timeout):
                 _log.warning("the last snapshot could not be copied to durable storage in time")
 
-    def _copied(self, copied: Copied | None) -> None:
+    def _copied(self, copied: Copied | Save | None) -> None:
         """Called from the keeper's thread."""
         if copied is not None:
             self._control.tell_copied(copied)

@@ -97,8 +97,8 @@ class Control:
                 if peer.hello is not None and peer.hello.round == round_number:
                     self._send(peer, c.Stop(cause))
 
-    def tell_copied(self, copied: c.Copied) -> None:
-        """Tell the workers that write snapshots how a copy ended."""
+    def tell_copied(self, copied: c.Copied | c.Save) -> None:
+        """Tell the workers that write snapshots how a copy ended, or ask for one that all nodes can make together."""
         with self._lock:
             for peer in self._peers.values():
                 if peer.hello is not None and peer.hello.local_rank == 0:

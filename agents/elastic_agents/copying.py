@@ -1,5 +1,5 @@
-"""Copies one snapshot from a slot to a directory or URL: a process of its own, which storage that hangs cannot keep the
-agent with. Needs no torch.
+"""Copies one snapshot from a slot to a directory or URL, or a share of it: a process of its own, which storage that
+hangs cannot keep the agent with. Needs no torch.
 
 Its arguments are in one JSON object; before it commits, it says ``ready`` and waits for a line that starts with
 ``yes``; in the end it says how it went, as another JSON object.
@@ -8,13 +8,15 @@ Its arguments are in one JSON object; before it commits, it says ``ready`` and w
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from typing import Any
 
-from elastic_launch.snapshot.errors import CheckpointError, NotCommittedError, TakenError
-from elastic_launch.snapshot.saving import prune, write_parts
-from elastic_launch.snapshot.slot import Slot
+from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
+from elastic_launch.snapshot.saving import prune, write_parts, write_share
+from elastic_launch.snapshot.shares import Division, Split
+from elastic_launch.snapshot.slot import Header, Slot
 
 __all__ = ["copy", "main"]
 
@@ -30,14 +32,19 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
     header = slot.header()
     if header is None or header.sequence != order["sequence"]:
         return {**done, "error": "the snapshot is not in its slot any more", "seconds": 0.0}
+    numbers = {"step": header.step, "round": header.round}
     try:
+        split = _split(order, slot, header)
+        if order["share"]:
+            if split is not None and order["share"] < len(split.division):
+                write_share(order["directory"], split.division, order["share"], **numbers, nonce=split.nonce)
+            return {**done, "seconds": time.monotonic() - began}
         info = write_parts(
             order["directory"],
-            slot.tensor_parts(header),
+            split or slot.tensor_parts(header),
             slot.state(header),
             json.loads(slot.meta(header)),
-            step=header.step,
-            round=header.round,
+            **numbers,
             may_commit=_may_commit,
             owner=order["owner"],
             take=order["take"],
@@ -51,6 +58,17 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
     return {**done, "seconds": time.monotonic() - began}
 
 
+def _split(order: dict[str, Any], slot: Slot, header: Header) -> Split | None:
+    """Return what is to be written by several nodes; None if it cannot be divided: one tensor may be most of it."""
+    if order["shares"] == 1:
+        return None
+    try:
+        division = Division(slot.tensor_bytes, header.tensors, order["shares"])
+    except MalformedError as error:
+        raise CheckpointError(f"What is in memory cannot be divided: {error}.") from error
+    return Split(division, order["nonce"]) if len(division) > 1 else None
+
+
 def _may_commit() -> bool:
     print("ready", flush=True)
     return sys.stdin.readline().startswith("yes")
@@ -58,4 +76,5 @@ def _may_commit() -> bool:
 
 def main() -> None:
     """Carry out the order that is the only argument."""
+    logging.basicConfig(format="[elastic-launch] %(message)s")
     print(json.dumps(copy(json.loads(sys.argv[1]))), flush=True)

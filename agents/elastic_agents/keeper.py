@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_agents.slots import SLOTS, Book, Held
 from elastic_agents.transfer import Fetch, Server
-from elastic_launch.contract import Copied, Fetched, Slots, Stored
+from elastic_launch.contract import Copied, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.slot import Header, Slot
@@ -30,23 +30,36 @@ ATTEMPTS = 4
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
 
+CATCH_UP = 20.0
+"""Seconds for which a copy of several nodes that comes late waits for the next snapshot that all of them know of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Order:
+    """What is to be copied: the newest snapshot or, if it is this one, by several nodes, this one's share."""
+
     directory: str
     keep: int
     owner: str
+    sequence: int = 0
+    shares: int = 1
+    share: int = 0
+    nonce: str = ""
 
 
 class Keeper:
     """The snapshots of one node, through all rounds; its thread copies one at a time, the newest there is.
 
+    What several nodes copy together is the snapshot that was to be copied, the same on all of them, and never a newer
+    one. A first node that is too busy for it asks its workers to have all nodes keep another; the others let it be.
+
     Args:
         may_commit: whether this node is still a member of the run; asked, from the thread, before a copy appears.
-        tell: called from the thread with how a copy ended; None if there was nothing to copy.
+        tell: called from the thread with how a copy ended, or None if there was nothing to copy; or with what to ask of
+            the workers.
     """
 
-    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | None], None]) -> None:
+    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Save | None], None]) -> None:
         self._may_commit = may_commit
         self._tell = tell
         self._book = Book()
@@ -87,9 +100,11 @@ class Keeper:
         """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
         with self._changed:
             self._book.stored(Held(stored.slot, stored.sequence, stored.step, stored.round))
-            self._target = _Order(stored.directory, stored.keep, stored.owner) if stored.directory else None
-            if stored.durable and self._target is not None:
-                self._order = self._target
+            order = _Order(stored.directory, stored.keep, stored.owner)
+            self._target = order if stored.directory and not stored.share else None
+            if stored.durable and stored.directory:
+                order = replace(order, sequence=stored.sequence, shares=stored.shares)
+                self._order = replace(order, share=stored.share, nonce=stored.nonce)
                 self._changed.notify_all()
             return self._book.use
 
@@ -196,7 +211,10 @@ class Keeper:
 
     def _run(self) -> None:
         while (order := self._next()) is not None:
-            copied = self._copy(order)
+            order = self._caught_up(order)
+            copied = self._copy(order) if not order.share else None
+            if order.share:
+                self._copy_share(order)
             with self._changed:
                 self._book.unpin()
                 self._busy = False
@@ -214,6 +232,27 @@ class Keeper:
             self._busy = order is not None and not self._closing
             return order if self._busy else None
 
+    def _caught_up(self, order: _Order) -> _Order:
+        """Return an order that all nodes still can carry out, if there will be one."""
+        newest = self.newest
+        if order.share or order.shares == 1 or newest is None or newest.sequence == order.sequence:
+            return order
+        self._tell(Save())
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._closing, CATCH_UP)
+            order, self._order = self._order or order, None
+            return order
+
+    def _copy_share(self, order: _Order) -> None:
+        """Copy this node's share, once: the first node writes what does not come."""
+        with self._changed:
+            held = self._book.pin()
+        if held is None or held.sequence != order.sequence:
+            return
+        answer = self._ask(order, held)
+        if answer.get("error"):
+            _log.warning("a share of the checkpoint of step %d: %s", held.step, answer["error"])
+
     def _copy(self, order: _Order) -> Copied | None:
         """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
         pause = PAUSE
@@ -223,7 +262,8 @@ class Keeper:
                 held = self._book.pin()
             if held is None:
                 return None
-            copied, final = self._copy_once(order, held)
+            together = order.shares > 1 and attempt == 1 and held.sequence == order.sequence
+            copied, final = self._copy_once(order if together else replace(order, shares=1), held)
             if copied.path:
                 self._copied = held.sequence
             if copied.path or not order.owner.startswith(" "):
@@ -238,18 +278,7 @@ class Keeper:
 
     def _copy_once(self, order: _Order, held: Held) -> tuple[Copied, bool]:
         """Return how it ended, and whether it is of no use to try again."""
-        slot = self._slots[held.slot]
-        asked = {
-            "tensors": slot.tensors,
-            "head": slot.head,
-            "sequence": held.sequence,
-            "directory": order.directory,
-            "keep": order.keep,
-            "owner": order.owner,
-            # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
-            "take": order.directory not in self._took and not isinstance(place(order.directory), Url),
-        }
-        answer = self._answer(json.dumps(asked), (slot.tensors, slot.head))
+        answer = self._ask(order, held)
         copied = Copied(
             step=held.step,
             round=held.round,
@@ -261,6 +290,23 @@ class Keeper:
             hint=str(answer.get("hint", "")),
         )
         return copied, bool(answer.get("final", False))
+
+    def _ask(self, order: _Order, held: Held) -> dict[str, str | int | float]:
+        slot = self._slots[held.slot]
+        asked = {
+            "tensors": slot.tensors,
+            "head": slot.head,
+            "sequence": held.sequence,
+            "directory": order.directory,
+            "keep": order.keep,
+            "owner": order.owner,
+            "shares": order.shares,
+            "share": order.share,
+            "nonce": order.nonce,
+            # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
+            "take": order.directory not in self._took and not isinstance(place(order.directory), Url),
+        }
+        return self._answer(json.dumps(asked), (slot.tensors, slot.head))
 
     def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
         roots = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]

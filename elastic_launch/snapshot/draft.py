@@ -3,7 +3,8 @@
 A writer holds a lock (flock) on the tensor file of its ``.writing-`` directory until the directory has its final name.
 The kernel, or the server of a network file system, drops the lock when the writer dies, and no process id has to mean
 anything on another host. Whoever gets the lock may therefore remove the directory. It can come between a writer's
-making its directory and its locking the file: then the writer finds the file locked, or gone, and starts again.
+making its directory and its locking the file: then the writer finds the file locked, or gone, and starts again. A
+writer may rename the file to a share's; the lock goes with it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_launch.snapshot.files import create, remove_tree
-from elastic_launch.snapshot.manifest import REMOVING, TENSORS, WRITING, new_nonce
+from elastic_launch.snapshot.manifest import REMOVING, TENSORS, WRITING, new_nonce, parse_share
 
-__all__ = ["Draft", "bury", "draft", "remove_abandoned"]
+__all__ = ["Draft", "bury", "draft", "remove_abandoned", "remove_shares"]
 
 _ATTEMPTS = 10  # A sweeper has to come at one moment each time.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
@@ -74,6 +75,23 @@ def remove_abandoned(directory: Path) -> None:
             _remove_if_abandoned(Path(entry.path))
 
 
+def remove_shares(directory: Path, newest: tuple[int, int]) -> None:
+    """Remove shares that wait for a checkpoint no newer than a complete one: nobody takes them any more.
+
+    If somebody did, he would have to write them himself, and no more.
+
+    Args:
+        newest: round and step of the newest complete checkpoint.
+
+    Raises:
+        OSError: if something cannot be removed.
+    """
+    for name in os.listdir(directory):
+        step, round = parse_share(name) or (0, 0)
+        if parse_share(name) is not None and (round, step) <= newest:
+            bury(directory / name)
+
+
 def bury(path: Path) -> None:
     """Remove a directory so that half of it is never seen under its own name; it need not be there.
 
@@ -124,9 +142,15 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
+def _locked(path: Path) -> Path:
+    """Return the file of a draft that its writer has locked, whether it is there or not."""
+    shares = path.glob("tensors-00001-of-*.safetensors")
+    return path / TENSORS if (path / TENSORS).exists() else next(shares, path / TENSORS)
+
+
 def _remove_if_abandoned(path: Path) -> None:
     try:
-        descriptor = os.open(path / TENSORS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(_locked(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         # The writer is, or died, between its first two calls; if it lives, it starts again.
         with suppress(OSError):

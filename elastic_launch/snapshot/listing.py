@@ -20,7 +20,7 @@ from elastic_launch.snapshot.errors import (
     reading,
 )
 from elastic_launch.snapshot.files import FileSum, open_regular, read_small
-from elastic_launch.snapshot.manifest import MANIFEST, MAX_MANIFEST_BYTES, STATE, TENSORS, Manifest, parse_name
+from elastic_launch.snapshot.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_name
 from elastic_launch.snapshot.place import Place, Url, place
 
 __all__ = ["SCANS", "CheckpointInfo", "OnDamaged", "check_size", "faults", "find", "inspect", "manifest_of"]
@@ -54,7 +54,7 @@ class CheckpointInfo:
 def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None) -> list[CheckpointInfo]:
     """Return the complete checkpoints in a directory, newest first: by round, then step, then name.
 
-    Complete means: the manifest has its checksum, and both files have their sizes. Their content is not read.
+    Complete means: the manifest has its checksum, and all files have their sizes. Their content is not read.
 
     Args:
         directory: need not be there.
@@ -93,16 +93,15 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         with remote.faults(where):
             manifest, digest = _named(where, *remote.manifest_of(where))
             sizes = remote.sizes(where)
-            for name, expected in ((TENSORS, manifest.tensors), (STATE, manifest.state)):
+            for name, expected in manifest.files.items():
                 check_size(name, sizes.get(name, 0), expected)
     else:
         with faults(where):
             manifest, digest = _named(where, *manifest_of(where))
-            for name, expected in ((TENSORS, manifest.tensors), (STATE, manifest.state)):
+            for name, expected in manifest.files.items():
                 with open_regular(where / name) as descriptor:
                     check_size(name, os.fstat(descriptor).st_size, expected)
-    size = manifest.tensors.bytes + manifest.state.bytes
-    return CheckpointInfo(where, manifest.step, manifest.round, digest, size, manifest.meta)
+    return CheckpointInfo(where, manifest.step, manifest.round, digest, manifest.size, manifest.meta)
 
 
 def _named(path: Place, manifest: Manifest, digest: str) -> tuple[Manifest, str]:

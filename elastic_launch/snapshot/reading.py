@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from elastic_launch.snapshot.listing import (
     find,
     manifest_of,
 )
-from elastic_launch.snapshot.manifest import MAX_STATE_BYTES, STATE, TENSORS, Manifest, parse_json
+from elastic_launch.snapshot.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json
 from elastic_launch.snapshot.place import Place, Url
 from elastic_launch.snapshot.storage import Storage
 
@@ -75,11 +76,12 @@ def load(info: CheckpointInfo) -> LoadedCheckpoint:
             manifest = _same(info, *remote.manifest_of(path))
             storage = Storage(path)
             state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
-            return LoadedCheckpoint(info, tree.decode(state, _fetch_tensors(storage, path / TENSORS, manifest.tensors)))
+            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum))
+            return LoadedCheckpoint(info, tree.decode(state, tensors))
     with faults(path):
         manifest = _same(info, *manifest_of(path))
         state = _parse_state(read_small(path / STATE, MAX_STATE_BYTES), manifest.state)
-        tensors = _load_tensors(path / TENSORS, manifest.tensors)
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum))
         return LoadedCheckpoint(info, tree.decode(state, tensors))
 
 
@@ -140,10 +142,21 @@ def _parse_state(data: bytes, expected: FileSum) -> Any:
     return parse_json(data)
 
 
+def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Read the tensor files one after the other."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, expected in manifest.tensors.items():
+        more = one(name, expected)
+        if both := tensors.keys() & more.keys():
+            raise MalformedError(f"two files have a tensor {min(both)!r}")
+        tensors.update(more)
+    return tensors
+
+
 def _load_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
     with open_regular(path) as descriptor:
-        check_size(TENSORS, os.fstat(descriptor).st_size, expected)
-        _check_hash(TENSORS, sum_of(descriptor).sha256, expected)
+        check_size(path.name, os.fstat(descriptor).st_size, expected)
+        _check_hash(path.name, sum_of(descriptor).sha256, expected)
         return tensorfile.read(descriptor)
 
 
@@ -158,8 +171,8 @@ def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, t
                 break
             file.write(chunk)
         file.flush()
-        check_size(TENSORS, size, expected)
-        _check_hash(TENSORS, digest.hexdigest(), expected)
+        check_size(url.name, size, expected)
+        _check_hash(url.name, digest.hexdigest(), expected)
         return tensorfile.read(file.fileno())
 
 

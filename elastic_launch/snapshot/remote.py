@@ -1,12 +1,14 @@
 """Checkpoints behind a URL: written, listed and pruned where nothing can be renamed or locked. Needs no torch.
 
 The manifest commits: it is written last and removed first, and a directory without one is no checkpoint. Names are
-those of directories; the nonce in each keeps writers from ever writing to the same object.
+those of directories; the nonce in each keeps writers from ever writing to the same object. Several nodes may write one
+checkpoint, see ``shares``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,6 +21,7 @@ from elastic_launch.snapshot.errors import (
     NotCommittedError,
     UnknownFormatError,
 )
+from elastic_launch.snapshot.files import FileSum
 from elastic_launch.snapshot.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -29,11 +32,25 @@ from elastic_launch.snapshot.manifest import (
     directory_name,
     new_nonce,
     parse_name,
+    share_file,
 )
 from elastic_launch.snapshot.place import Url
+from elastic_launch.snapshot.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 from elastic_launch.snapshot.storage import Entry, Storage, loading, saving
 
-__all__ = ["candidates", "faults", "manifest_of", "probe", "remove", "remove_abandoned", "sizes", "write"]
+__all__ = [
+    "candidates",
+    "faults",
+    "manifest_of",
+    "probe",
+    "remove",
+    "remove_abandoned",
+    "sizes",
+    "write",
+    "write_share",
+]
+
+_SUM = ".sum"  # Behind the name of a share's file: what another node says that it is.
 
 
 def candidates(url: Url) -> list[Url]:
@@ -75,7 +92,7 @@ def faults(url: Url) -> Iterator[None]:
 
 def write(
     url: Url,
-    tensors: Iterable[bytes | memoryview],
+    tensors: Iterable[bytes | memoryview] | Split,
     state: bytes,
     meta: Any,
     *,
@@ -91,13 +108,18 @@ def write(
         CheckpointWriteError: if the storage refuses it, or is not to be reached.
         NotCommittedError: if it was not to be committed.
     """
-    path = url / directory_name(step, round, new_nonce())
+    nonce = tensors.nonce if isinstance(tensors, Split) else new_nonce()
+    path = url / directory_name(step, round, nonce)
     with saving(url, "write a checkpoint in"):
         storage = Storage(url)
         try:
-            tensor_sum = storage.write(path / TENSORS, tensors)
-            state_sum = storage.write(path / STATE, [state])
-            data, digest = assemble(step, round, tensor_sum, state_sum, meta)
+            if isinstance(tensors, Split):
+                state_sum = storage.write(path / STATE, [state])
+                tensor_sums = _write_split(storage, path, tensors.division)
+            else:
+                tensor_sums = {TENSORS: storage.write(path / TENSORS, tensors)}
+                state_sum = storage.write(path / STATE, [state])
+            data, digest = assemble(step, round, tensor_sums, state_sum, meta)
             if not may_commit():
                 raise NotCommittedError(step)
             storage.put(path / MANIFEST, data)
@@ -105,7 +127,59 @@ def write(
             with suppress(CheckpointWriteError), saving(url, "tidy up in"):
                 _remove(storage, path)
             raise
-    return path, digest, tensor_sum.bytes + state_sum.bytes
+    return path, digest, sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
+
+
+def write_share(url: Url, division: Division, index: int, *, step: int, round: int, nonce: str) -> None:
+    """Write a share of a checkpoint that another node commits.
+
+    Raises:
+        CheckpointWriteError: if the storage refuses it, or is not to be reached.
+    """
+    path = url / directory_name(step, round, nonce)
+    name = share_file(index, len(division))
+    with saving(url, "write a share of a checkpoint in"):
+        storage = Storage(url)
+        found = storage.write(path / name, division.parts(index))
+        if MANIFEST in _names(storage, path):
+            # The other one has not waited, and has never looked at what has no sum.
+            storage.remove(path / name)
+        else:
+            storage.put(path / (name + _SUM), pack_sum(found))
+
+
+def _write_split(storage: Storage, path: Url, division: Division) -> dict[str, FileSum]:
+    count, began = len(division), time.monotonic()
+    names = [share_file(index, count) for index in range(count)]
+    with division.sums() as expected:
+        sums = {0: storage.write(path / names[0], division.parts(0))}
+
+        def look(indices: Collection[int]) -> dict[int, FileSum | None]:
+            sizes = _names(storage, path)
+            return {x: _said(storage, path / names[x], sizes) for x in indices if names[x] + _SUM in sizes}
+
+        def take(index: int, found: FileSum) -> bool:
+            sums[index] = found
+            return True
+
+        def write(index: int) -> None:
+            names[index] = share_file(index, count, again=True)
+            sums[index] = storage.write(path / names[index], division.parts(index))
+
+        gather(division, expected, look, take, write, PATIENCE + time.monotonic() - began)
+    return {names[index]: sums[index] for index in range(count)}
+
+
+def _said(storage: Storage, share: Url, sizes: dict[str, int]) -> FileSum | None:
+    try:
+        found = parse_sum(storage.read(Url(share + _SUM), MAX_SUM_BYTES))
+    except (FileNotFoundError, MalformedError):
+        return None
+    return found if found is not None and sizes.get(share.name) == found.bytes else None
+
+
+def _names(storage: Storage, path: Url) -> dict[str, int]:
+    return {entry.name: entry.bytes for entry in storage.entries(path)}
 
 
 def remove(urls: Iterable[Url]) -> None:

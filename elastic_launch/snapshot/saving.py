@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import owner as owners
 from elastic_launch.snapshot import remote
-from elastic_launch.snapshot.draft import bury, draft, remove_abandoned
-from elastic_launch.snapshot.errors import NotCommittedError, UnsupportedStateError, writing
-from elastic_launch.snapshot.files import FileSum, create, sync_directory, write_all
+from elastic_launch.snapshot.draft import Draft, bury, draft, remove_abandoned, remove_shares
+from elastic_launch.snapshot.errors import MalformedError, NotCommittedError, UnsupportedStateError, writing
+from elastic_launch.snapshot.files import FileSum, create, open_regular, read_small, sync_directory, write_all
 from elastic_launch.snapshot.listing import CheckpointInfo, find
 from elastic_launch.snapshot.manifest import (
     MANIFEST,
     MAX_STATE_BYTES,
     STATE,
+    TENSORS,
     assemble,
     check_numbers,
     directory_name,
     encode_meta,
+    share_directory,
+    share_file,
 )
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.plain import Decoder
+from elastic_launch.snapshot.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 
-__all__ = ["check_keep", "prune", "state_json", "write", "write_parts"]
+__all__ = ["check_keep", "prune", "state_json", "write", "write_parts", "write_share"]
+
+_SUM = "sum.json"  # Beside a share that waits.
 
 
 def write(
@@ -67,7 +74,7 @@ def write(
 
 def write_parts(
     directory: str | os.PathLike[str],
-    tensors: Iterable[bytes | memoryview],
+    tensors: Iterable[bytes | memoryview] | Split,
     state: bytes,
     meta: Any,
     *,
@@ -80,7 +87,7 @@ def write_parts(
     """Write a checkpoint as ``write`` does, from the content of its files.
 
     Args:
-        tensors: content of the tensor file, in parts.
+        tensors: content of the tensor file, in parts; or of several files, most of which other nodes write.
         state: content of the state's file.
         meta: as ``encode_meta`` returns it.
         may_commit: asked once all is on the disk; the checkpoint appears only if so.
@@ -105,19 +112,107 @@ def write_parts(
     with writing(where, "write a checkpoint in"):
         _make_directory(where)
         with draft(where) as new:
-            tensor_sum = write_all(new.tensors, tensors)
-            state_sum = _write_file(new.path / STATE, state)
-            data, digest = assemble(step, round, tensor_sum, state_sum, meta)
+            if isinstance(tensors, Split):
+                name = directory_name(step, round, tensors.nonce)
+                state_sum = _write_file(new.path / STATE, state)
+                tensor_sums = _write_split(where, name, new, tensors.division)
+            else:
+                name = directory_name(step, round, new.nonce)
+                tensor_sums = {TENSORS: write_all(new.tensors, tensors)}
+                state_sum = _write_file(new.path / STATE, state)
+            data, digest = assemble(step, round, tensor_sums, state_sum, meta)
             _write_file(new.path / MANIFEST, data)
             # The rename must not reach the disk before the names that it makes visible.
             sync_directory(new.path)
             if not allowed():
                 raise NotCommittedError(step)
-            final = where / directory_name(step, round, new.nonce)
+            final = where / name
             os.rename(new.path, final)
             sync_directory(where)
-    size = tensor_sum.bytes + state_sum.bytes
+    size = sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
     return CheckpointInfo(final, step, round, digest, size, Decoder().decode(meta))
+
+
+def write_share(
+    directory: str | os.PathLike[str], division: Division, index: int, *, step: int, round: int, nonce: str
+) -> None:
+    """Write a share of a checkpoint that another node commits; see ``shares``.
+
+    Args:
+        index: of the share, from 1: the first is the committer's.
+        nonce: of the checkpoint's name.
+
+    Raises:
+        CheckpointWriteError: if it cannot be written; nothing is left behind.
+    """
+    check_numbers(step, round)
+    where = place(directory)
+    if isinstance(where, Url):
+        remote.write_share(where, division, index, step=step, round=round, nonce=nonce)
+        return
+    name = directory_name(step, round, nonce)
+    with writing(where, "write a share of a checkpoint in"):
+        _make_directory(where)
+        with draft(where) as new:
+            _write_file(new.path / _SUM, pack_sum(write_all(new.tensors, division.parts(index))))
+            sync_directory(new.path)
+            if (where / name).exists():
+                bury(new.path)  # the other one has not waited
+            else:
+                os.rename(new.path, where / share_directory(name, index, len(division)))
+
+
+def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict[str, FileSum]:
+    """Fill a draft with shares: the first, those that other nodes have written, and those that they have not."""
+    count, began = len(division), time.monotonic()
+    files = [new.path / share_file(index, count) for index in range(count)]
+    with division.sums() as expected:
+        sums = {0: write_all(new.tensors, division.parts(0))}
+        os.rename(new.path / TENSORS, files[0])
+
+        def place_of(index: int) -> Path:
+            return where / share_directory(name, index, count)
+
+        def look(indices: Collection[int]) -> dict[int, FileSum | None]:
+            return {x: _said(place_of(x)) for x in indices if place_of(x).exists()}
+
+        def take(index: int, found: FileSum) -> bool:
+            sums[index] = found
+            return _take(place_of(index), files[index], found.bytes)
+
+        def write(index: int) -> None:
+            descriptor = create(files[index])
+            try:
+                sums[index] = write_all(descriptor, division.parts(index))
+            finally:
+                os.close(descriptor)
+
+        gather(division, expected, look, take, write, PATIENCE + time.monotonic() - began)
+    return {files[index].name: sums[index] for index in range(count)}
+
+
+def _take(share: Path, file: Path, size: int) -> bool:
+    """Move a share into a draft, if it is there with its size."""
+    try:
+        os.rename(share / TENSORS, file)
+    except OSError:
+        return False  # somebody has removed it, or it is another user's
+    try:
+        with open_regular(file) as descriptor:
+            whole = os.fstat(descriptor).st_size == size
+    except MalformedError:
+        whole = False
+    if not whole:
+        os.unlink(file)
+    bury(share)
+    return whole
+
+
+def _said(share: Path) -> FileSum | None:
+    try:
+        return parse_sum(read_small(share / _SUM, MAX_SUM_BYTES))
+    except (OSError, MalformedError):
+        return None
 
 
 def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
@@ -141,16 +236,17 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
     old = [info for info in found[keep:] if info.round <= up_to_round]
     # The oldest first: whoever dies in between leaves what keep says.
     paths = [info.path for info in reversed(old)]
+    newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
     if isinstance(where, Url):
         remote.remove(path for path in paths if isinstance(path, Url))
-        if found:
-            remote.remove_abandoned(where, min((found[0].round, found[0].step), (up_to_round + 1, 0)))
+        remote.remove_abandoned(where, newest)
         return old
     with writing(where, "remove old checkpoints in"):
         for path in paths:
             bury(Path(path))
         if where.is_dir():
             remove_abandoned(where)
+            remove_shares(where, newest)
     return old
 
 

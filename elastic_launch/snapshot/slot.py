@@ -117,8 +117,12 @@ class Slot:
 
     def tensor_parts(self, header: Header) -> Iterator[bytes]:
         """Yield the content of the tensor file."""
-        for offset in range(0, header.tensors, _CHUNK):
-            yield os.pread(self.tensors, min(_CHUNK, header.tensors - offset), offset)
+        return self.tensor_bytes(0, header.tensors)
+
+    def tensor_bytes(self, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of the tensor file from one offset to another, a few MiB at a time."""
+        for offset in range(begin, end, _CHUNK):
+            yield os.pread(self.tensors, min(_CHUNK, end - offset), offset)
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:

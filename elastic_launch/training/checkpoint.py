@@ -2,7 +2,7 @@
 
 The directory may be shared between the nodes or be each node's own: the ranks say what they have, the newest complete
 one by (round, step) is chosen, and who has it gives it to those who have not. A URL is always shared: the first rank
-reads and writes there, see ``urls``.
+reads and writes there, see ``urls``. Large states are written by all nodes together where the place is shared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.owner import claim, owned_by
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.storage import check_driver
-from elastic_launch.training.directories import is_writer
+from elastic_launch.training.directories import Writers, behind_url, in_directory
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
@@ -35,6 +35,9 @@ from elastic_launch.training.world import World
 __all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "weights_sha256"]
 
 _log = logging.getLogger(__name__)
+
+SPLIT = 2**30
+"""Bytes of tensors from which nodes copy a state together."""
 
 FINAL_TIMEOUT = 600.0
 """Seconds for which the end of training waits until the last checkpoint is written."""
@@ -68,19 +71,26 @@ class Checkpoint:
             ``s3://bucket/runs/a``.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: so many of the newest stay.
+        split: bytes of tensors from which the nodes write a checkpoint together, each a share; under an agent of this
+            project, and where the directory is shared.
 
     Raises:
-        UsageError: if every is no interval, keep less than 1, or nothing that is installed opens the URL.
+        UsageError: if every is no interval, keep or split less than 1, or nothing that is installed opens the URL.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int | str = "10min", keep: int = 3) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every: int | str = "10min", keep: int = 3, split: int = SPLIT
+    ) -> None:
         self.directory = place(directory)
         if isinstance(self.directory, Url):
             check_driver(self.directory)
         self._interval = Interval.parse(every)
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
+        if split < 1:
+            raise UsageError(f"Checkpoint(split={split}): it is a number of bytes, 1 or more.")
         self.keep = keep
+        self.split = split
         self.round = 0
         """Number under which it saves, higher than those of all that it was resumed from."""
         self._owner = ""
@@ -91,8 +101,7 @@ class Checkpoint:
         self._writer: snapshot.BackgroundWriter | None = None
         self._something_saved = False
         self._error: snapshot.CheckpointError | None = None
-        self.writes = True
-        """Whether this rank writes: the first one, and the first of each node that has a directory of its own."""
+        self._writers = Writers(True)
 
     def open(self, world: World, identity: dict[str, int]) -> Resumed:
         """Agree with all ranks on what to resume from, and read it.
@@ -106,7 +115,7 @@ class Checkpoint:
         """
         if isinstance(self.directory, Url):
             return self._open_url(self.directory, world, identity)
-        self.writes = is_writer(self.directory, world)
+        self._writers = in_directory(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
         loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
         newest, holder, complete = _agree(world, loaded)
@@ -139,14 +148,23 @@ class Checkpoint:
         """
         # This run took it when it began: so that another one is noticed, it is not taken again.
         self._owner = owned_by(_run_id())
-        self.writes = world.rank == 0 if isinstance(self.directory, Url) else is_writer(self.directory, world)
+        url = isinstance(self.directory, Url)
+        self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
         self.round = round_number
         self._last_step, self._last_time = standing[0], time.monotonic() - standing[1]
         self._something_saved = True
 
-    def target(self, *, now: bool) -> Target:
-        """Return what the agent is to know to copy a snapshot here."""
-        return Target(str(self.directory.absolute()), self.keep, now, self._owner)
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes: the first one, and the first of each node that has a directory of its own."""
+        return self._writers.me
+
+    def target(self, world: World, *, now: bool) -> Target:
+        """Return what the agent is to know to copy a snapshot here, or a share of it."""
+        directory, drawn = str(self.directory.absolute()), self._writers.drawn
+        if drawn and world.nodes > 1:
+            return Target(directory, self.keep, now, self._owner, world.nodes, world.node_rank, self.split, drawn)
+        return Target(directory, self.keep, now, self._owner) if self.writes else Target()
 
     def due(self, step: int) -> bool:
         """Whether it is time to save after a step: by steps the same on all ranks, by the clock this rank's view."""
@@ -226,7 +244,7 @@ class Checkpoint:
         return None if self._something_saved else self._error
 
     def _open_url(self, url: Url, world: World, identity: dict[str, int]) -> Resumed:
-        self.writes = world.rank == 0
+        self._writers = behind_url(world)
 
         def check(meta: dict[str, Any], step: int) -> None:
             check_identity(identity, meta, step)

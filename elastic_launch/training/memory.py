@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from elastic_launch import faults
 from elastic_launch.contract import Stored
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.shares import nonce_of
 from elastic_launch.snapshot.slot import Header, Slot
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
@@ -40,12 +41,33 @@ RESERVE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a snapshot is to be copied for good."""
+    """Where a snapshot is to be copied for good.
+
+    Attributes:
+        nodes: that copy it together if it is large enough; 1: this one alone.
+        node: this one's rank among them.
+        split: bytes from which it is.
+        drawn: random, the same on all of them.
+    """
 
     directory: str = ""
     keep: int = 1
     now: bool = False
     owner: str = ""
+    nodes: int = 1
+    node: int = 0
+    split: int = 0
+    drawn: int = 0
+
+    def stored(self, slot: int, sequence: int, step: int, round: int, size: int) -> Stored:
+        """Return what the agent is told of a snapshot with so many bytes of tensors."""
+        shares = self.nodes if self.now and size >= self.split else 1
+        if shares == 1 and self.node > 0:
+            return Stored(slot, sequence, step, round, False, "", 1)
+        stored = Stored(slot, sequence, step, round, self.now, self.directory, self.keep, self.owner)
+        if shares == 1:
+            return stored
+        return replace(stored, shares=shares, share=self.node, nonce=nonce_of(self.drawn, round, step))
 
 
 class Rhythm:
@@ -150,7 +172,7 @@ class MemorySnapshots:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
-        stored = Stored(number, self._sequence, step, round, target.now, target.directory, target.keep, target.owner)
+        stored = target.stored(number, self._sequence, step, round, draft.layout.size)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing = self._pool.submit(

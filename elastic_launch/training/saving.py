@@ -161,7 +161,7 @@ class Saver:
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
-            target = durably.target(now=durable) if durably else Target()
+            target = checkpoint.target(self._world, now=durable) if checkpoint is not None else Target()
             self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None)
         if durable and self._kept and durably:
             durably.requested(step, self._link)

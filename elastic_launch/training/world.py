@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -26,6 +26,7 @@ class World:
 
     Attributes:
         round: number of the round under an agent of this project, else 0.
+        nodes: in the round.
         restarts: restarts of the run so far.
         alone: there is no launcher: one process without a process group of others.
         one_gpu: this process sees no GPU but its own.
@@ -37,6 +38,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    nodes: int = field(default=1, kw_only=True)
     round: int = 0
     restarts: int = 0
     alone: bool = True
@@ -76,6 +78,7 @@ class World:
             one_gpu=ENV_LOCAL_RANK in environ,
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
+            nodes=number("GROUP_WORLD_SIZE", 1),
             round=number(ENV_ROUND, 0),
             restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
             alone=False,

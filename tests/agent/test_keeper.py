@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,11 @@ from elastic_agents import keeper as keepers
 from elastic_agents.keeper import Keeper
 from elastic_agents.slots import SLOTS, Book, Held
 from elastic_launch import snapshot
-from elastic_launch.contract import Copied, Stored
+from elastic_launch.contract import Copied, Save
 from elastic_launch.snapshot import owner
 from elastic_launch.snapshot.memory import Draft, SlotWriter
 from elastic_launch.snapshot.slot import Slot
+from elastic_launch.training.memory import Target
 
 
 @given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
@@ -43,10 +46,12 @@ def test_what_is_needed_is_never_written_over(events: list[str]) -> None:
 class Node:
     """A keeper, and the worker that writes its snapshots."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, nodes: int = 1, rank: int = 0) -> None:
         self.directory = directory
+        self.nodes, self.rank = nodes, rank
         self.member = True
         self.told: list[Copied] = []
+        self.asked = 0
         self.keeper = Keeper(lambda: self.member, self._tell)
         self.keeper.start()
         offer, numbers = self.keeper.offer()
@@ -55,18 +60,19 @@ class Node:
         self.sequence = 0
         self.owner = ""
 
-    def _tell(self, copied: Copied | None) -> None:
-        if copied is not None:
-            self.told.append(copied)
+    def _tell(self, told: Copied | Save | None) -> None:
+        self.asked += isinstance(told, Save)
+        if isinstance(told, Copied):
+            self.told.append(told)
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
         self.sequence += 1
         writer = SlotWriter(self.slots[self.use])
-        state = {"x": torch.full((1000,), float(step))}
+        state = {"x": torch.full((1000,), float(step)), "y": torch.full((1000,), float(step))}
         writer.write(Draft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
         writer.close()
-        stored = Stored(self.use, self.sequence, step, round, durable, str(self.directory), keep, self.owner)
-        self.use = self.keeper.stored(stored)
+        target = Target(str(self.directory), keep, durable, self.owner, self.nodes, self.rank, split=4000, drawn=9)
+        self.use = self.keeper.stored(target.stored(self.use, self.sequence, step, round, 8000))
 
     def copied(self) -> list[int]:
         assert self.keeper.wait(30)
@@ -104,7 +110,7 @@ def test_old_copies_are_removed(node: Node) -> None:
     assert node.copied() == [4, 3]
 
 
-def _copier() -> int:
+def _copier(share: int = 0) -> int:
     """Pid of the process that copies; nothing yet if there is none."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -113,7 +119,8 @@ def _copier() -> int:
                 status = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if any(b"elastic_agents.copying" in word for word in words) and int(status[1]) == os.getpid():
+            mine = any(b"elastic_agents.copying" in word for word in words) and int(status[1]) == os.getpid()
+            if mine and json.loads(words[-2])["share"] == share:
                 return int(name)
     return 0
 
@@ -230,3 +237,124 @@ def test_a_slot_whose_writer_was_killed_half_way_is_the_next_to_be_written(node:
     node.slots[torn].begin()
     offer, _ = node.keeper.offer()
     assert (offer.use, offer.sequence) == (torn, 1)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    """Two nodes that copy together, with one directory."""
+    made = (Node(tmp_path / "checkpoints", 2, 0), Node(tmp_path / "checkpoints", 2, 1))
+    yield made
+    for node in made:
+        node.keeper.close()
+
+
+def _names(node: Node) -> list[list[str]]:
+    """The tensor files of each checkpoint, by number of its step; and nothing else is there."""
+    assert all(name.startswith("step-") for name in os.listdir(node.directory))
+    return [sorted(path.name[8:13] for path in found.glob("tensors*")) for found in sorted(node.directory.iterdir())]
+
+
+def _loads(node: Node, step: int) -> bool:
+    loaded = snapshot.newest(node.directory)
+    assert loaded is not None
+    return all(loaded.state[name].tolist() == [float(step)] * 1000 for name in "xy")
+
+
+def test_two_nodes_copy_a_snapshot_together(pair: tuple[Node, Node]) -> None:
+    first, other = pair
+    other.store(7)
+    first.store(7)
+    assert other.keeper.wait(30)
+    assert first.copied() == [7]
+    assert _names(first) == [["00001", "00002"]]
+    assert _loads(first, 7)
+    assert [told.error for told in first.told] == [""]
+    assert other.told == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_first_writes_the_share_of_a_node_whose_copier_does_not(
+    pair: tuple[Node, Node], how: signal.Signals
+) -> None:
+    first, other = pair
+    other.store(7)
+    copier = wait_for("the other's copier", lambda: _copier(1))
+    os.kill(copier, how)
+    first.store(7)
+    assert first.copied() == [7]
+    assert len(first.told) == 1
+    assert _loads(first, 7)
+    if how == signal.SIGSTOP:
+        os.kill(copier, signal.SIGCONT)
+    assert other.keeper.wait(30)
+    assert _names(first) == [["00001", "00002"]]
+    assert _loads(first, 7)
+
+
+def test_a_first_node_whose_copier_is_killed_copies_alone(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    first, other = pair
+    first.store(7)
+    os.kill(wait_for("the first's copier", _copier), signal.SIGKILL)
+    assert first.copied() == [7]
+    assert {path.name for path in first.directory.glob("step-*/tensors*")} == {"tensors.safetensors"}
+    other.store(7)
+    assert other.keeper.wait(30)
+    first.store(8, durable=False)
+    first.keeper.secure()
+    assert first.copied() == [8, 7]
+    assert _names(first) == [["safet"], ["safet"]], "and removes what nobody takes any more"
+
+
+def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair: tuple[Node, Node]) -> None:
+    first, other = pair
+    other.store(1)
+    first.store(1)
+    slow = wait_for("the first's copier", _copier)
+    os.kill(slow, signal.SIGSTOP)
+    for node in pair:
+        node.store(2)
+        node.store(3, durable=False)
+    os.kill(slow, signal.SIGCONT)
+    wait_for("the request", lambda: first.asked)
+    assert not first.keeper.idle
+    for node in pair:
+        node.store(4)
+    assert other.keeper.wait(30)
+    assert first.copied() == [4, 1]
+    assert _names(first) == [["00001", "00002"]] * 2
+
+
+def test_one_that_nobody_answers_copies_the_newest_alone(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "CATCH_UP", 0.01)
+    first, _ = pair
+    first.store(1)
+    slow = wait_for("the first's copier", _copier)
+    os.kill(slow, signal.SIGSTOP)
+    first.store(2)
+    first.store(3, durable=False)
+    os.kill(slow, signal.SIGCONT)
+    assert first.copied() == [3, 1]
+    assert _loads(first, 3)
+
+
+def test_what_only_another_node_has_is_never_copied_by_it_at_the_end(pair: tuple[Node, Node]) -> None:
+    _, other = pair
+    other.store(7)
+    other.store(8, durable=False)
+    other.keeper.secure()
+    assert other.copied() == []
+
+
+def test_a_small_state_is_copied_by_the_first_node_alone() -> None:
+    small = Target("d", 1, True, "", nodes=2, node=0, split=8001, drawn=9)
+    assert small.stored(0, 1, 7, 1, 8000).shares == 1
+    other = replace(small, node=1).stored(0, 1, 7, 1, 8000)
+    assert (other.durable, other.directory) == (False, "")
+    assert replace(small, now=False).stored(0, 1, 7, 1, 9000).shares == 1
+    assert small.stored(0, 1, 7, 1, 9000).shares == 2

@@ -1,7 +1,8 @@
 """Kills processes that write checkpoints, and checks what they leave. Not a test itself: run by test_kill.
 
-Usage: kill_driver.py ptrace|calls|torn|random DIRECTORY [ROUNDS]. Prints JSON; exits with 77 where the kernel allows
-no tracing. One process forks all writers, because importing torch takes seconds and forking it milliseconds.
+Usage: kill_driver.py ptrace|calls|torn|first|other|random DIRECTORY [ROUNDS]. Prints JSON; exits with 77 where the
+kernel allows no tracing. ``first`` and ``other`` kill one of several nodes that write together. One process forks all
+writers, because importing torch takes seconds and forking it milliseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from snapshot_helpers import commit, share
 
-from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, write
+from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, saving, write
 
 # Dying before a call that changes nothing is dying before the next one.
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
@@ -36,7 +38,8 @@ def state_of(step: int, round: int) -> dict[str, Any]:
     """All parts tell step and round, so that no mixture of two states looks like one."""
     value = float(step * 1000 + round)
     moments = {0: {"exp_avg": torch.full((300,), value), "step": torch.tensor(value, dtype=torch.bfloat16)}}
-    return {"model": {"w": torch.full((20, 30), value)}, "optimizer": {"state": moments}, "seen": [value] * 20}
+    model = {"w": torch.full((20, 30), value), "b": torch.full((600,), value)}
+    return {"model": model, "optimizer": {"state": moments}, "seen": [value] * 20}
 
 
 def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
@@ -50,7 +53,7 @@ def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
     for loaded in (best, *(load(info) for info in find(directory, refuse))):
         expected = state_of(loaded.step, loaded.round)
         assert loaded.state["seen"] == expected["seen"]
-        assert torch.equal(loaded.state["model"]["w"], expected["model"]["w"])
+        assert all(torch.equal(loaded.state["model"][name], expected["model"][name]) for name in "wb")
         for name, tensor in expected["optimizer"]["state"][0].items():
             assert torch.equal(loaded.state["optimizer"]["state"][0][name], tensor)
     assert (best.round, best.step) >= at_least, f"{(best.round, best.step)} is older than {at_least}"
@@ -80,6 +83,24 @@ def write_and_prune(directory: Path, written: Callable[[], object]) -> None:
     write(directory, state_of(3, 1), step=3, round=1)
     written()
     prune(directory, KEEP, 1)
+
+
+def commit_and_prune(directory: Path, written: Callable[[], object]) -> None:
+    """What the first of three nodes does; one of the others has written its share."""
+    commit(directory, state_of(3, 1), 3, step=3, round=1)
+    written()
+    prune(directory, KEEP, 1)
+
+
+def write_share(directory: Path, written: Callable[[], object]) -> None:
+    """What another node does."""
+    share(directory, state_of(3, 1), 3, 1, step=3, round=1)
+    written()
+
+
+def prepare_together(directory: Path) -> None:
+    prepare(directory)
+    share(directory, state_of(3, 1), 3, 2, step=3, round=1)
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
@@ -137,13 +158,18 @@ def die_halfway(count: int) -> None:
     os.write = replacement  # type: ignore[assignment]
 
 
-def run_with(prepare_to_die: Callable[[int], None], directory: Path, count: int) -> tuple[bool, bytes]:
+def run_with(
+    prepare_to_die: Callable[[int], None],
+    directory: Path,
+    count: int,
+    writer: Callable[[Path, Callable[[], object]], None] = write_and_prune,
+) -> tuple[bool, bytes]:
     """Return whether the writer was killed before it ended, and its report."""
 
     def work(report: int) -> None:
         send = os.write
         prepare_to_die(count)
-        write_and_prune(directory, lambda: send(report, b"w"))
+        writer(directory, lambda: send(report, b"w"))
 
     pid, receive = forked(work)
     report = drained(receive)
@@ -186,8 +212,18 @@ def run_to_system_call(directory: Path, count: int) -> tuple[bool, bytes]:
     return killed, report
 
 
-def kill_at_each(directory: Path, run: Callable[[Path, int], tuple[bool, bytes]], stride: int) -> dict[str, int]:
-    """Kill a writer at its first, second, ... call until one ends by itself."""
+def kill_at_each(
+    directory: Path,
+    run: Callable[[Path, int], tuple[bool, bytes]],
+    stride: int,
+    prepare: Callable[[Path], None] = prepare,
+    go_on: Callable[[Path], bool] = lambda directory: False,
+) -> dict[str, int]:
+    """Kill a writer at its first, second, ... call until one ends by itself.
+
+    Args:
+        go_on: does what others do then, and returns whether the newer checkpoint must be there.
+    """
     figures = {"points": 0, "older": 0, "newer": 0}
     template = directory.with_name(f"{directory.name}-template")
     prepare(template)
@@ -196,7 +232,8 @@ def kill_at_each(directory: Path, run: Callable[[Path, int], tuple[bool, bytes]]
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(template, directory)
         killed, report = run(directory, 1 + stride * figures["points"])
-        _, step = check_all(directory, (1, 3) if report else (1, 2))
+        newer = go_on(directory) or report
+        _, step = check_all(directory, (1, 3) if newer else (1, 2))
         check_no_litter(directory)
         figures["points"] += killed
         figures["newer" if step == 3 else "older"] += 1
@@ -243,9 +280,19 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # So that forked processes do not copy the pages of what was imported.
     mode, directory = sys.argv[1], Path(sys.argv[2])
+    saving.PATIENCE = -1e9  # What is not there when it is looked for does not come.
     started = time.monotonic()
     if mode == "random":
         figures = kill_at_random(directory, int(sys.argv[3]))
+    elif mode == "first":
+        figures = kill_at_each(directory, partial(run_with, die_before, writer=commit_and_prune), 1, prepare_together)
+    elif mode == "other":
+
+        def go_on(directory: Path) -> bool:
+            commit(directory, state_of(3, 1), 3, step=3, round=1)
+            return True
+
+        figures = kill_at_each(directory, partial(run_with, die_before, writer=write_share), 1, prepare_together, go_on)
     elif mode == "ptrace":
         # Right after one system call is right before the next.
         figures = kill_at_each(directory, run_to_system_call, 2)

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from elastic_launch.snapshot import CheckpointReadError
+from elastic_launch.snapshot import CheckpointReadError, tensorfile, tree
+from elastic_launch.snapshot.saving import state_json, write_parts, write_share
+from elastic_launch.snapshot.shares import Division, Split
+
+NONCE = "0123456789abcdef"
 
 
 def state_of(step: int, round: int = 0) -> dict[str, Any]:
@@ -60,10 +64,10 @@ def forge(path: Path, changes: dict[str, Any] | None = None) -> None:
     """
     body = json.loads((path / "manifest.json").read_text())
     del body["sha256"]
-    for name in ("tensors.safetensors", "state.json"):
-        if (path / name).is_file():
-            data = (path / name).read_bytes()
-            body["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    for file in (*path.glob("tensors*.safetensors"), path / "state.json"):
+        if file.is_file():
+            data = file.read_bytes()
+            body["files"][file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     for key, value in (changes or {}).items():
         if value is ...:
             del body[key]
@@ -78,3 +82,28 @@ def tensor_file(header: Any, data: bytes = b"") -> bytes:
     """A safetensors file with this header, right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def division_of(state: Any, count: int) -> tuple[Division, bytes]:
+    """A state's tensors, divided; and the rest of it, as the content of its file."""
+    tensors, rest = tree.encode(state)
+    data = b"".join(bytes(part) for part in tensorfile.parts(tensors))
+    return Division(lambda begin, end: iter([data[begin:end]]), len(data), count), state_json(rest)
+
+
+def commit(place: Any, state: Any, count: int, *, step: int, round: int = 0, nonce: str = NONCE, **options: Any) -> Any:
+    """Write a checkpoint as the first of several nodes does."""
+    division, rest = division_of(state, count)
+    return write_parts(place, Split(division, nonce), rest, {}, step=step, round=round, **options)
+
+
+def share(place: Any, state: Any, count: int, index: int, *, step: int, round: int = 0, nonce: str = NONCE) -> None:
+    """Write a share as another node does."""
+    write_share(place, division_of(state, count)[0], index, step=step, round=round, nonce=nonce)
+
+
+def together(place: Any, state: Any, count: int, *, step: int, round: int = 0, nonce: str = NONCE) -> Any:
+    """Write a checkpoint as several nodes do."""
+    for index in range(1, count):
+        share(place, state, count, index, step=step, round=round, nonce=nonce)
+    return commit(place, state, count, step=step, round=round, nonce=nonce)

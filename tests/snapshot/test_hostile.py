@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshot_helpers import forge, same, state_of, tensor_file
+from snapshot_helpers import forge, same, state_of, tensor_file, together
 
 from elastic_launch.snapshot import (
     CheckpointInfo,
@@ -27,6 +27,7 @@ from elastic_launch.snapshot import (
     newest,
     write,
 )
+from elastic_launch.snapshot.manifest import share_file
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,68 @@ MANIFESTS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_forged_manifest(changes: dict[str, Any], message: str, info: CheckpointInfo) -> None:
     forge(info.path, changes)
     check_skipped(info, message)
+
+
+def shares(*names: str) -> dict[str, Any]:
+    """A manifest with these files and the state's."""
+    return {"schema": 2, "files": {name: {"bytes": 1, "sha256": "0" * 64} for name in (*names, "state.json")}}
+
+
+FIRST, SECOND = share_file(0, 2), share_file(1, 2)
+SHARES: list[tuple[str, dict[str, Any], str]] = [
+    ("one", shares(FIRST), "names 1 tensor files"),
+    ("none", shares(), "names 0 tensor files"),
+    ("too many", shares(*(share_file(index, 257) for index in range(257))), "names 257 tensor files"),
+    ("one twice", shares(SECOND, share_file(1, 2, again=True)), "does not name exactly"),
+    ("both of one and another", shares(FIRST, SECOND, share_file(1, 2, again=True)), "does not name exactly"),
+    ("of another number", shares(FIRST, share_file(1, 3)), "does not name exactly"),
+    ("elsewhere", shares(FIRST, f"../{SECOND}"), "does not name exactly"),
+    ("absolute", shares(FIRST, "/etc/passwd"), "does not name exactly"),
+    ("undivided", shares("tensors.safetensors"), "names 1 tensor files"),
+    ("undivided and a share", shares("tensors.safetensors", SECOND), "does not name exactly"),
+    ("older schema", {**shares(FIRST, SECOND), "schema": 1}, "does not name exactly"),
+    ("older files", {"schema": 2}, "names 1 tensor files"),
+    ("no object", {"schema": 2, "files": [FIRST, SECOND, "state.json"]}, "does not name exactly"),
+    ("no sum", {"schema": 2, "files": {FIRST: {}, SECOND: {}, "state.json": {}}}, "does not say what"),
+    ("missing", shares(FIRST, SECOND), f"there is no {FIRST} in it"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), [case[1:] for case in SHARES], ids=[case[0] for case in SHARES])
+def test_a_forged_manifest_of_several_files(changes: dict[str, Any], message: str, info: CheckpointInfo) -> None:
+    forge(info.path, changes)
+    check_skipped(info, message)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (tensor_file({"model/weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "two files"),
+        (tensor_file({"z": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "no tensor 'model/bias'"),
+        (pickle.dumps([1]), "is no safetensors file"),
+        (b"", "is no safetensors file"),
+    ],
+)
+def test_a_forged_share(data: bytes, message: str, info: CheckpointInfo) -> None:
+    shutil.rmtree(info.path)
+    info = together(info.path.parent, state_of(2), 2, step=2)
+    (info.path / SECOND).write_bytes(data)
+    forge(info.path)
+    check_skipped(info, message)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_a_share_that_is_no_file(kind: str, info: CheckpointInfo, tmp_path: Path) -> None:
+    shutil.rmtree(info.path)
+    info = together(info.path.parent, state_of(2), 2, step=2)
+    moved = shutil.move(info.path / SECOND, tmp_path / SECOND)
+    if kind == "link":
+        (info.path / SECOND).symlink_to(moved)
+    elif kind == "pipe":
+        os.mkfifo(info.path / SECOND)
+    else:
+        (info.path / SECOND).mkdir()
+    check_skipped(info, f"{SECOND} is no regular file")
 
 
 @pytest.mark.parametrize("key", ["bytes", "sha256"])
@@ -295,11 +358,11 @@ def test_a_file_with_the_name_of_a_checkpoint(info: CheckpointInfo) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"schema": 2}, {"schema": "1"}, {"schema": ...}, {"format": "zip"}, {"format": ...}, {"format": [1]}]
+    "changes", [{"schema": 3}, {"schema": "1"}, {"schema": ...}, {"format": "zip"}, {"format": ...}, {"format": [1]}]
 )
 def test_another_format_or_version_is_foreign(changes: dict[str, Any], info: CheckpointInfo) -> None:
     forge(info.path, changes)
-    check_skipped(info, "this version reads 'elastic-launch checkpoint', schema 1", ForeignCheckpointError)
+    check_skipped(info, "this version reads 'elastic-launch checkpoint', schemas 1 and 2", ForeignCheckpointError)
 
 
 def test_a_checkpoint_replaced_after_it_was_found(info: CheckpointInfo) -> None:

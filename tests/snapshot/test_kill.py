@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DRIVER = str(Path(__file__).parent / "kill_driver.py")
 # Memory that is mounted for this process alone, and goes with it: a kill loses nothing there, and syncing is free.
 IN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
@@ -49,6 +51,15 @@ def test_a_kill_halfway_through_each_write(tmp_path: Path) -> None:
     assert figures is not None
     assert figures["points"] >= 5
     assert figures["newer"] == 1, "only the one that was not killed"
+
+
+@pytest.mark.parametrize("killed", ["first", "other"])
+def test_a_kill_at_each_call_of_one_of_several_nodes_that_write_together(tmp_path: Path, killed: str) -> None:
+    """Whichever is killed: the first alone makes the checkpoint, with the other's share or without."""
+    figures = drive(tmp_path, killed)
+    assert figures is not None
+    assert figures["points"] >= 10
+    assert figures["newer"] == figures["points"] + 1 if killed == "other" else 0 < figures["newer"] < figures["points"]
 
 
 def test_kills_at_random_moments(tmp_path: Path) -> None:
