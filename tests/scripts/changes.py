@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--step-time", type=float, default=0.1)
     parser.add_argument("--checkpoint")
     parser.add_argument("--every", type=int, default=100000)
+    parser.add_argument("--split", type=int, default=2**30)
     parser.add_argument("--room-until", type=int, default=100000)
     parser.add_argument("--die-within", default="0:0:0")
     args = parser.parse_args()
@@ -87,7 +88,8 @@ def main() -> None:
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
+        saving = {"every": args.every, "split": args.split}
+        checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
         loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1)
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
             began = time.monotonic()
