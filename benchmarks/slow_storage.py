@@ -13,11 +13,30 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["DELAY", "LOG", "SlowFileSystem", "install"]
+__all__ = ["DELAY", "LOG", "RATE", "SlowFileSystem", "install"]
 
 DELAY = "SLOW_STORAGE_SECONDS"
 LOG = "SLOW_STORAGE_LOG"
+RATE = "SLOW_STORAGE_RATE"
+"""Bytes a second that are taken from each writer; no limit if it is not set."""
 TENSORS = ".safetensors"
+
+
+class _Metered:
+    """A file that takes so many bytes a second, of those written so far."""
+
+    def __init__(self, file: Any, rate: float) -> None:
+        self._file, self._rate = file, rate
+        self._began, self._written = time.monotonic(), 0
+
+    def write(self, data: Any) -> int:
+        self._written += len(data)
+        written = int(self._file.write(data))
+        time.sleep(max(0.0, self._began + self._written / self._rate - time.monotonic()))
+        return written
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class SlowFileSystem(LocalFileSystem):
@@ -40,7 +59,9 @@ class SlowFileSystem(LocalFileSystem):
             time.sleep(float(os.environ[DELAY]))
             with Path(os.environ[LOG]).open("a") as log:
                 log.write(json.dumps({"began": began, "ended": time.monotonic()}) + "\n")
-        return super()._open(path, mode, **options)
+        file = super()._open(path, mode, **options)
+        metered = RATE in os.environ and "w" in mode and path.endswith(TENSORS)
+        return _Metered(file, float(os.environ[RATE])) if metered else file
 
 
 def install(directory: Path, seconds: float, log: Path) -> dict[str, str]:

@@ -6,11 +6,12 @@
 
 A checkpoint exists from the moment at which its directory is renamed to its final name; by then its files, the manifest
 last, are on the disk. Where one is copied file by file instead, by other tools, it exists from the moment at which its
-manifest is there with its checksum and both files have their sizes. Several processes, on several hosts, may write,
+manifest is there with its checksum and all files have their sizes. Several processes, on several hosts, may write,
 read and prune in one directory at once. Behind a URL nothing can be renamed: there it is always the manifest.
 
 ``saving``      writes and prunes, by way of a ``draft``: a directory that becomes a checkpoint
 ``listing``     finds; ``reading`` loads
+``shares``      are what several nodes write of one checkpoint
 ``remote``      does for URLs what differs; ``storage`` is what it needs of fsspec, ``place`` tells URLs from paths
 ``owner``       which run a URL belongs to
 ``slot``        memory that holds one snapshot and outlives the process that wrote it

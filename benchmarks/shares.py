@@ -1,0 +1,99 @@
+"""How long a durable copy takes when 1, 2, 4, ... nodes write it together, to storage that takes so many bytes a second
+from each.
+
+The nodes are agents' keepers in one process; the processes that copy are those of real runs. The storage is a local
+directory behind a driver of fsspec's that waits. A copy's time is from the order to the end of the first node's copier.
+
+    python benchmarks/shares.py --mib 512 --rate 100 --nodes 1 2 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import slow_storage
+import torch
+
+from elastic_agents.keeper import Keeper
+from elastic_launch.contract import Copied, Save
+from elastic_launch.snapshot.memory import Draft, SlotWriter
+from elastic_launch.snapshot.slot import Slot
+from elastic_launch.training.memory import Target
+
+TENSORS = 64
+TIMEOUT = 600.0
+
+
+class Node:
+    """A keeper with a snapshot, and the file count of its copy."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.copied: Copied | None = None
+        self.keeper = Keeper(lambda: True, self._tell)
+        self.keeper.start()
+
+    def fill(self, state: dict[str, torch.Tensor]) -> int:
+        """Put a state into its first slot; return the bytes of its tensors."""
+        _, descriptors = self.keeper.offer()
+        draft = Draft(state, {}, lambda tensor: True)
+        writer = SlotWriter(Slot(*descriptors[:2]))
+        writer.write(draft, sequence=1, round=1, step=1, training=0)
+        writer.close()
+        return draft.layout.size
+
+    def _tell(self, told: Copied | Save | None) -> None:
+        self.copied = told if isinstance(told, Copied) else None
+        self.ended.set()
+
+
+def measure(url: str, count: int, state: dict[str, torch.Tensor]) -> float:
+    """Return the seconds that one copy takes."""
+    nodes = [Node() for _ in range(count)]
+    try:
+        sizes = [node.fill(state) for node in nodes]
+        began = time.monotonic()
+        for rank, node in enumerate(nodes):
+            target = Target(url, 1, True, "", nodes=count, node=rank, split=1, drawn=int(began * 1e6))
+            node.keeper.stored(target.stored(0, 1, 1, 1, sizes[rank]))
+        if not nodes[0].ended.wait(TIMEOUT):
+            raise TimeoutError(f"no copy within {TIMEOUT:g} s")
+        took = time.monotonic() - began
+        copied = nodes[0].copied
+        if copied is None or copied.error:
+            raise RuntimeError(f"no copy: {copied}")
+        return took
+    finally:
+        for node in nodes:
+            node.keeper.wait(TIMEOUT)
+            node.keeper.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure copies that several nodes write together.")
+    parser.add_argument("--mib", type=int, default=512, help="of tensors [512]")
+    parser.add_argument(
+        "--rate", type=float, default=100.0, help="MiB a second that the storage takes from a node [100]"
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args()
+    state = {f"layer{index:02}": torch.rand(args.mib * 2**18 // TENSORS) for index in range(TENSORS)}
+    with tempfile.TemporaryDirectory() as directory:
+        environ = slow_storage.install(Path(directory, "driver"), 0.0, Path(directory, "log"))
+        os.environ.update(environ, **{slow_storage.RATE: str(args.rate * 2**20)})
+        print(f"{args.mib} MiB, {args.rate:g} MiB/s from each node: seconds of a copy, median (least..greatest)")
+        for count in args.nodes:
+            times = [measure(f"slow://{directory}/{count}-{run}", count, state) for run in range(args.runs)]
+            print(f"{count} nodes: {statistics.median(times):.2f} ({min(times):.2f}..{max(times):.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
