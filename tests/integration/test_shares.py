@@ -70,3 +70,16 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
     assert changes.durable()[-1] == STEPS
     assert tensor_files(of_step(changes, STEPS)) == ["tensors.safetensors"], "one node, one file"
     assert result["hash"] == undisturbed
+
+
+def test_where_each_node_has_a_directory_of_its_own_it_writes_all_of_it_there(job: Job) -> None:
+    changes = Changes(job, "--checkpoint", "checkpoints", "--every", "100", "--split", "1")
+    changes.hurry()
+    homes = [job.directory / name for name in "ab"]
+    for home in homes:
+        home.mkdir()
+    nodes = [changes.node(home.name, nnodes="2:2", cwd=home) for home in homes]
+    changes.finish(*nodes)
+    for home in homes:
+        (last,) = home.glob(f"checkpoints/step-{STEPS}.*")
+        assert tensor_files(last) == ["tensors.safetensors"]

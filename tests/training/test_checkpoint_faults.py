@@ -124,7 +124,7 @@ def _forge(checkpoint: Path, name: str, data: bytes) -> None:
     (checkpoint / name).write_bytes(data)
     manifest, _ = Manifest.parse((checkpoint / MANIFEST).read_bytes())
     forged = FileSum(len(data), hashlib.sha256(data).hexdigest())
-    changed = replace(manifest, tensors=forged) if name == TENSORS else replace(manifest, state=forged)
+    changed = replace(manifest, tensors={TENSORS: forged}) if name == TENSORS else replace(manifest, state=forged)
     (checkpoint / MANIFEST).write_bytes(changed.dumps()[0])
 
 
