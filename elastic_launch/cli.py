@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,13 +43,30 @@ def console_main() -> NoReturn:
 
 
 def exiting(act: Callable[[], int]) -> NoReturn:
-    """Exit with what act returns, or as after Ctrl-C."""
+    """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
+    _open_streams()
+    if os.getpid() == 1:
+        _end_by_signals()
     try:
         code = act()
     except KeyboardInterrupt:
         # The agent has handlers of its own: this came before there was anything to clean up.
         code = ExitCode.INTERRUPTED
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Open those of descriptors 0 to 2 that were closed: else a socket of ours gets the number, and workers take it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _end_by_signals() -> None:
+    """Let signals end process 1 as they would any other, until the agent has its handlers (pid_namespaces(7))."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

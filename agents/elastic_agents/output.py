@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -80,8 +81,9 @@ class OutputPump:
         """Stop once all streams have ended, or after timeout seconds."""
         with self._lock:
             streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
-        for stream in streams:
-            stream.ended.wait(timeout)
+        deadline = time.monotonic() + timeout
+        for stream in streams:  # some may be held by daemons that workers have left behind
+            stream.ended.wait(max(0.0, deadline - time.monotonic()))
         self._closed = True
         self._wake_out.send(b"x")
         self._thread.join(10)

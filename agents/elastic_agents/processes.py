@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from elastic_agents.sessions import reap_orphans
+from elastic_agents.sessions import dead_strangers, reap, reap_orphans
 
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
 
-SWEEP_EVERY = 30.0
-"""Seconds after which what workers left behind, and has died, is reaped."""
+SWEEP_EVERY = 10.0
+"""Seconds after which what workers left behind, and has died, is reaped; twice that if its session is unknown."""
 
 UNKNOWN = 255
 """Exit code of a process whose own is lost."""
@@ -77,6 +77,7 @@ class ExecProcesses:
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._sessions: set[int] = set()
+        self._unclaimed: set[int] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
         self._thread.start()
@@ -145,7 +146,15 @@ class ExecProcesses:
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
                 with self._lock:
-                    reap_orphans(self._sessions)
+                    self._sweep()
+
+    def _sweep(self) -> None:
+        """Reap orphans; those that nobody knows only if nobody has since the last time: they may be somebody's."""
+        reap_orphans(self._sessions)
+        dead = dead_strangers() - self._running.keys()
+        for pid in dead & self._unclaimed:
+            reap(pid)
+        self._unclaimed = dead - self._unclaimed
 
 
 def _wait_for_child(pid: int) -> int:

@@ -10,12 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 
-__all__ = ["kill_sessions", "reap_orphans", "session_members"]
+__all__ = ["dead_strangers", "kill_sessions", "reap", "reap_orphans", "session_members"]
 
 
 def session_members(sids: set[int]) -> list[int]:
     """Return the processes of the given sessions that still run; zombies don't count."""
-    return [pid for pid, state, _ in _processes_of(sids) if state not in (b"Z", b"X")]
+    return [pid for pid, state, _, sid in _processes() if sid in sids and state not in (b"Z", b"X")]
 
 
 def reap_orphans(sids: set[int]) -> None:
@@ -24,13 +24,31 @@ def reap_orphans(sids: set[int]) -> None:
     Not the sessions' leaders: these are workers, whose exit codes somebody waits for.
     """
     me = os.getpid()
-    for pid, state, parent in list(_processes_of(sids)):
-        if state == b"Z" and parent == me and pid not in sids:
-            os.waitpid(pid, os.WNOHANG)
+    for pid, state, parent, sid in list(_processes()):
+        if sid in sids and state == b"Z" and parent == me and pid not in sids:
+            reap(pid)
 
 
-def _processes_of(sids: set[int]) -> Iterator[tuple[int, bytes, int]]:
-    """Yield pid, state and parent of each process of the given sessions (proc_pid_stat(5))."""
+def dead_strangers() -> set[int]:
+    """Return children of this process that have died and that nobody has waited for, of sessions other than its own.
+
+    A subreaper, or process 1 of a container, gets whatever workers have left behind, daemons with sessions of their own
+    included; those among them whom somebody here has started are waited for soon.
+    """
+    me, own = os.getpid(), os.getsid(0)
+    return {pid for pid, state, parent, sid in _processes() if state == b"Z" and parent == me and sid != own}
+
+
+def reap(pid: int) -> None:
+    """Wait for a dead child."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return  # another thread has done so
+
+
+def _processes() -> Iterator[tuple[int, bytes, int, int]]:
+    """Yield pid, state, parent and session of each process (proc_pid_stat(5))."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -39,8 +57,7 @@ def _processes_of(sids: set[int]) -> Iterator[tuple[int, bytes, int]]:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            if int(fields[3]) in sids:
-                yield int(name), fields[0], int(fields[1])
+            yield int(name), fields[0], int(fields[1]), int(fields[3])
 
 
 def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:

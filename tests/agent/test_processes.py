@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import alive, wait_for
 
+from elastic_agents import processes as processes_module
 from elastic_agents.guard import Guard
 from elastic_agents.output import TAIL_LINES, OutputPump, Stream
 from elastic_agents.processes import ExecProcesses, StartRequest
@@ -104,6 +105,19 @@ def test_a_dismissed_guard_kills_nobody() -> None:
     sleeper.wait()
 
 
+def test_what_dies_in_sessions_that_nobody_knows_is_reaped_and_what_somebody_waits_for_is_not(
+    exits: Exits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "SWEEP_EVERY", 0.2)
+    mine = subprocess.Popen(["sh", "-c", "exit 7"])  # in this process's own session
+    stranger = subprocess.Popen(["sh", "-c", "exit 7"], start_new_session=True)
+    processes = ExecProcesses(lambda pid, code: exits.put((pid, code)))
+    wait_for("the stranger to be reaped", lambda: not Path(f"/proc/{stranger.pid}").exists())
+    processes.close()
+    assert mine.wait() == 7
+    assert stranger.wait() == 0  # as subprocess has it for a status that is lost
+
+
 @pytest.fixture
 def pump() -> Iterator[OutputPump]:
     pump = OutputPump()
@@ -140,6 +154,16 @@ def test_a_file_that_cannot_be_written_stops_nothing(pump: OutputPump, tmp_path:
     (tmp_path / "file").touch()
     stream = _written(pump, tmp_path / "file" / "as" / "directory", b"a\nb\n")
     assert stream.tail() == ("a", "b")
+
+
+def test_streams_that_daemons_hold_are_all_given_up_after_one_timeout(tmp_path: Path) -> None:
+    """One after the other they would take longer than a test may."""
+    pump = OutputPump()
+    opened = [pump.open(2, Route(path=tmp_path / "log")) for _ in range(130)]
+    pump.close()
+    assert all(stream.ended.is_set() for stream, _ in opened)
+    for _, sink in opened:
+        os.close(sink)
 
 
 def test_a_console_that_nobody_reads_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
