@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,23 +57,22 @@ def test_a_run_goes_on_when_containers_are_killed_started_and_stopped(
 ) -> None:
     with up(podman, tmp_path_factory.mktemp("compose"), STEP_TIME="1") as compose:
         run = _Run(compose)
-        names = run.formed(4)
-        wait_for("a step", lambda: any(map(_size, compose.logs().glob("*/round_*/0/stdout.log"))), PATIENCE)
+        names = run.trains(4)
         leader = run.leader()
 
         podman("kill", compose.container(leader))
-        names = run.formed(3)
+        names = run.trains(3)
         assert leader not in names
         assert compose.exit_code(leader) == 137
 
         compose("start", leader)
-        assert leader in run.formed(4)
+        assert leader in run.trains(4)
 
         stopped, other = sorted({*names} - {run.leader()})
         podman("stop", compose.container(stopped))
         assert compose.exit_code(stopped) == 143
         assert "leaves (SIGTERM); the workers stop after the same step and save" in compose.said(stopped)
-        assert stopped not in run.formed(3)
+        assert stopped not in run.trains(3)
 
         compose.hurry(other)
         left = [node for node in compose.nodes if node != stopped]
@@ -83,10 +81,6 @@ def test_a_run_goes_on_when_containers_are_killed_started_and_stopped(
         assert result["worlds"][-3:] == [3, 4, 3]
         assert result["restarts"] == 0
         assert result["weights_sha256"] == alone["weights_sha256"]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 class _Run:
@@ -106,20 +100,26 @@ class _Run:
             found += [(e["round"], e["nodes"], leader) for e in events if e["event"] == "round_formed"]
         return sorted(found)
 
-    def formed(self, size: int) -> list[str]:
-        """Wait for a further round of that size; return its nodes."""
+    def trains(self, size: int) -> list[str]:
+        """Wait until a further round of that size has done a step; return its nodes."""
 
         def probe() -> list[str]:
             rounds = self._rounds()
-            if rounds and len(rounds[-1][1]) == size and rounds[-1][0] > self._seen:
-                self._seen = rounds[-1][0]
-                return [name.split("-")[0] for name in rounds[-1][1]]
-            return []
+            number, nodes, _ = rounds[-1] if rounds else (0, [], "")
+            # Rank 0 prints the first step that it does in a round.
+            if number <= self._seen or len(nodes) != size or not self._printed(number):
+                return []
+            self._seen = number
+            return [name.split("-")[0] for name in nodes]
 
         try:
             return wait_for(f"a round of {size} after round {self._seen}", probe, PATIENCE)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.outputs()}") from None
+
+    def _printed(self, number: int) -> bool:
+        path = self._logs / "first" / f"round_{number}" / "0" / "stdout.log"
+        return path.exists() and "step" in path.read_text()
 
     def leader(self) -> str:
         return self._rounds()[-1][2]

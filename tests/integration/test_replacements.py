@@ -1,0 +1,54 @@
+"""A run that lost more nodes than it can spare waits for others; a spare takes a place without anybody waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from changes import Changes
+from harness import Job, tree, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_below_min_the_run_waits_for_a_replacement_of_the_same_name_or_another(job: Job, undisturbed: str) -> None:
+    changes = Changes(job)
+    host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")
+    last = changes.trains(2)
+    for times, name in enumerate(("b", "c"), 1):
+        lost.kill()
+        host.says("parked with 1 node, 2 needed", times=times)
+        lost = changes.node(name, nnodes="2:2")
+        last = changes.trains(2, after=last)
+    result = changes.finish(host, lost)
+    formed = job.events("round_formed")
+    assert [sorted(round["nodes"]) for round in formed] == [["a", "b"], ["a", "b"], ["a", "c"]]
+    assert changes.kinds() == [("broken", 1, "node loss"), ("broken", 2, "node loss")]
+    for number in (1, 2):
+        changes.assert_no_more_lost_than_an_interval(number, "a")
+    assert result["restarts"] == 0
+    assert result["hash"] == undisturbed
+
+
+def test_a_spare_that_has_imported_takes_a_lost_nodes_place_at_once(job: Job, undisturbed: str) -> None:
+    changes = Changes(job)
+    host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")
+    changes.trains(2)
+    spare = changes.node("c", nnodes="2:2")
+    host.says("round is full, 1 spare")
+    wait_for("the spare's imports", lambda: any(map(_has_torch, tree(spare.process.pid)[1:])), 100)
+    lost.kill()
+    changes.trains(2, after=1)
+    result = changes.finish(host, spare)
+    assert sorted(job.events("round_formed")[-1]["nodes"]) == ["a", "c"]
+    assert "parked" not in host.output
+    assert "import for themselves" not in spare.output
+    changes.assert_no_more_lost_than_an_interval(1, "a")
+    assert result["hash"] == undisturbed
+
+
+def _has_torch(pid: int) -> bool:
+    try:
+        return "libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
