@@ -6,6 +6,8 @@ import pytest
 from changes import Changes
 from harness import Job, wait_for
 
+from elastic_agents.warm.loading import OURS, TORCH
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PARKED = "parked with 1 node, 2 needed"
@@ -35,7 +37,7 @@ def test_a_spare_that_has_imported_takes_a_lost_nodes_place_at_once(job: Job, un
     changes = Changes(job)
     host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")
     changes.trains(2)
-    spare = changes.node("c", "--preload", "this", nnodes="2:2")
+    spare = changes.node("c", "--preload", ",".join((*OURS, *TORCH, "this")), nnodes="2:2")
     host.says("round is full, 1 spare")
     # The last thing that its warm server imports prints something.
     wait_for("the spare's imports", lambda: any("Beautiful" in x.read_text() for x in job.logged("imports-c.log")), 100)
