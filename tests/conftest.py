@@ -44,7 +44,8 @@ def _descriptors() -> set[str]:
 
 def _shared() -> set[str]:
     # Semaphores of multiprocessing have random names and live for moments: they may be those of other programs.
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    # podman's lock stays for as long as the machine is up.
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "libpod"))}
 
 
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -67,10 +67,15 @@ class WorkerProcesses(Protocol):
 
 
 class ExecProcesses:
-    """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens."""
+    """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens.
 
-    def __init__(self, on_exit: OnExit) -> None:
+    Args:
+        claimed: gives children of this process that somebody else reaps, sooner or later.
+    """
+
+    def __init__(self, on_exit: OnExit, claimed: Callable[[], Collection[int]] = frozenset) -> None:
         self._on_exit = on_exit
+        self._claimed = claimed
         self._lock = threading.Lock()
         self._running: dict[int, tuple[Callable[[], int], int]] = {}
         self._selector = selectors.DefaultSelector()
@@ -151,7 +156,7 @@ class ExecProcesses:
     def _sweep(self) -> None:
         """Reap orphans; those that nobody knows only if nobody has since the last time: they may be somebody's."""
         reap_orphans(self._sessions)
-        dead = dead_strangers() - self._running.keys()
+        dead = dead_strangers() - self._running.keys() - set(self._claimed())
         for pid in dead & self._unclaimed:
             reap(pid)
         self._unclaimed = dead - self._unclaimed

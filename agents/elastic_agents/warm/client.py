@@ -124,6 +124,11 @@ class WarmServer:
         return self._process.pid
 
     @property
+    def waiting(self) -> list[int]:
+        """The processes that wait for work, which are reaped here; for any thread."""
+        return [one.pid for one in self._parked]
+
+    @property
     def usable(self) -> bool:
         """Whether workers can be forked now."""
         return self._usable
@@ -272,7 +277,7 @@ class WarmProcesses:
         self._server = server
         self._make = make
         self._replaced = 0
-        self._exec = ExecProcesses(on_exit)
+        self._exec = ExecProcesses(on_exit, lambda: self._server.waiting)
         self._complained = False
         self.forked = 0
 
