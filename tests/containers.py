@@ -142,11 +142,15 @@ class Podman:
             raise Impossible("needs Python 3.11, whose packages the base of the image can use")
         if self.run("image", "exists", MADE).returncode == 0:
             return MADE
-        pulled = self.run("pull", "-q", PULLED)
-        if pulled.returncode == 0:
-            return PULLED
+        try:
+            pulled = self.run("pull", "-q", PULLED)
+            if pulled.returncode == 0:
+                return PULLED
+            reason = pulled.stderr.strip()
+        except subprocess.TimeoutExpired:
+            reason = "no answer for a minute"
         if shutil.which("mmdebstrap") is None:
-            raise Impossible(f"needs mmdebstrap, since no image can be pulled ({pulled.stderr.strip()})")
+            raise Impossible(f"needs mmdebstrap, since no image can be pulled ({reason})")
         archive = self._directory / "base.tar"
         packages = "--include=python3,python3-venv,ca-certificates,libstdc++6"
         command = ["mmdebstrap", "--variant=essential", packages, "bookworm", str(archive)]
