@@ -72,7 +72,9 @@ def test_numa_binding_without_a_gpu_is_refused_before_anything_starts(job: Job) 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(shutil.which("nvidia-smi") is None or shutil.which("numactl") is None, reason="needs a GPU, nvidia-smi and numactl")
+@pytest.mark.skipif(
+    shutil.which("nvidia-smi") is None or shutil.which("numactl") is None, reason="needs a GPU, nvidia-smi and numactl"
+)
 def test_numa_binding_binds_a_worker_to_cpus_of_its_gpu(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "told.py"
     script.write_text("import os; print('told', sorted(os.sched_getaffinity(0)), flush=True)")
