@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +26,13 @@ from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.pod import found_out, sentence
+from elastic_launch.process import exiting
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.termination import write_termination_log
 from elastic_launch.torch_options import visible_device
 
-__all__ = ["console_main", "exiting", "find_module", "launch", "main", "parse", "reported"]
+__all__ = ["console_main", "find_module", "launch", "main", "parse", "reported"]
 
 log = logging.getLogger(__name__)
 
@@ -40,33 +40,6 @@ log = logging.getLogger(__name__)
 def console_main() -> NoReturn:
     """The console script."""
     exiting(main)
-
-
-def exiting(act: Callable[[], int]) -> NoReturn:
-    """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
-    _open_streams()
-    if os.getpid() == 1:
-        _end_by_signals()
-    try:
-        code = act()
-    except KeyboardInterrupt:
-        # The agent has handlers of its own: this came before there was anything to clean up.
-        code = ExitCode.INTERRUPTED
-    sys.exit(code)
-
-
-def _open_streams() -> None:
-    """Open those of descriptors 0 to 2 that were closed: else a socket of ours gets the number, and workers take it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-
-
-def _end_by_signals() -> None:
-    """Let signals end process 1 as they would any other, until the agent has its handlers (pid_namespaces(7))."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

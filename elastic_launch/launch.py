@@ -21,10 +21,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_launch.cli import exiting, find_module, launch, reported
+from elastic_launch.cli import find_module, launch, reported
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Flag, Sourced, split
 from elastic_launch.jobfile import Job
+from elastic_launch.process import exiting
 
 __all__ = ["console_main", "main", "spelling"]
 

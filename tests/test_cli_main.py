@@ -148,3 +148,23 @@ def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("elastic-launch: error: unknown flag --nporc.\n  Did you mean --nproc?")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("threads", "atexit_runs"),
+    [("", True), ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", False)],
+)
+def test_who_leaves_a_thread_behind_ends_at_once_with_all_said(threads: str, atexit_runs: bool) -> None:
+    """Torch's calls would abort an interpreter that takes itself to pieces while they return."""
+    text = f"""
+import atexit, sys, threading, time
+from elastic_launch.process import exiting
+atexit.register(print, "taken to pieces")
+{threads}
+sys.stdout.reconfigure(line_buffering=False)
+print("said")
+exiting(lambda: 7)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == ("said\ntaken to pieces\n" if atexit_runs else "said\n")

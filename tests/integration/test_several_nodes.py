@@ -76,8 +76,8 @@ def test_members_park_while_the_host_is_gone_and_go_on_with_it(job: Job) -> None
     other.says("goes on when an agent is back at the endpoint")
     wait_for("b's worker to be stopped", lambda: not any(alive(worker["pid"]) for worker in first))
     again = job.node("a", nnodes="1:2")
-    second = job.world(2, after=1)
-    assert round_of(second[0]) == 2
+    second = job.world(2, after=round_of(first[0]))
+    assert round_of(second[0]) == round_of(first[0]) + 1
     job.finish()
     assert (again.wait(), other.wait()) == (0, 0)
     assert job.events("round_formed")[-1]["term"] == 2
