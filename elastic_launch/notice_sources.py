@@ -90,7 +90,7 @@ def _signal(asked: str, text: str) -> NoticeSource:
     if number is None or number in UNTOUCHABLE:
         problem = "which is no signal" if number is None else "which cannot be a notice"
         raise UsageError(f"{asked} signal:{text} names {full}, {problem}.", "Write signal:USR1, for example.")
-    if at and not (left.isascii() and left.isdigit() and 0 < int(left[:7]) <= 10**6):
+    if at and not (left.isascii() and left.isdigit() and len(left) <= 7 and 0 < int(left) <= 10**6):
         raise UsageError(
             f"{asked} signal:{text} gives {left!r} as the seconds that it leaves.", "Write signal:USR1@60, for example."
         )

@@ -70,6 +70,14 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
             f"--notice {','.join(words)} names {'none beside others' if words else 'nothing'}.",
             "Give none alone, or drop it.",
         )
+    timed: dict[signal.Signals, float] = {}
+    for source in found:
+        if source is None or source.number is None or source.seconds is None:
+            continue
+        if timed.setdefault(source.number, source.seconds) != source.seconds:
+            raise UsageError(
+                f"--notice {','.join(words)} gives two times for {source.number.name}.", "Give one of them."
+            )
     return found
 
 

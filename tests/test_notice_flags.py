@@ -41,6 +41,8 @@ def test_a_signal_that_is_a_notice_is_nothing_else() -> None:
         ("signal:USR9", "names SIGUSR9, which is no signal"),
         ("signal:KILL", "names SIGKILL, which cannot be a notice"),
         ("signal:USR1@soon", "gives 'soon' as the seconds"),
+        ("signal:USR1@10000000000", "gives '10000000000' as the seconds"),
+        ("signal:USR1@60,signal:USR1@30", "gives two times for SIGUSR1"),
         ("none,aws", "none beside others"),
         (",", "names nothing"),
     ],

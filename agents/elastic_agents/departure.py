@@ -47,7 +47,9 @@ class Departure:
         self._pace = pace
         self._events = events
         self._later = later
-        self._signals = {source.number: source for source in config.notices if source.number is not None}
+        # Of two that take one signal, the one that says how much time it leaves.
+        sources = sorted(config.notices, key=lambda source: source.seconds is not None)
+        self._signals = {source.number: source for source in sources if source.number is not None}
         self._until: float | None = None
         self._forgiven = False
         self.notice: Notice | None = None
@@ -94,6 +96,9 @@ class Departure:
         within = "" if known is None else f", in {known:g} s"
         if not notice.leaves:
             _log.warning("%s%s; this node stays", notice.reason, within)
+            return None
+        if view.leaving is not None and known is None:
+            _log.warning("%s; this node leaves already", notice.reason)
             return None
         seconds = self._config.shutdown_timeout if known is None else max(0.0, known - MARGIN)
         until = self._clock.now() + seconds

@@ -88,7 +88,8 @@ def run(config: LaunchConfig) -> int:
             health.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
             agent.run()
-            if agent.notice is not None:
+            # What is not saved may still be, by the user, in the time that is left.
+            if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
     if line := journal.ledger.summary(config.limits.max_restarts):

@@ -83,6 +83,8 @@ def test_a_second_notice_shortens_what_is_left_and_never_ends_the_drain() -> Non
     assert node.departure.left == 10.0
     assert node.departure.by_notice(replace(sooner, seconds=60.0), LEAVING) is None
     assert node.departure.left == 10.0
+    assert node.departure.by_notice(replace(sooner, seconds=None), LEAVING) is None
+    assert (node.departure.left, len(node.later)) == (10.0, 2), "who does not know takes nothing away"
     assert node.departure.notice == SPOT
 
 
@@ -105,6 +107,12 @@ def test_a_signal_that_is_a_notice_has_its_seconds_and_its_code_and_comes_once()
     assert node.departure.by_signal(SIGUSR1, LEAVING) is None
     assert node.events == [NoticeReceived("signal", "request", "SIGUSR1", 60.0, True)]
     assert node.later == []
+
+
+def test_of_two_sources_of_one_signal_the_one_with_seconds_counts() -> None:
+    named = NoticeSource("signal", number=SIGUSR1, seconds=120.0)
+    node = Node(named, NoticeSource("slurm", number=SIGUSR1))
+    assert node.departure.by_signal(SIGUSR1, RUNNING) == v.Leave("SIGUSR1", 143, 118.0)
 
 
 def test_an_order_makes_a_node_leave_unless_it_does() -> None:

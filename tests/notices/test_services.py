@@ -6,7 +6,9 @@ import json
 import logging
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -132,6 +134,56 @@ def test_a_notice_that_comes_and_vanishes_is_one_notice(
     assert found.qsize() == 1
 
 
+@pytest.mark.parametrize("cloud", ["azure"], indirect=True)
+def test_what_had_begun_before_the_agent_makes_nobody_leave(service: Service, source: Source) -> None:
+    """A machine that was rebooted finds the reboot listed for some minutes more."""
+
+    def tell(*events: tuple[str, str]) -> None:
+        rest = {"EventStatus": "Started", "Resources": ["train_3"], "NotBefore": ""}
+        service.tell(AZURE, {"Events": [{"EventId": number, "EventType": kind, **rest} for number, kind in events]})
+
+    tell(("E-1", "Reboot"))
+    found: queue.Queue[Notice] = queue.Queue()
+    with Watch([source], found.put):
+        assert not found.get(timeout=20).leaves
+        tell(("E-1", "Reboot"), ("E-2", "Preempt"))
+        notice = found.get(timeout=20)
+        assert (notice.id, notice.leaves, notice.seconds) == ("E-2", True, None)
+
+
+class Scripted:
+    """A source that says one thing after the other."""
+
+    name, watched, pause = "script", "a script", 0.0
+
+    def __init__(self, *polls: list[Notice]) -> None:
+        self._polls = list(polls)
+        self.done = threading.Event()
+
+    def poll(self) -> list[Notice]:
+        if not self._polls:
+            self.done.set()
+            return []
+        return self._polls.pop(0)
+
+    def farewell(self, notice: Notice) -> str:
+        return ""
+
+    def close(self) -> None:
+        return
+
+
+def test_a_node_that_leaves_hears_of_what_makes_it_leave_sooner() -> None:
+    late, sooner = Notice("script", "maintenance", "reboot", 60.0), Notice("script", "preemption", "preemption", 30.0)
+    hint = replace(late, kind="rebalance", leaves=False)
+    other = replace(hint, kind="migration")
+    script = Scripted([hint], [late], [late, hint, other, sooner], [replace(sooner, seconds=20.0)])
+    found: queue.Queue[Notice] = queue.Queue()
+    with Watch([script], found.put):
+        assert script.done.wait(20)
+    assert [found.get_nowait() for _ in range(found.qsize())] == [hint, late, sooner]
+
+
 def test_a_request_that_is_under_way_ends_when_the_agent_does(cloud: str, service: Service, source: Source) -> None:
     service.break_by("silent")
     with Watch([source], lambda notice: None):
@@ -186,6 +238,8 @@ def test_hints_on_aws_make_nobody_leave_and_do_not_hide_each_other(service: Serv
     assert [(x.kind, x.leaves) for x in source.poll()] == [("maintenance", False), ("rebalance", False)]
     (_, early) = Aws(service.base, early=True).poll()
     assert early.leaves
+    service.tell(META + "events/maintenance/scheduled", "a login page")
+    assert [x.kind for x in source.poll()] == ["rebalance"]
     service.tell(META + "autoscaling/target-lifecycle-state", "Terminated")
     assert [x.kind for x in source.poll()] == ["scale-in"]
 

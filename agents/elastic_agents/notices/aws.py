@@ -83,7 +83,8 @@ def scheduled(body: bytes, now: datetime) -> list[Notice]:
             continue
         why = f"maintenance ({plain(event.get('Code'))})"
         seconds = left if left > SOON else promised(left, SOON)
-        notices.append(Notice(NAME, "maintenance", why, seconds, left <= SOON, plain(event.get("EventId"), 80)))
+        number = plain(event.get("EventId"), 80)
+        notices.append(Notice(NAME, "maintenance", why, seconds, left <= SOON, number, begun=left <= 0))
     return notices
 
 
@@ -114,18 +115,39 @@ class Aws:
         self._token = ""
 
     def poll(self) -> Sequence[Notice]:
+        self._token = self._token or self._new_token()
         notices: list[Notice] = []
-        # The most urgent first: trouble with one must not hide another that came before it.
-        if reply := self._get("spot/instance-action"):
-            notices.append(instance_action(reply.body, dated(reply.headers)))
-            return notices
-        if (reply := self._get("autoscaling/target-lifecycle-state")) and (notice := lifecycle(reply.body)):
-            return [notice]
-        if reply := self._get("events/maintenance/scheduled"):
-            notices += scheduled(reply.body, dated(reply.headers))
-        if reply := self._get("events/recommendations/rebalance"):
-            notices.append(rebalance(reply.body, leaves=self._early))
+        found: tuple[str, str] | None = None  # not the error itself, whose traceback would hold a connection
+        # Trouble with one document, which a filter keeps back perhaps, must not hide what another one says.
+        for ask in (self._interrupted, self._scaled_in, self._scheduled, self._recommended):
+            try:
+                notices += ask()
+            except Unanswered:
+                raise
+            except Trouble as trouble:
+                found = found or (trouble.what, trouble.detail)
+            if any(notice.leaves for notice in notices):
+                break  # the most urgent comes first
+        if found and not notices:
+            raise Trouble(*found)
         return notices
+
+    def _interrupted(self) -> list[Notice]:
+        reply = self._get("spot/instance-action")
+        return [instance_action(reply.body, dated(reply.headers))] if reply else []
+
+    def _scaled_in(self) -> list[Notice]:
+        reply = self._get("autoscaling/target-lifecycle-state")
+        notice = lifecycle(reply.body) if reply else None
+        return [notice] if notice else []
+
+    def _scheduled(self) -> list[Notice]:
+        reply = self._get("events/maintenance/scheduled")
+        return scheduled(reply.body, dated(reply.headers)) if reply else []
+
+    def _recommended(self) -> list[Notice]:
+        reply = self._get("events/recommendations/rebalance")
+        return [rebalance(reply.body, leaves=self._early)] if reply else []
 
     def farewell(self, notice: Notice) -> str:
         return ""

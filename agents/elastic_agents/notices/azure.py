@@ -56,7 +56,7 @@ def events(body: bytes, mine: Callable[[], str], now: datetime) -> list[Notice]:
     me = _folded(mine()) if found else ""
     for event in found:
         if not isinstance(event, dict) or not isinstance(event.get("Resources"), list):
-            raise Trouble("a scheduled event names no resources", repr(event)[:60])
+            continue  # it says of no machine that it is meant
         names = {_folded(str(name)) for name in event["Resources"]}
         if me in names:
             notices += _notice(event, now, alone=len(names) == 1)
@@ -69,11 +69,13 @@ def _notice(event: dict[str, object], now: datetime, *, alone: bool) -> list[Not
     if kind == "Freeze":
         return [Notice(NAME, "maintenance", "Freeze for some seconds", left, leaves=False, id=number, alone=alone)]
     if kind not in PROMISE:
-        raise Trouble("a scheduled event has an unknown type", kind)
-    # One that has started has no time; one that is days ahead, as on hardware that begins to fail, can wait.
-    far = left is not None and left > PROMISE[kind] + SOON and event.get("EventStatus") != "Started"
-    seconds = left if far else promised(left, PROMISE[kind])
+        return [Notice(NAME, "maintenance", f"{kind} (unknown)", left, leaves=False, id=number, alone=alone)]
     name = "preemption" if kind == "Preempt" else "scale-in" if kind == "Terminate" else "maintenance"
+    if event.get("EventStatus") == "Started":
+        return [Notice(NAME, name, kind, None, True, number, alone, begun=True)]  # nothing is promised any more
+    # One that is days ahead, as on hardware that begins to fail, can wait.
+    far = left is not None and left > PROMISE[kind] + SOON
+    seconds = left if far else promised(left, PROMISE[kind])
     return [Notice(NAME, name, kind, seconds, not far, number, alone)]
 
 
@@ -83,14 +85,19 @@ def _folded(name: str) -> str:
 
 
 class Azure:
-    """Asks once a second, as Microsoft recommends, and approves of what the node has left for."""
+    """Asks once a second, as Microsoft recommends.
+
+    Args:
+        approves: of what the node has left for: then it begins at once.
+    """
 
     name = NAME
     watched = "scheduled events of this machine"
     pause = 1.0
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
+    def __init__(self, base: str = LINK_LOCAL, *, approves: bool = True) -> None:
         self._base = base
+        self._approves = approves
         self._http = Http(base)
         self._answered = False
 
@@ -107,7 +114,7 @@ class Azure:
         return name
 
     def farewell(self, notice: Notice) -> str:
-        if not notice.id or not notice.alone:
+        if not self._approves or not notice.id or not notice.alone:
             return ""  # approved of, it begins for every machine that it names
         asked = json.dumps({"StartRequests": [{"EventId": notice.id}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}

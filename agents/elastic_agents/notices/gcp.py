@@ -21,14 +21,14 @@ INSTANCE = "/computeMetadata/v1/instance/"
 PROMISE = 30.0
 """Seconds between preemption's notice and the end of the machine."""
 
-MAINTENANCE = 60.0
-"""Seconds between the notice of a maintenance and its beginning; machines with GPUs have up to an hour."""
-
 DEADLINE = 5.0
 """Seconds for one request, beyond those that the server is asked to wait."""
 
 WAIT = 10
 """Seconds for which the server is asked to wait for a preemption; then it is asked for maintenance again."""
+
+MAINTENANCE = 60.0 - WAIT - 1
+"""Seconds between hearing of a maintenance and its beginning, which is announced 60 s ahead, or up to an hour."""
 
 
 def preempted(text: str) -> Notice | None:

@@ -97,6 +97,10 @@ class Slurm:
         self._end = math.inf
         if end.isascii() and end.isdigit() and len(end) < 12:
             self._end = clock() + int(end) - now()
+            if self._end <= clock():
+                # The job was given more time since.
+                self._end = math.inf
+                self.watched += ", whose end as it was known at its start has passed"
         else:
             self.watched += ", of which SLURM_JOB_END_TIME does not tell"
 

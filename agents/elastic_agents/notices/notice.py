@@ -9,10 +9,26 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-__all__ = ["SOON", "Notice", "Source", "Trouble", "dated", "decoded", "moment", "plain", "promised", "seconds_until"]
+__all__ = [
+    "LATE",
+    "SOON",
+    "Notice",
+    "Source",
+    "Trouble",
+    "dated",
+    "decoded",
+    "moment",
+    "plain",
+    "promised",
+    "seconds_until",
+]
 
 SOON = 120.0
 """Seconds before a planned maintenance at which a node leaves: what AWS gives for a spot interruption."""
+
+
+LATE = 5.0
+"""Seconds to count on when the moment that was named has passed, and the machine still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +43,8 @@ class Notice:
         leaves: whether the node leaves because of it, or only says so.
         id: what tells it from others of its kind.
         alone: whether it concerns this machine only.
+        begun: whether it has begun by now, as far as is known. What an agent finds like that at its first look is past
+            for it: it is the agent of a machine that has come back.
     """
 
     source: str
@@ -36,6 +54,12 @@ class Notice:
     leaves: bool = True
     id: str = ""
     alone: bool = True
+    begun: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others of its source."""
+        return f"{self.kind} {self.id} {self.why}"
 
     @property
     def reason(self) -> str:
@@ -135,13 +159,10 @@ def seconds_until(text: object, now: datetime) -> float | None:
 
 
 def promised(left: float | None, promise: float) -> float:
-    """Return the seconds to count on where a cloud promises so many.
-
-    A time that has passed, or is not given, tells more of a clock than of a machine that still runs.
-    """
-    if left is None or not math.isfinite(left) or left <= 0:
+    """Return the seconds to count on where a cloud promises so many; a few if its time has passed by its own clock."""
+    if left is None or not math.isfinite(left):
         return promise
-    return min(left, promise)
+    return min(left if left > 0 else LATE, promise)
 
 
 def dated(headers: Mapping[str, str]) -> datetime:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic_agents.notices.auto import cloud_of, read_dmi
 from elastic_agents.notices.notice import Notice, Source, Trouble
@@ -16,7 +17,7 @@ __all__ = ["Watch", "sources_of", "watching"]
 _log = logging.getLogger("elastic_launch.notices")
 
 REMEMBERED = 20
-"""Troubles, and notices that make nobody leave, that are told of one source."""
+"""Troubles, notices that make nobody leave, and such that do, that are told of one source."""
 
 
 class Watch:
@@ -63,7 +64,8 @@ class Watch:
                     _log.warning("%s", _troubled(source, trouble))
 
     def _run(self, source: Source) -> None:
-        told, left = _Told(), False
+        told, left = _Told(), _Told()
+        past: set[str] | None = None
         while not self._closing.is_set():
             notices: Sequence[Notice] = ()
             try:
@@ -71,12 +73,17 @@ class Watch:
             except Trouble as trouble:
                 if told.first(trouble.what) and not self._closing.is_set():
                     _log.warning("%s (said once; it is asked again)", _troubled(source, trouble))
+            else:
+                if past is None:
+                    past = {notice.key for notice in notices if notice.begun}
             for notice in notices:
-                # A node leaves once, whatever comes and vanishes after that.
-                if not left and (notice.leaves or told.first(f"{notice.kind} {notice.id}")):
-                    left = notice.leaves
-                    self._put(notice)
+                self._tell(replace(notice, leaves=notice.leaves and notice.key not in (past or ())), told, left)
             self._closing.wait(source.pause)
+
+    def _tell(self, notice: Notice, told: _Told, left: _Told) -> None:
+        """Pass a notice on once; once the node leaves, only what makes it leave sooner."""
+        if left.first(notice.key) if notice.leaves else not left and told.first(notice.key):
+            self._put(notice)
 
 
 class _Told:
@@ -84,6 +91,9 @@ class _Told:
 
     def __init__(self) -> None:
         self._texts: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
 
     def first(self, text: str) -> bool:
         """Whether to tell it."""
@@ -137,7 +147,7 @@ def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Ma
         case "azure":
             from elastic_agents.notices.azure import Azure
 
-            yield Azure()
+            yield Azure(approves=one.kind == "azure")  # a machine that was found by auto may be shared
         case "slurm":
             from elastic_agents.notices.local import Slurm
 

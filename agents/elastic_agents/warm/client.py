@@ -125,8 +125,8 @@ class WarmServer:
 
     @property
     def waiting(self) -> list[int]:
-        """The processes that wait for work, which are reaped here; for any thread."""
-        return [one.pid for one in self._parked]
+        """The server and the processes that wait for work, which are reaped here; for any thread."""
+        return [self._process.pid, *(one.pid for one in self._parked)]
 
     @property
     def usable(self) -> bool:
@@ -244,6 +244,10 @@ class WarmServer:
             if len(self._parked) < self._ahead:
                 try:
                     self._parked.append(Parked.fork(self._orders))
+                except TimeoutError:
+                    # It hangs, and would keep from a start whoever waits for it.
+                    self._usable, self.lost = False, True
+                    self._process.kill()
                 except OSError as error:
                     _log.debug("no process could be forked ahead: %s", error)
                     self._rest()
