@@ -83,7 +83,7 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
     name = name or full_name()
     pod = Pod.of(index, name)
     endpoint = values.text("--rdzv-endpoint")
-    backend = values.text("--rdzv-backend") or LaunchConfig.backend
+    backend = (values.text("--rdzv-backend") or LaunchConfig.backend).removeprefix("elastic-")
     if endpoint is None and backend != "etcd" and (pod is None or not pod.endpoint):
         raise UsageError(
             f"{ENV_INDEX}={index} says that this pod is one of several, but its host name, {name}, does not tell "

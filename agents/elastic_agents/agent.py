@@ -161,12 +161,12 @@ class LocalElasticAgent(ElasticAgent):
             if not self._keeper.wait(left or self._config.shutdown_timeout):
                 _log.warning("the last snapshot could not be copied to durable storage in time")
 
-    def _copied(self, copied: Copied | Save | None) -> None:
+    def _copied(self, copied: Copied | Save | None) -> bool:
         """Called from the keeper's thread."""
-        if copied is not None:
-            self._control.tell_copied(copied)
+        told = copied is not None and self._control.tell_copied(copied)
         if self._keeper.idle:
             self._inbox.put(v.CopiesDone())
+        return told
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""

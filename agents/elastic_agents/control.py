@@ -97,12 +97,17 @@ class Control:
                 if peer.hello is not None and peer.hello.round == round_number:
                     self._send(peer, c.Stop(cause))
 
-    def tell_copied(self, copied: c.Copied | c.Save) -> None:
-        """Tell the workers that write snapshots how a copy ended, or ask for one that all nodes can make together."""
+    def tell_copied(self, copied: c.Copied | c.Save) -> bool:
+        """Tell the workers that write snapshots how a copy ended, or ask for one that all nodes can make together.
+
+        Returns:
+            whether there was anybody to tell.
+        """
         with self._lock:
-            for peer in self._peers.values():
-                if peer.hello is not None and peer.hello.local_rank == 0:
-                    self._send(peer, copied)
+            told = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.local_rank == 0]
+            for peer in told:
+                self._send(peer, copied)
+            return bool(told)
 
     def tell_fetched(self, fetched: c.Fetched) -> None:
         """Tell the workers that the snapshot from another node is there, or is not to be had."""

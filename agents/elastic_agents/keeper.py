@@ -30,7 +30,7 @@ ATTEMPTS = 4
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
 
-CATCH_UP = 20.0
+CATCH_UP = 60.0
 """Seconds for which a copy of several nodes that comes late waits for the next snapshot that all of them know of."""
 
 
@@ -56,10 +56,10 @@ class Keeper:
     Args:
         may_commit: whether this node is still a member of the run; asked, from the thread, before a copy appears.
         tell: called from the thread with how a copy ended, or None if there was nothing to copy; or with what to ask of
-            the workers.
+            the workers. Returns whether any were there to be told.
     """
 
-    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Save | None], None]) -> None:
+    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Save | None], bool]) -> None:
         self._may_commit = may_commit
         self._tell = tell
         self._book = Book()
@@ -143,7 +143,7 @@ class Keeper:
         """
         newest = self.newest
         assert newest is not None
-        self._server = Server(listener, self._slots[newest.slot], key, lambda: self._tell(None))
+        self._server = Server(listener, self._slots[newest.slot], key, self._rests)
         return self._server.port
 
     def fetch(self, sources: Sequence[Source], key: bytes | None, tell: Callable[[Fetched], None]) -> None:
@@ -203,6 +203,9 @@ class Keeper:
         for slot in slots:
             slot.close()
 
+    def _rests(self) -> None:
+        self._tell(None)
+
     def _look(self) -> None:
         """Take note of what workers that were killed have not told: a snapshot is whole well before it is spoken of."""
         found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
@@ -237,7 +240,8 @@ class Keeper:
         newest = self.newest
         if order.share or order.shares == 1 or newest is None or newest.sequence == order.sequence:
             return order
-        self._tell(Save())
+        if not self._tell(Save()):
+            return order
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._closing, CATCH_UP)
             order, self._order = self._order or order, None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,12 @@ def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict
             return where / share_directory(name, index, count)
 
         def look(indices: Collection[int]) -> dict[int, FileSum | None]:
+            # The client of a network file system may remember for long that a name was absent, unless it has itself
+            # changed the directory since.
+            mark = where / f".look-{secrets.token_hex(8)}"
+            with suppress(OSError):
+                mark.mkdir()
+                mark.rmdir()
             return {x: _said(place_of(x)) for x in indices if place_of(x).exists()}
 
         def take(index: int, found: FileSum) -> bool:

@@ -36,7 +36,7 @@ def said() -> Said:
 
 @pytest.fixture
 def control(said: Said) -> Iterator[Control]:
-    keeper = Keeper(lambda: True, lambda copied: None)
+    keeper = Keeper(lambda: True, lambda copied: True)
     keeper.start()
     with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, Nowhere())) as control:
         yield control

@@ -60,10 +60,11 @@ class Node:
         self.sequence = 0
         self.owner = ""
 
-    def _tell(self, told: Copied | Save | None) -> None:
+    def _tell(self, told: Copied | Save | None) -> bool:
         self.asked += isinstance(told, Save)
         if isinstance(told, Copied):
             self.told.append(told)
+        return True
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
         self.sequence += 1

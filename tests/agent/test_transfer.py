@@ -27,7 +27,7 @@ class Node:
     """A keeper; what a worker finds in its slots."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper(lambda: True, lambda copied: self.rested.set())
+        self.keeper = Keeper(lambda: True, lambda copied: self.rested.set() or True)
         self.keeper.start()
         _, numbers = self.keeper.offer()
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]

@@ -46,6 +46,9 @@ IMAGE = {
 }
 """What an image would say of the environment."""
 
+PROGRAMS = {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])}
+"""What an image would have; a container has a /tmp of its own, in which this may lie."""
+
 
 @dataclass(frozen=True)
 class PodFiles:
@@ -172,7 +175,7 @@ class Pod:
     def _start(self) -> None:
         words = [*self._container["command"], *self._container.get("args", ())]
         command = [_expanded(text, self.env) for text in words]
-        mounts: list[str] = []
+        mounts = [word for place in sorted(PROGRAMS) if place.startswith("/tmp/") for word in (place, place, "rw")]
         for mount in self._container.get("volumeMounts", ()):
             mode = "ro" if mount.get("readOnly") else "rw"
             mounts += [str(self._files.volumes[mount["name"]]), mount["mountPath"], mode]
