@@ -139,15 +139,22 @@ def test_pods_of_kubeflows_operators_meet_by_the_variables_that_these_set(operat
         def notes(file: str) -> list[Path]:
             return [path for pod in made.pods for path in [tmp_path / pod.metadata["name"] / "volume-notes" / file]]
 
-        made.until("two pods that train", lambda: [p.ready for p in made.job.pods.values()] == [True, True])
-        started = [json.loads(path.read_text())["env"] for path in notes("started.jsonl")]
+        def workers() -> list[dict[str, str]]:
+            texts = [path.read_text() for path in notes("started.jsonl") if path.exists()]
+            return [json.loads(text.splitlines()[-1])["env"] for text in texts if text.endswith("\n")]
+
+        def train() -> bool:
+            ready = [pod.ready for pod in made.job.pods.values()]
+            return ready == [True, True] and [env["WORLD_SIZE"] for env in workers()] == ["2", "2"]
+
+        made.until("two pods that train", train)
+        ranks = sorted(env["RANK"] for env in workers())
         for path in notes("finish"):
             path.touch()
         made.until("the job's end", lambda: made.job.over)
         made.until("the end of all pods", lambda: not made.job.pods)
         assert made.job.over == "Complete"
-        assert [env["WORLD_SIZE"] for env in started] == ["2", "2"]
-        assert sorted(env["RANK"] for env in started) == ["0", "1"]
+        assert ranks == ["0", "1"]
         assert ("PET_MASTER_ADDR has no effect" in made.outputs()) is (operator == "trainer")
 
 
