@@ -13,7 +13,10 @@ from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
 
-__all__ = ["exiting"]
+__all__ = ["GIVEN_UP", "exiting"]
+
+GIVEN_UP = "c10d-call"
+"""Name of threads in calls that are not waited for beyond their time."""
 
 
 def exiting(act: Callable[[], int]) -> NoReturn:
@@ -32,10 +35,10 @@ def exiting(act: Callable[[], int]) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """End with a code.
 
-    A thread that was given up, in a call of the store's that does not return, would abort the process if it returned
-    while the interpreter takes itself to pieces: the call is C++, and forbids that its thread is unwound.
+    A thread that was given up would abort the process if its call returned while the interpreter takes itself to
+    pieces: the call is C++, and forbids that its thread is unwound.
     """
-    if any(thread.daemon for thread in threading.enumerate()):
+    if any(thread.name == GIVEN_UP for thread in threading.enumerate()):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

@@ -152,13 +152,13 @@ def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("threads", "atexit_runs"),
-    [("", True), ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", False)],
+    [("", True), ("threading.Thread(target=time.sleep, args=(60,), name=GIVEN_UP, daemon=True).start()", False)],
 )
-def test_who_leaves_a_thread_behind_ends_at_once_with_all_said(threads: str, atexit_runs: bool) -> None:
+def test_who_has_given_up_a_call_ends_at_once_with_all_said(threads: str, atexit_runs: bool) -> None:
     """Torch's calls would abort an interpreter that takes itself to pieces while they return."""
     text = f"""
 import atexit, sys, threading, time
-from elastic_launch.process import exiting
+from elastic_launch.process import GIVEN_UP, exiting
 atexit.register(print, "taken to pieces")
 {threads}
 sys.stdout.reconfigure(line_buffering=False)

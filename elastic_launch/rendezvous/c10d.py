@@ -20,6 +20,7 @@ from torch.distributed import DistError
 
 from elastic_launch.config import Endpoint
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
+from elastic_launch.process import GIVEN_UP
 from elastic_launch.rendezvous.net import resolve
 
 __all__ = ["C10dStore", "NotAStoreError", "connect_store", "host_store"]
@@ -167,7 +168,7 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
         except StoreError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="c10d-call", daemon=True)
+    thread = threading.Thread(target=work, name=GIVEN_UP, daemon=True)
     thread.start()
     thread.join(timeout)
     if errors:
