@@ -19,7 +19,7 @@ export PIP_ARGS
 
 BIN := $(VENV)/bin
 # The tests of a file stay together: some share what took long to make.
-PARALLEL := -n $(JOBS) --dist loadscope
+PARALLEL := -n $(JOBS) --dist loadscope --max-worker-restart 0
 STAMP := $(VENV)/.elastic-launch-env
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
