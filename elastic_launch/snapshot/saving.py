@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -21,12 +20,14 @@ from elastic_launch.snapshot.listing import CheckpointInfo, find
 from elastic_launch.snapshot.manifest import (
     MANIFEST,
     MAX_STATE_BYTES,
+    REMOVING,
     STATE,
     TENSORS,
     assemble,
     check_numbers,
     directory_name,
     encode_meta,
+    new_nonce,
     share_directory,
     share_file,
 )
@@ -178,7 +179,7 @@ def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict
         def look(indices: Collection[int]) -> dict[int, FileSum | None]:
             # The client of a network file system may remember for long that a name was absent, unless it has itself
             # changed the directory since.
-            mark = where / f".look-{secrets.token_hex(8)}"
+            mark = where / f"{REMOVING}{new_nonce()}"  # which prune removes, if this process dies here
             with suppress(OSError):
                 mark.mkdir()
                 mark.rmdir()
