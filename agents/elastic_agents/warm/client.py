@@ -112,6 +112,7 @@ class WarmServer:
         self._deadline = time.monotonic() + PATIENCE  # of each import
         self._calls: list[Callable[[], None]] = []
         self._forking = threading.Lock()  # held by who speaks to the server
+        self._reaping = threading.Lock()
         self._parked: list[Parked] = []
         self._ahead = ahead
         self._ahead_at = 0.0
@@ -166,13 +167,8 @@ class WarmServer:
         """End the server; workers go on."""
         self._closing = True
         self._process.kill()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            _log.warning("the warm server, pid %d, cannot be killed", self._process.pid)
-        kill_sessions({self._process.pid})  # what imports have started
-        reap_orphans({self._process.pid})
         self._thread.join(10)
+        self._reap()
         self._dismiss()
         self._orders.close()
         os.close(self._wake)
@@ -196,11 +192,24 @@ class WarmServer:
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     self._hear(json.loads(line))
+        self._reap()
         self.lost = self.lost or self._usable
         if not self._known and not self._closing:
             where = f" as it imported {self._importing}" if self._importing else ""
             _log.warning("workers import for themselves: the warm server has died%s", where)
         self._settle(usable=False)
+
+    def _reap(self) -> None:
+        """Reap the server, which ends, and what its imports have started."""
+        with self._reaping:
+            if self._process.returncode is not None:
+                return  # its pid may be another one's by now
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                _log.warning("the warm server, pid %d, does not end", self._process.pid)
+            kill_sessions({self._process.pid})
+            reap_orphans({self._process.pid})
 
     def _wait(self) -> float | None:
         """Seconds until there is something to do; None if there is nothing."""
