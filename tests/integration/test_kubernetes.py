@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,8 @@ class Training:
         pods = self.cluster.job.pods
 
         def probe() -> int:
-            return self.round() if index in pods and pods[index].running and self.round() > after else 0
+            there = index in pods and pods[index].running and pods[index].catches(signal.SIGTERM)
+            return self.round() if there and self.round() > after else 0
 
         return self.cluster.until(f"steps in a round after {after}, and pod {index}", probe, 120)
 

@@ -172,6 +172,13 @@ class Pod:
             return int(children[0]) if children else 0
         return 0
 
+    def catches(self, number: signal.Signals) -> bool:
+        """Whether process 1 has a handler for a signal: without one it does not get it (pid_namespaces(7))."""
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{self.init}/status").read_text().splitlines()  # see proc_pid_status(5)
+            return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+        return False
+
     def _start(self) -> None:
         words = [*self._container["command"], *self._container.get("args", ())]
         command = [_expanded(text, self.env) for text in words]
