@@ -98,4 +98,7 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
 
 def test_without_an_address_it_listens_at_all_of_them() -> None:
     with contextlib.closing(Health(0, None)) as served:
-        socket.create_connection(("127.0.0.1", served.endpoint.port), timeout=20).close()
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with socket.create_connection((host, served.endpoint.port), timeout=20) as connection:
+                connection.sendall(b"GET /nothing HTTP/1.0\r\n\r\n")
+                assert b" 404 " in connection.makefile("rb").readline()

@@ -188,6 +188,7 @@ def test_a_request_that_is_under_way_ends_when_the_agent_does(cloud: str, servic
     service.break_by("silent")
     with Watch([source], lambda notice: None):
         wait_for("a request", service.asked)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("notices-")]
 
 
 @pytest.mark.parametrize("cloud", ["aws"], indirect=True)

@@ -113,6 +113,7 @@ class WarmServer:
         self._calls: list[Callable[[], None]] = []
         self._forking = threading.Lock()  # held by who speaks to the server
         self._reaping = threading.Lock()
+        self._reaped = False
         self._parked: list[Parked] = []
         self._ahead = ahead
         self._ahead_at = 0.0
@@ -202,8 +203,9 @@ class WarmServer:
     def _reap(self) -> None:
         """Reap the server, which ends, and what its imports have started."""
         with self._reaping:
-            if self._process.returncode is not None:
+            if self._reaped:
                 return  # its pid may be another one's by now
+            self._reaped = True
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
