@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.termination import write_termination_log
 
 __all__ = ["GIVEN_UP", "exiting"]
 
@@ -56,6 +57,11 @@ def _open_streams() -> None:
 
 def _end_by_signals() -> None:
     """Let signals end process 1 as they would any other, until the agent has its handlers (pid_namespaces(7))."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        write_termination_log(f"exit code {128 + number}: stopped by {signal.Signals(number).name}\n")
+        os._exit(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, lambda number, frame: os._exit(128 + number))
+            signal.signal(number, end)

@@ -24,10 +24,10 @@ def _may_not() -> str:
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(reason := _may_not()), reason=reason or "none")]
 
 
-def _launch(job: Job, *flags: str) -> Agent:
+def _launch(job: Job, *flags: str, **env: str) -> Agent:
     # Its stdin is closed: nothing of it may get that number.
     shell = (*UNSHARE, "sh", "-c", 'exec "$@" <&-', "sh")
-    return job.launch("--nproc", "2", *flags, command=[ORPHANS, str(job.work)], prefix=shell)
+    return job.launch("--nproc", "2", *flags, command=[ORPHANS, str(job.work)], prefix=shell, env=env)
 
 
 def _process_one(agent: Agent) -> int:
@@ -76,10 +76,13 @@ def test_process_one_reaps_whatever_workers_leave_and_drains_on_sigterm(job: Job
 
 
 def test_signals_end_process_one_before_it_has_begun_and_kill_takes_all_with_it(job: Job) -> None:
-    early = _launch(job)
+    message = job.work / "termination-log"
+    message.touch()
+    early = _launch(job, ELASTIC_LAUNCH_TERMINATION_LOG=str(message))
     wait_for("the launcher", lambda: len(tree(early.process.pid)) > 1 and _handles(_process_one(early), signal.SIGTERM))
     os.kill(_process_one(early), signal.SIGTERM)
     assert early.wait() == 143
+    assert message.read_text() == "exit code 143: stopped by SIGTERM\n"
 
     agent = _launch(job)
     _started(job, 2)
