@@ -47,7 +47,7 @@ def main() -> None:
             for sample, target in step:
                 step.backward(torch.nn.functional.mse_loss(step.model(sample), target))
             step.update()
-            note(step.number, snapshot=memory.rhythm._last)
+            note(step.number, snapshot=memory.rhythm.last)
             time.sleep(args.sleep)
 
 

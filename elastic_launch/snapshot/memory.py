@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 class Draft:
     """A state taken apart for a slot: what may change before it is copied is cloned.
 
+    What takes time and can wait is done when it is asked for, by the thread that writes.
+
     Args:
         state: nested dicts, lists, tuples, tensors and plain values.
         stays: whether a tensor keeps its values until the draft is written.
@@ -42,9 +45,31 @@ class Draft:
             name: tensor.detach() if stays(tensor) else tensor.detach().clone() for name, tensor in tensors.items()
         }
         self.marks = mark(self.tensors.values())
-        self.layout = tensorfile.layout(self.tensors)
-        self.state = state_json(rest)
-        self.meta = json.dumps(encode_meta(meta), allow_nan=False).encode()
+        self.tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        self._rest = rest
+        self._meta = encode_meta(meta)
+
+    @cached_property
+    def layout(self) -> tensorfile.Layout:
+        """Where its tensors lie.
+
+        Raises:
+            UnsupportedStateError: if there are too many for a file.
+        """
+        return tensorfile.layout(self.tensors)
+
+    @cached_property
+    def state(self) -> bytes:
+        """The rest of the state, as JSON.
+
+        Raises:
+            UnsupportedStateError: if it is too large.
+        """
+        return state_json(self._rest)
+
+    @cached_property
+    def meta(self) -> bytes:
+        return json.dumps(self._meta, allow_nan=False).encode()
 
     @property
     def bytes(self) -> int:
@@ -60,15 +85,20 @@ class SlotWriter:
         self._mapped: mmap.mmap | None = None
         self._staging: dict[torch.device, Staging | None] = {}
 
-    def write(self, draft: Draft, *, sequence: int, round: int, step: int, training: int) -> None:
+    def write(self, draft: Draft, *, sequence: int, round: int, step: int, training: int) -> bool:
         """Write a draft; the snapshot is there when this returns, and not before.
 
         Most of it is copying, without the interpreter's lock: another thread may compute meanwhile.
 
+        Returns:
+            whether memory had to be found for it.
+
         Raises:
             OSError: if there is no memory for it.
+            UnsupportedStateError: if the state is too large for the format.
         """
         self.slot.begin()
+        before = self._mapped
         target = self._target(draft.layout.size)
         header = draft.layout.header
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -90,6 +120,7 @@ class SlotWriter:
         faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
+        return self._mapped is not before
 
     def close(self) -> None:
         if self._mapped is not None:

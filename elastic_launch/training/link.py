@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import socket
+import threading
 import time
 
 from elastic_launch import contract as c
@@ -34,7 +37,7 @@ class AgentLink:
     """Tells the agent how training goes, and learns what it asks; nothing here can fail the training.
 
     What the agent says is read when something is asked of this object, at step boundaries mostly: no thread waits
-    for it.
+    for it. One thread asks; any may tell of snapshots.
 
     Args:
         sock: connected to the agent; taken over.
@@ -47,7 +50,9 @@ class AgentLink:
     def __init__(self, sock: socket.socket) -> None:
         self.slots: list[Slot] = []
         self.sequence = 0
+        sock.settimeout(BUSY_TIMEOUT)
         self._sock: socket.socket | None = sock
+        self._sending = threading.Lock()  # held while a message is sent, and to hang up
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
@@ -154,9 +159,10 @@ class AgentLink:
         self.slots = []
 
     def _hang_up(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        with self._sending:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
 
     def _take_slots(self) -> None:
         if self._sock is None:
@@ -168,29 +174,35 @@ class AgentLink:
             _log.warning("the agent did not answer (%s): a fault will cost the steps since the last checkpoint", error)
             self._hang_up()
             return
+        self._sock.settimeout(BUSY_TIMEOUT)
         for number in descriptors:
             os.set_inheritable(number, False)
         self.slots = [Slot(*pair) for pair in zip(descriptors[::2], descriptors[1::2], strict=True)]
         self._understand(data)
 
     def _say(self, message: c.Message) -> None:
-        if self._sock is None:
-            return
-        try:
-            self._sock.settimeout(BUSY_TIMEOUT)
-            self._sock.sendall(c.pack(message))
-        except OSError:
-            self._hang_up()  # it is gone, and whoever guards its workers ends this one
+        data = c.pack(message)
+        with self._sending:
+            if self._sock is None:
+                return
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                # It is gone, and whoever guards its workers ends this one. Who asks next finds that out, and hangs up.
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
 
     def _hear(self, timeout: float) -> None:
         """Take in what comes within the seconds."""
         if self._sock is None:
             return
-        try:
-            self._sock.settimeout(max(0.0, timeout))
-            data = self._sock.recv(65536)
-        except (BlockingIOError, TimeoutError):
+        # Not by the socket's own timeout, which is for those who send.
+        arrivals = select.poll()
+        arrivals.register(self._sock, select.POLLIN)
+        if not arrivals.poll(max(0.0, timeout) * 1000):
             return
+        try:
+            data = self._sock.recv(65536)
         except OSError:
             data = b""
         if data:

@@ -7,7 +7,6 @@ agree on the newest one that any node holds, and who has it gives it to those wh
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,14 +25,12 @@ from elastic_launch.snapshot.shares import nonce_of
 from elastic_launch.snapshot.slot import Header, Slot
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.rhythm import Cost, Rhythm
 from elastic_launch.training.world import World
 
-__all__ = ["MemorySnapshots", "Rhythm", "Target", "settled"]
+__all__ = ["MemorySnapshots", "Target", "restore", "settled"]
 
 _log = logging.getLogger(__name__)
-
-SHARE = 0.01
-"""Share of the training's time that snapshots may cost."""
 
 RESERVE = 0.1
 """Share of the free memory that snapshots leave alone."""
@@ -70,46 +67,11 @@ class Target:
         return replace(stored, shares=shares, share=self.node, nonce=nonce_of(self.drawn, round, step))
 
 
-class Rhythm:
-    """When the next snapshot is due: so that what they cost stays a share of the time in between. Pure.
-
-    With a cost of c seconds a snapshot and steps of t seconds, that is every ceil(c / (SHARE * t)) steps.
-    """
-
-    def __init__(self) -> None:
-        self._cost = 0.0
-        self._step = 0.0
-        self._last = 0
-        self._at: float | None = None
-        self._at_step = 0
-
-    def begin(self, step: int) -> None:
-        """A training begins with so many steps done; what was learnt of times and costs stays."""
-        self._last, self._at = step, None
-
-    def step_done(self, step: int, now: float) -> None:
-        """A step is done; learns how long steps take, the last ones counting most."""
-        if self._at is not None and step > self._at_step:
-            took = (now - self._at) / (step - self._at_step)
-            self._step = took if not self._step else 0.8 * self._step + 0.2 * took
-        self._at, self._at_step = now, step
-
-    def due(self, step: int) -> bool:
-        """Whether a snapshot is due after a step."""
-        return step - self._last >= self.interval
-
-    @property
-    def interval(self) -> int:
-        """Steps between snapshots."""
-        return max(1, math.ceil(self._cost / (SHARE * self._step))) if self._step else 1
-
-    def taken(self, step: int) -> None:
-        """A snapshot was taken after a step."""
-        self._last = step
-
-    def cost(self, seconds: float) -> None:
-        """A snapshot has kept the training waiting for so long."""
-        self._cost = seconds if not self._cost else 0.5 * self._cost + 0.5 * seconds
+@dataclass(frozen=True, slots=True)
+class _Written:
+    seconds: float
+    fresh: bool  # into memory that had to be found first
+    json: int  # bytes beside the tensors
 
 
 class MemorySnapshots:
@@ -127,9 +89,9 @@ class MemorySnapshots:
         self._writers: dict[int, SlotWriter] = {}
         self._sequence = link.sequence
         self._pool: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
-        self._finish: Callable[[], None] | None = None
+        self._writing: Future[_Written] | None = None
         self._stall = 0.0
+        self._json = 0  # bytes of the last snapshot beside its tensors
         self.writes = world.local_rank == 0 and bool(self._slots)
         """Whether this worker is its node's writer; not any more once there is no room."""
 
@@ -163,41 +125,49 @@ class MemorySnapshots:
         Returns:
             False if nothing was taken: there is no room for it, then or later, or the agent does not answer.
         """
-        began = time.monotonic()
         self.settle()
+        began = time.monotonic()
         draft = Draft(state, meta, stays)
-        self.writes = self._has_room(draft.bytes)
+        self.writes = self._has_room(draft.tensor_bytes + self._json)
         number = self._link.slot_to_use() if self.writes else None
         if number is None:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
-        stored = target.stored(number, self._sequence, step, round, draft.layout.size)
+        header = Header(self._sequence, round, step, training, 0, 0, 0)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._writing = self._pool.submit(
-            writer.write, draft, sequence=self._sequence, round=round, step=step, training=training
-        )
-        self._finish = lambda: self._link.stored(stored)
+        self._writing = self._pool.submit(self._write, draft, writer, number, header, target)
         self._stall = time.monotonic() - began
         if wait:
             self.settle()
         return True
+
+    def _write(self, draft: Draft, writer: SlotWriter, number: int, header: Header, target: Target) -> _Written:
+        """Write a snapshot and tell the agent; in a thread."""
+        began = time.monotonic()
+        fresh = writer.write(
+            draft, sequence=header.sequence, round=header.round, step=header.step, training=header.training
+        )
+        self._link.stored(target.stored(number, header.sequence, header.step, header.round, draft.layout.size))
+        return _Written(time.monotonic() - began, fresh, draft.bytes - draft.tensor_bytes)
 
     def settle(self) -> None:
         """Wait until the snapshot that is being taken is: only then what it holds may change.
 
         Raises:
             OSError: if there is no memory for it after all.
+            UnsupportedStateError: if it is too large for the format.
         """
         if self._writing is None:
             return
         began = time.monotonic()
         writing, self._writing = self._writing, None
-        writing.result()
-        assert self._finish is not None
-        self._finish()
-        self.rhythm.cost(self._stall + time.monotonic() - began)
+        written = writing.result()
+        waited = time.monotonic() - began
+        self._json = written.json
+        beside = max(0.0, written.seconds - waited)
+        self.rhythm.cost(Cost(self._stall + waited, beside), fresh=written.fresh)
 
     def forget(self, step: int) -> None:
         """Once this node's writer has no room any more: empty what is older than the checkpoint of a step.

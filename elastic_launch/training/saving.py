@@ -177,6 +177,8 @@ class Saver:
             return
         try:
             self._memory.settle()
+        except snapshot.CheckpointError as error:
+            self._give_up_memory(error.message)
         except OSError as error:
             self._give_up_memory(f"there is no memory for them: {error}")
 
