@@ -111,15 +111,54 @@ def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_p
     "text",
     [
         "sys.path = ['third_party']",
-        "sys.path.insert(0, 'third_party')",
+        "sys.path.insert(0, input())",
+        "sys.path.insert(0, __file__[:-9])",
+        "place = 'a'\nfor place in ['a', 'b']:\n    sys.path.insert(0, place)",
+        "place = 'a'\nif sys.argv:\n    place = input()\nsys.path.insert(0, place)",
         "sys.path[:0] = ['third_party']",
-        "sys.path += ['third_party']",
+        "sys.path.remove('third_party')",
+        "try:\n    pass\nexcept OSError:\n    sys.path.insert(0, input())",
+        "sys.meta_path.append(None)",
         "sys.modules['numpy'] = None",
         "import site\nsite.addsitedir('third_party')",
     ],
 )
 def test_the_reading_ends_where_later_imports_find_other_things(text: str, tmp_path: Path) -> None:
     assert _read(tmp_path, f"import sys, yaml\n{text}\nimport numpy").imports == [Import("yaml")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + '/third_party')",
+        "sys.path.insert(1, os.path.join(os.path.dirname(os.path.realpath(__file__)), '..', 'third_party'))",
+        "sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir, 'third_party'))",
+        "sys.path += [str(Path(__file__).resolve().parent.parent / 'third_party')]",
+        "sys.path.extend((str(pathlib.Path(__file__).parents[1].joinpath('third_party')), input()))",
+        "root = Path(__file__).resolve().parents[1]\nplace: str = str(root / 'third_party')\n"
+        "if place not in sys.path:\n    sys.path.insert(0, place)",
+        "try:\n    root = Path(__file__).parent.parent\n    sys.path.insert(0, str(root / 'third_party'))\n"
+        "except OSError:\n    raise",
+        "if os.getcwd() not in sys.path:\n    sys.path.append(os.getcwd() + '/third_party')",
+        "sys.path.append('third_party')",
+    ],
+)
+def test_directories_that_a_script_adds_to_its_path_are_followed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "third_party/nets.py", "import numpy")
+    (tmp_path / "scripts").mkdir()
+    found = _read(tmp_path / "scripts", f"import os, sys, yaml\n{text}\nimport nets, safetensors\n")
+    assert [item.module for item in found.imports] == ["yaml", "numpy", "safetensors"]
+    assert found.directories == ([str(tmp_path / "third_party")] if "insert" in text else [])
+
+
+def test_what_is_added_behind_the_others_or_is_no_string_hides_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "third_party/yaml.py", "import numpy")
+    for text in ("append(input())", "append('third_party')", "insert(0, Path('third_party'))"):
+        found = _read(tmp_path, f"import sys\nsys.path.{text}\nimport yaml")
+        assert (found.imports, found.directories) == ([Import("yaml")], [])
 
 
 def test_environments_differ_by_what_matters_at_import_only() -> None:

@@ -37,6 +37,17 @@ def test_a_worker_finds_loaded_what_its_script_imports(tmp_path: Path) -> None:
         assert starter.run(script).stdout == "True\n"
 
 
+def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_them(tmp_path: Path) -> None:
+    write(tmp_path, "lib/nets.py", "import sys\nLOADED = 'yaml' in sys.modules\nimport yaml")
+    text = (
+        "import os, sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).resolve().parent / 'lib'))\n"
+        "sys.path.append(os.environ['HOME'])\nimport nets\nprint(nets.LOADED, os.path.basename(sys.path[0]))"
+    )
+    script = write(tmp_path, "script.py", text)
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        assert starter.run(script).stdout == "True lib\n"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -45,6 +56,10 @@ def test_a_worker_finds_loaded_what_its_script_imports(tmp_path: Path) -> None:
         ("import os\nos.environ['HUB'] = '/x'\nimport hub", "the script sets HUB, which its imports read"),
         ("import os\nos.environ.update({k: k for k in 'ab'})\nimport yaml", "the script sets variables that are not"),
         ("import deadly", "the warm server has died as it imported deadly"),
+        (
+            "import os, sys\nsys.path.insert(1, os.path.dirname(__file__) + '/../more')\nimport uses_bits",
+            "more may be what libraries import by that name",
+        ),
         ("import uses_tokens", "tokens beside the script may be what libraries import by that name"),
     ],
 )
@@ -54,8 +69,11 @@ def test_workers_are_executed_where_that_is_quicker_or_the_only_way(
     _package(tmp_path, "hub", "import os\nHOME = os.environ.get('HUB')")
     _package(tmp_path, "tokens", "")
     _package(tmp_path, "uses_tokens", "import tokens")
+    _package(tmp_path, "bits", "")
+    _package(tmp_path, "uses_bits", "import bits")
     place = _package(tmp_path, "deadly", "import os\nif os.environ.get('RANK') is None: os.abort()")
     write(tmp_path, "mine/tokens.py", "")
+    write(tmp_path, "more/bits.py", "")
     script = write(tmp_path, "mine/script.py", text)
     caplog.set_level(logging.INFO)
     with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "RANK": "0"}) as starter:

@@ -1,8 +1,9 @@
 """What a script will import, read from its source; nothing of it is run.
 
 Followed are imports at the top level of modules (and in ``try`` there) through the user's own files, which are read
-and never imported: only what is installed is to be loaded ahead. Where a statement changes what later imports find
-(``sys.path``), the reading ends; what it does to the environment is noted.
+and never imported: only what is installed is to be loaded ahead. Directories that a statement adds to ``sys.path`` are
+followed, too; where it is not known what later imports find, the reading ends. What is done to the environment is
+noted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from elastic_agents.warm.paths import Names, changes_of, run_at_once
 
 __all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "matters_at_import", "read"]
 
@@ -69,9 +72,11 @@ class Reading:
         imports: of installed modules, in the order of a run, each once.
         sets: variables that the script sets itself at its top level, with the number of imports before; the name is
             empty where it is not written out.
+        directories: that the script puts into its path, where what they hold may hide what is installed.
     """
 
     imports: list[Import] = field(default_factory=list)
+    directories: list[str] = field(default_factory=list)
     sets: list[tuple[str, int]] = field(default_factory=list)
 
     @property
@@ -110,6 +115,7 @@ class _Reader:
         self._ended = False
 
     def file(self, path: str, package: str) -> None:
+        values = Names(os.path.abspath(path))
         path = os.path.realpath(path)
         if path in self._files or len(self._files) >= MOST_FILES:
             return
@@ -131,7 +137,17 @@ class _Reader:
                 case _:
                     before = len(self.reading.imports)
                     self.reading.sets += [(name, before) for name in _variables_set(statement)]
-                    self._ended = self._ended or _changes_imports(statement)
+                    for part in _parts(statement):
+                        values.learn(part)  # first: what a loop assigns is not known in it
+                        self._change_path(part, values)
+
+    def _change_path(self, statement: ast.AST, values: Names) -> None:
+        if self._ended:
+            return
+        change = changes_of(statement, values)
+        self._ended = not change.known
+        self.reading.directories += change.first
+        self._search = [*change.first, *self._search, *change.last]
 
     def _import(self, found: Import) -> None:
         if self._ended or found in self._seen or found.top in sys.stdlib_module_names:
@@ -174,6 +190,14 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _top_level(statement.body)
 
 
+def _parts(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield a statement, or what is left of it: what is in a ``try`` comes by itself."""
+    if isinstance(statement, ast.Try):
+        yield from (*statement.handlers, *statement.orelse, *statement.finalbody)
+    else:
+        yield statement
+
+
 def _absolute(name: str, level: int, package: str) -> str:
     if not level:
         return name
@@ -196,42 +220,9 @@ def _installed(origin: str) -> bool:
     return any(part in ("site-packages", "dist-packages") for part in origin.split(os.sep))
 
 
-def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's parts without the bodies of functions, which are for later."""
-    yield node
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        for child in ast.iter_child_nodes(node):
-            yield from _run_at_once(child)
-
-
-def _changes_imports(statement: ast.stmt) -> bool:
-    """Whether a statement changes where later imports look, or what they find."""
-    return any(_changes(node) for node in _run_at_once(statement))
-
-
-def _changes(node: ast.AST) -> bool:
-    match node:
-        case ast.Attribute(ctx=ast.Store() | ast.Del()) if _decides_imports(node):
-            return True
-        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-            return _decides_imports(target)
-        case ast.Call(func=ast.Attribute(attr="addsitedir") | ast.Name(id="addsitedir")):
-            return True
-        case ast.Call(func=ast.Attribute(value=target, attr=method)):
-            return _decides_imports(target) and method not in ("get", "copy", "index", "count", "keys", "items")
-    return False
-
-
-def _decides_imports(node: ast.expr) -> bool:
-    match node:
-        case ast.Attribute(value=ast.Name(id="sys"), attr="path" | "modules" | "meta_path" | "path_hooks"):
-            return True
-    return False
-
-
 def _variables_set(statement: ast.stmt) -> Iterator[str]:
     """Names of variables that a statement gives to the environment; empty where they are not written out."""
-    for node in _run_at_once(statement):
+    for node in run_at_once(statement):
         match node:
             case ast.Subscript(value=target, slice=key, ctx=ast.Store() | ast.Del()) if _is_environ(target):
                 yield _text(key)

@@ -88,11 +88,11 @@ def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Cal
 
 
 def hidden_by(directory: str) -> list[str]:
-    """Return the loaded modules that a script beside files of that name would not have got.
+    """Return the loaded modules that a script with files of that name in its path would not have got.
 
-    Libraries import each other by name, and the directory of the script comes first in its path, not in this process'.
+    Libraries import each other by name, and the directory comes first in the script's path, not in this process'.
     """
-    if not directory:
+    if not os.path.isdir(directory):
         return []
     hidden = []
     for name in sorted(os.listdir(directory)):

@@ -82,8 +82,10 @@ def _prepare(settings: dict[str, Any]) -> str | Loaded:
         return f"{', '.join(loaded.faults)} cannot be loaded ahead"
     if names := reading.before_imports & loaded.read:
         return f"the script sets {', '.join(sorted(names))}, which its imports read"
-    if hidden := hidden_by(first):
-        return f"{', '.join(hidden)} beside the script may be what libraries import by that name"
+    for directory in (first, *reading.directories):
+        if hidden := hidden_by(directory):
+            where = "beside the script" if directory == first else f"in {directory}"
+            return f"{', '.join(hidden)} {where} may be what libraries import by that name"
     return loaded
 
 
