@@ -11,12 +11,12 @@ SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it
 
 EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.DONE, "all workers of all nodes are done"),
-    (ExitCode.TRAINING_FAILED, "failed, and the worker's own code is unknown"),
+    (ExitCode.TRAINING_FAILED, "failed, and no code of a worker's own says how"),
     (ExitCode.USAGE, "a flag or value that cannot work"),
     (ExitCode.STARTUP_FAILURE, "workers fail at their start, again and again"),
     (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
-    (ExitCode.NO_PROGRESS, "restarts without progress"),
-    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use"),
+    (ExitCode.NO_PROGRESS, "restarts without progress (not used yet)"),
+    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use (not used yet)"),
     (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
     (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
     (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),

@@ -56,11 +56,14 @@ def _open_streams() -> None:
 
 
 def _end_by_signals() -> None:
-    """Let signals end process 1 as they would any other, until the agent has its handlers (pid_namespaces(7))."""
+    """Let signals end process 1 as they would any other, before and after the agent's handlers (pid_namespaces(7))."""
 
     def end(number: int, frame: object) -> NoReturn:
-        write_termination_log(f"exit code {128 + number}: stopped by {signal.Signals(number).name}\n")
-        os._exit(128 + number)
+        try:
+            text = f"exit code {128 + number}: stopped by {signal.Signals(number).name}\n"
+            write_termination_log(text, unless_written=True)  # the agent knows better, if it has said something
+        finally:
+            os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:

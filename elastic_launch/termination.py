@@ -17,11 +17,14 @@ LIMIT = 4096
 """Bytes of one container's message that the kubelet reads."""
 
 
-def write_termination_log(message: str, environ: Mapping[str, str] | None = None) -> None:
+def write_termination_log(
+    message: str, environ: Mapping[str, str] | None = None, *, unless_written: bool = False
+) -> None:
     """Leave a message where Kubernetes looks for it, if it does: the file is there before the container starts.
 
     Args:
         environ: the variables to go by; None: those of this process.
+        unless_written: leave what is there, if anything is.
     """
     path = (os.environ if environ is None else environ).get(ENV_TERMINATION_LOG) or DEFAULT
     try:
@@ -31,7 +34,8 @@ def write_termination_log(message: str, environ: Mapping[str, str] | None = None
         return
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode) and not (unless_written and found.st_size):
                 file.truncate()
                 file.write(_shortened(message).encode(errors="replace"))
         except OSError:

@@ -91,7 +91,7 @@ class SlotWriter:
         Most of it is copying, without the interpreter's lock: another thread may compute meanwhile.
 
         Returns:
-            whether memory had to be found for it.
+            whether it is the first here, for which memory had to be found.
 
         Raises:
             OSError: if there is no memory for it.
@@ -120,7 +120,7 @@ class SlotWriter:
         faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
-        return self._mapped is not before
+        return before is None
 
     def close(self) -> None:
         if self._mapped is not None:

@@ -188,6 +188,12 @@ class Checkpoint:
         self._last_step, self._last_time = step, time.monotonic()
         self._link, self._awaited = link, step
 
+    def lost(self, reason: str) -> None:
+        """What the agent was asked to copy is not in memory after all."""
+        step, self._awaited = self._awaited, 0
+        if step:
+            self._failed(step, snapshot.CheckpointError(f"its snapshot could not be taken: {reason}"))
+
     def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
         """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
 
@@ -209,9 +215,12 @@ class Checkpoint:
         for outcome in ended:
             self._something_saved |= outcome.info is not None
             if outcome.error is not None:
-                self._error = outcome.error
-                _log.error("checkpoint of step %d: %s Training goes on.", outcome.step, outcome.error)
+                self._failed(outcome.step, outcome.error)
         return ended
+
+    def _failed(self, step: int, error: snapshot.CheckpointError) -> None:
+        self._error = error
+        _log.error("checkpoint of step %d: %s Training goes on.", step, error)
 
     def finish(self, *, wait: bool = True) -> list[snapshot.Outcome]:
         """Wait until what was saved is written, and return the outcomes not yet seen.

@@ -115,12 +115,14 @@ class MemorySnapshots:
         stays: Callable[[Tensor], bool],
         target: Target,
         wait: bool,
+        spent: float = 0.0,
     ) -> bool:
         """Begin to take a snapshot, in a thread; :meth:`settle` ends it.
 
         Args:
             stays: whether a tensor keeps its values until then.
             wait: end it here.
+            spent: seconds that it took to ask for the state.
 
         Returns:
             False if nothing was taken: there is no room for it, then or later, or the agent does not answer.
@@ -138,7 +140,7 @@ class MemorySnapshots:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing = self._pool.submit(self._write, draft, writer, number, header, target)
-        self._stall = time.monotonic() - began
+        self._stall = spent + time.monotonic() - began
         if wait:
             self.settle()
         return True

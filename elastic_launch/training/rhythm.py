@@ -112,9 +112,9 @@ class Rhythm:
 
         Args:
             fresh: whether its memory had to be found first, which happens once for each slot: that does not count,
-                as long as it took less than a step.
+                unless it took longer than a step does.
         """
-        if fresh and cost.stall + cost.beside <= self._step:
+        if fresh and not 0 < self._step < cost.stall + cost.beside:
             return
         self._stalls.append(cost.stall)
         self._besides.append(cost.beside)

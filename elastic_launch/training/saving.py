@@ -162,7 +162,8 @@ class Saver:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
             target = checkpoint.target(self._world, now=durable) if checkpoint is not None else Target()
-            self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None)
+            spent = time.monotonic() - began
+            self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None, spent=spent)
         if durable and self._kept and durably:
             durably.requested(step, self._link)
         elif durable and checkpoint is not None:
@@ -178,9 +179,9 @@ class Saver:
         try:
             self._memory.settle()
         except snapshot.CheckpointError as error:
-            self._give_up_memory(error.message)
+            self._lose_snapshot(error.message)
         except OSError as error:
-            self._give_up_memory(f"there is no memory for them: {error}")
+            self._lose_snapshot(f"there is no memory for them: {error}")
 
     def finish(self, *, wait: bool) -> None:
         """Come to the end of a training.
@@ -223,7 +224,15 @@ class Saver:
             self._memory.close()
 
     def _keep(
-        self, captured: dict[str, Any], meta: dict[str, Any], step: int, stays: Stays | None, target: Target, wait: bool
+        self,
+        captured: dict[str, Any],
+        meta: dict[str, Any],
+        step: int,
+        stays: Stays | None,
+        target: Target,
+        *,
+        wait: bool,
+        spent: float,
     ) -> bool:
         assert self._memory is not None
         self._memory.rhythm.taken(step)
@@ -237,12 +246,19 @@ class Saver:
                 stays=stays or (lambda tensor: True),
                 target=target,
                 wait=wait,
+                spent=spent,
             )
         except snapshot.CheckpointError as error:
             self._give_up_memory(error.message)
         except OSError as error:
             self._give_up_memory(f"there is no memory for them: {error}")
         return False
+
+    def _lose_snapshot(self, reason: str) -> None:
+        """Give up after the agent was told to copy what is not there."""
+        self._give_up_memory(reason)
+        if self._checkpoint is not None:
+            self._checkpoint.lost(reason)
 
     def _give_up_memory(self, reason: str) -> None:
         assert self._memory is not None

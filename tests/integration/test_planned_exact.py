@@ -127,6 +127,7 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
     [
         (1, "signal", "broken"),
         (1, "elasticctl", "broken"),
+        (5, "signal", "drained"),
         (5, "elasticctl", "drained"),
         (30, "signal", "drained"),
     ],

@@ -31,6 +31,18 @@ def compiled():
     print(f(torch.zeros(3)).tolist())
 
 
+def inducted():
+    """By the default backend, whose processes compile, and whose compiler is the system's."""
+
+    @torch.compile
+    def f(x):
+        return torch.sin(x) + torch.cos(x)
+
+    x = torch.arange(8.0, requires_grad=True)
+    f(x).sum().backward()
+    print([round(value, 4) for value in x.grad.tolist()])
+
+
 def loader():
     for context in (None, "fork", "spawn", "forkserver"):
         workers = 2 if context else 0

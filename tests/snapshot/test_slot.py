@@ -96,6 +96,17 @@ def test_the_parts_are_the_tensor_file(slot: Slot) -> None:
     assert len(list(slot.tensor_parts(header))) > 1
 
 
+def test_only_the_first_that_is_written_into_a_slot_has_to_find_its_memory(slot: Slot) -> None:
+    """However the sizes change: what comes after counts as what a snapshot costs."""
+    writer = SlotWriter(slot)
+    found = []
+    for number in (1, 2, 3):
+        draft = Draft({"x": torch.zeros(1000 * number)}, {}, lambda tensor: True)
+        found.append(writer.write(draft, sequence=number, round=1, step=number, training=0))
+    writer.close()
+    assert found == [True, False, False]
+
+
 def test_what_may_change_is_cloned_and_what_stays_is_not() -> None:
     stays, changes = torch.zeros(4), torch.zeros(4)
     draft = Draft({"stays": stays, "changes": changes}, {}, lambda tensor: tensor is stays)

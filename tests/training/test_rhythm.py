@@ -14,10 +14,14 @@ from elastic_launch.training.rhythm import SHARE, Cost, Rhythm
 seconds = st.floats(1e-4, 100)
 
 
-def rhythm(step_seconds: float, cost: Cost | None, steps: int = 50) -> Rhythm:
-    found = Rhythm()
+def rhythm_of(found: Rhythm, step_seconds: float = 1.0, steps: int = 50) -> Rhythm:
     for step in range(steps):
         found.step_done(step, step * step_seconds)
+    return found
+
+
+def rhythm(step_seconds: float, cost: Cost | None) -> Rhythm:
+    found = rhythm_of(Rhythm(), step_seconds)
     if cost is not None:
         found.cost(cost)
     return found
@@ -114,6 +118,9 @@ def test_costs_that_change_are_learnt_and_accidents_are_not() -> None:
 
 
 def test_what_a_slot_costs_once_does_not_count_unless_it_is_much() -> None:
+    found = Rhythm()
+    found.cost(Cost(0.1, 0.8), fresh=True)  # before any step's duration is known
+    assert rhythm_of(found).interval == 1
     found = rhythm(1.0, None)
     found.cost(Cost(0.1, 0.8), fresh=True)
     assert found.interval == 1

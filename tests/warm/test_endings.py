@@ -29,6 +29,22 @@ ENDINGS = {
     "syntax error": "x = = 1",
     "encoding": "# -*- coding: latin-1 -*-\nprint('caf\\u00e9')",
     "recursion": "import sys\nsys.tracebacklimit = 1\ndef f(): f()\nf()",
+    "debugger": "x = 1\nbreakpoint()\nprint('never: stdin has ended')",
+    "tracer": """import sys, threading
+calls = []
+def f():
+    g()
+def g():
+    pass
+trace = lambda frame, event, argument: calls.append(frame.f_code.co_name)
+threading.settrace(trace)
+sys.settrace(trace)
+f()
+thread = threading.Thread(target=f)
+thread.run()
+sys.settrace(None)
+print(calls)""",
+    "profiler": "import cProfile\ndef f():\n    pass\nwith cProfile.Profile() as p:\n    f()\nprint(len(p.getstats()))",
     "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno)\nraise ValueError",
     "last words": "import atexit\natexit.register(print, 'bye')\nraise SystemExit(5)",
     "last words that fail": "import atexit\natexit.register(lambda: 1 / 0)",

@@ -113,6 +113,34 @@ def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_p
         "sys.path = ['third_party']",
         "sys.path.insert(0, input())",
         "sys.path.insert(0, __file__[:-9])",
+        "sys.path.insert(0, 'no_such_directory')",
+        "sys.path.insert(0, 'script.py')",
+        "sys.path.append(input())",
+        "sys.path.extend(input())",
+        "sys.path += input()",
+        "os.chdir('third_party')\nsys.path.insert(0, '..')",
+        "os.chdir('third_party')\nsys.path.insert(0, os.path.abspath('..'))",
+        "os.chdir('third_party')\nsys.path.insert(0, os.getcwd())",
+        "os.chdir('third_party')\nsys.path.insert(0, str(Path('..').resolve()))",
+        "root = 'third_party'\nif input():\n    root = '.'\nsys.path.insert(0, root)",
+        "try:\n    root = 'third_party'\nexcept OSError:\n    root = '.'\nsys.path.insert(0, root)",
+        "try:\n    pass\nexcept OSError:\n    root = '.'\nelse:\n    root = 'third_party'\nsys.path.insert(0, root)",
+        "try:\n    import google.colab\n    root = 'third_party'\nexcept ImportError as root:\n    pass\n"
+        "sys.path.insert(0, root)",
+        "root = 'third_party'\nfrom settings import root\nsys.path.insert(0, root)",
+        "root = 'third_party'\nfrom settings import *\nsys.path.insert(0, root)",
+        "root = 'third_party'\ndef root(): pass\nsys.path.insert(0, root)",
+        "root = 'third_party'\nother = (root := '.')\nsys.path.insert(0, root)",
+        "root = 'third_party'\nmatch input():\n    case root:\n        sys.path.insert(0, root)",
+        "class os:\n    fspath = input\nsys.path.insert(0, os.fspath('third_party'))",
+        "from path import Path\nsys.path.insert(0, Path('third_party'))",
+        "try:\n    from pathlib import Path\nexcept ImportError:\n    from path import Path\n"
+        "sys.path.insert(0, str(Path('third_party')))",
+        "def add(p):\n    if p not in sys.path:\n        sys.path.insert(0, p)\nadd('third_party')",
+        "if True:\n    def add(p):\n        sys.path = [p]\nadd('third_party')",
+        "from sys import path\npath.insert(0, input())",
+        "import sys as system\nsystem.path.insert(0, input())",
+        "if True:\n    import sys as system\nsystem.path.insert(0, input())",
         "place = 'a'\nfor place in ['a', 'b']:\n    sys.path.insert(0, place)",
         "place = 'a'\nif sys.argv:\n    place = input()\nsys.path.insert(0, place)",
         "sys.path[:0] = ['third_party']",
@@ -123,8 +151,13 @@ def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_p
         "import site\nsite.addsitedir('third_party')",
     ],
 )
-def test_the_reading_ends_where_later_imports_find_other_things(text: str, tmp_path: Path) -> None:
-    assert _read(tmp_path, f"import sys, yaml\n{text}\nimport numpy").imports == [Import("yaml")]
+def test_the_reading_ends_where_later_imports_find_other_things(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "third_party").mkdir()
+    text = f"import os, sys, yaml\nfrom pathlib import Path\n{text}\nimport numpy"
+    assert _read(tmp_path, text).imports == [Import("yaml")]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +167,13 @@ def test_the_reading_ends_where_later_imports_find_other_things(text: str, tmp_p
         "sys.path.insert(1, os.path.join(os.path.dirname(os.path.realpath(__file__)), '..', 'third_party'))",
         "sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir, 'third_party'))",
         "sys.path += [str(Path(__file__).resolve().parent.parent / 'third_party')]",
-        "sys.path.extend((str(pathlib.Path(__file__).parents[1].joinpath('third_party')), input()))",
+        "sys.path.extend((str(pathlib.Path(__file__).parents[1].joinpath('third_party')), Path('no string')))",
+        "import os.path as osp\nsys.path.insert(0, osp.join(osp.dirname(__file__), '../third_party'))",
+        "from os.path import dirname, join\nsys.path.insert(0, join(dirname(dirname(__file__)), 'third_party'))",
+        "os.chdir('/')\nsys.path.insert(0, os.path.abspath(os.path.dirname(__file__) + '/../third_party'))",
+        "try:\n    root = 'third_party'\nfinally:\n    pass\nroot = 'third_party'\nsys.path.insert(0, root)",
+        "def add(p):\n    sys.path.insert(0, p)\nsys.path.insert(0, 'third_party')",
+        "from sys import path\npath.insert(0, 'third_party')",
         "root = Path(__file__).resolve().parents[1]\nplace: str = str(root / 'third_party')\n"
         "if place not in sys.path:\n    sys.path.insert(0, place)",
         "try:\n    root = Path(__file__).parent.parent\n    sys.path.insert(0, str(root / 'third_party'))\n"
@@ -149,16 +188,23 @@ def test_directories_that_a_script_adds_to_its_path_are_followed(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "third_party/nets.py", "import numpy")
     (tmp_path / "scripts").mkdir()
-    found = _read(tmp_path / "scripts", f"import os, sys, yaml\n{text}\nimport nets, safetensors\n")
+    text = f"import os, pathlib, sys, yaml\nfrom pathlib import Path\n{text}\nimport nets, safetensors\n"
+    found = _read(tmp_path / "scripts", text)
     assert [item.module for item in found.imports] == ["yaml", "numpy", "safetensors"]
-    assert found.directories == ([str(tmp_path / "third_party")] if "insert" in text else [])
+    place = str(tmp_path / "third_party")
+    assert (found.directories, found.behind) == (([place], []) if "insert" in text else ([], [place]))
 
 
-def test_what_is_added_behind_the_others_or_is_no_string_hides_nothing(tmp_path: Path) -> None:
+def test_what_is_added_behind_the_others_or_is_no_string_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     write(tmp_path, "third_party/yaml.py", "import numpy")
-    for text in ("append(input())", "append('third_party')", "insert(0, Path('third_party'))"):
-        found = _read(tmp_path, f"import sys\nsys.path.{text}\nimport yaml")
+    for text in ("append('third_party')", "insert(0, Path('third_party'))"):
+        found = _read(tmp_path, f"import sys\nfrom pathlib import Path\nsys.path.{text}\nimport yaml")
         assert (found.imports, found.directories) == ([Import("yaml")], [])
+    found = _read(tmp_path, "import sys\nsys.path.insert(0, 'third_party')\nimport yaml")
+    assert [item.module for item in found.imports] == ["numpy"]
 
 
 def test_environments_differ_by_what_matters_at_import_only() -> None:

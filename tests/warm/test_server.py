@@ -41,7 +41,7 @@ def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_
     write(tmp_path, "lib/nets.py", "import sys\nLOADED = 'yaml' in sys.modules\nimport yaml")
     text = (
         "import os, sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).resolve().parent / 'lib'))\n"
-        "sys.path.append(os.environ['HOME'])\nimport nets\nprint(nets.LOADED, os.path.basename(sys.path[0]))"
+        "sys.path.append(os.getcwd())\nimport nets\nprint(nets.LOADED, os.path.basename(sys.path[0]))"
     )
     script = write(tmp_path, "script.py", text)
     with warm_starter(config_for(tmp_path, script, preload=())) as starter:
@@ -60,6 +60,10 @@ def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_
             "import os, sys\nsys.path.insert(1, os.path.dirname(__file__) + '/../more')\nimport uses_bits",
             "more may be what libraries import by that name",
         ),
+        (
+            "import os, sys\nsys.path.append(os.path.dirname(__file__) + '/../more')\nimport asks_for_rests",
+            "rests in /",
+        ),
         ("import uses_tokens", "tokens beside the script may be what libraries import by that name"),
     ],
 )
@@ -70,10 +74,12 @@ def test_workers_are_executed_where_that_is_quicker_or_the_only_way(
     _package(tmp_path, "tokens", "")
     _package(tmp_path, "uses_tokens", "import tokens")
     _package(tmp_path, "bits", "")
+    _package(tmp_path, "asks_for_rests", "try:\n    import rests\nexcept ImportError:\n    rests = None")
     _package(tmp_path, "uses_bits", "import bits")
     place = _package(tmp_path, "deadly", "import os\nif os.environ.get('RANK') is None: os.abort()")
     write(tmp_path, "mine/tokens.py", "")
     write(tmp_path, "more/bits.py", "")
+    write(tmp_path, "more/rests/__init__.py", "")
     script = write(tmp_path, "mine/script.py", text)
     caplog.set_level(logging.INFO)
     with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "RANK": "0"}) as starter:
@@ -100,6 +106,11 @@ def _request(starter: Starter, script: str) -> StartRequest:
         ),
         ("import socket\nPAIR = socket.socketpair()", "keeps open socket:"),
         ("import os\nLOG = open(os.path.join(os.path.dirname(__file__), 'log'), 'w')", "keeps open /"),
+        (
+            # As the driver's file, of which there is none here.
+            "import sys\nsys.modules['elastic_agents.warm.spying'].DEVICES = (__file__,)\nDEVICE = open(__file__)",
+            "initializes a device",
+        ),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
     ],
 )
@@ -114,6 +125,62 @@ def test_a_module_that_forks_would_change_is_left_out_and_named(
     with warm_starter(config_for(tmp_path, script, preload=(), no_preload=("odd",)), {"PYTHONPATH": place}) as starter:
         assert starter.run(script).stdout == "True False\n"
     assert caplog.text.count("odd is not loaded ahead") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import sys\nsys.settrace(lambda *_: None)", "a debugger or profiler watches each process from its start"),
+        ("import sys\nsys.setprofile(lambda *_: None)", "a debugger or profiler watches each process from its start"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "the interpreter has threads from its start",
+        ),
+    ],
+)
+def test_workers_are_executed_where_something_watches_each_process(
+    text: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As coverage does with its ``sitecustomize``."""
+    write(tmp_path, "start/sitecustomize.py", text)
+    script = write(tmp_path, "script.py", "import yaml")
+    caplog.set_level(logging.INFO)
+    with warm_starter(config_for(tmp_path, script), {"PYTHONPATH": str(tmp_path / "start")}) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        pid = starter.processes.start(_request(starter, script))
+        assert starter.wait() == (pid, 0)
+        assert starter.processes.forked == 0
+    assert reason in caplog.text
+
+
+def test_a_worker_whose_environment_matters_at_import_is_executed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It alone: the others are forked."""
+    place = _package(tmp_path, "hub", "import os\nHOME = os.environ.get('HUB')")
+    script = write(tmp_path, "script.py", "import sys, hub, os\nopen(sys.argv[1], 'w').write(str(hub.HOME))")
+    caplog.set_level(logging.INFO)
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "HUB": "a"}) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        found = []
+        for number, env in enumerate([{}, {"HUB": "b"}, {"OMP_NUM_THREADS": "7"}, {"HF_HOME": "/x"}]):
+            note = tmp_path / str(number)
+            argv = [sys.executable, "-u", script, str(note)]
+            pid = starter.processes.start(StartRequest(argv, {**starter.env, **env}, 1, 2))
+            assert starter.wait() == (pid, 0)
+            found.append((note.read_text(), starter.processes.forked))
+    assert found == [("a", 1), ("b", 1), ("a", 1), ("a", 2)]
+    assert caplog.text.count("workers import for themselves: HUB differs between them and matters at import") == 1
+
+
+def test_torch_asks_for_gpus_by_their_driver_while_it_is_loaded_ahead_and_the_worker_as_it_likes(
+    tmp_path: Path,
+) -> None:
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    place = _package(tmp_path, "asks", f"import os\nSEEN = os.environ.get({name!r})")
+    script = write(tmp_path, "script.py", f"import asks, os\nprint(asks.SEEN, os.environ.get({name!r}))")
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script).stdout == "1 None\n"
 
 
 def test_a_module_that_cannot_be_imported_raises_in_the_worker(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness import SCRIPTS
@@ -31,6 +33,20 @@ def test_torch_does_in_a_forked_worker_what_it_does_in_an_executed_one(
     assert ends["warm"].code == 0, ends["warm"].stderr
     told = {way: (end.code, sorted(end.stdout.splitlines()), _warnings(end.stderr)) for way, end in ends.items()}
     assert told["warm"] == told["exec"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_torch_compiles_by_default_is_what_an_executed_worker_compiles(
+    starters: dict[str, Starter], tmp_path: Path
+) -> None:
+    """The forked one goes first, and has no cache to find it in."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": starters["warm"].env.get("OMP_NUM_THREADS", "")}
+    ends = {way: starters[way].run(SCRIPT, "inducted", env=env) for way in WAYS}
+    assert ends["warm"].code == 0, ends["warm"].stderr
+    assert list(tmp_path.rglob("*.so"))
+    assert (ends["warm"].code, ends["warm"].stdout) == (ends["exec"].code, ends["exec"].stdout)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 The protocol is that of the EC2 User Guide: "Use the Instance Metadata Service to access instance metadata", "Spot
 Instance interruption notices", "EC2 instance rebalance recommendations", "Scheduled events for your instances"; and of
 the EC2 Auto Scaling User Guide: "Retrieve the target lifecycle state through instance metadata".
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html leads to the others.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The protocol is that of Microsoft's documentation: "Azure Metadata Service: Scheduled Events for Linux VMs" (version
 2020-07-01) and "Azure Instance Metadata Service".
+https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events
 """
 
 from __future__ import annotations

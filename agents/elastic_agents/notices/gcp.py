@@ -2,6 +2,7 @@
 
 The protocol is that of the Compute Engine documentation: "View and query VM metadata" (with the section on waiting for
 changes), "Preemptible VM instances", "Query metadata server for maintenance event notices".
+https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice leads to the others.
 """
 
 from __future__ import annotations

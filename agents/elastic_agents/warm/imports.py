@@ -72,11 +72,13 @@ class Reading:
         imports: of installed modules, in the order of a run, each once.
         sets: variables that the script sets itself at its top level, with the number of imports before; the name is
             empty where it is not written out.
-        directories: that the script puts into its path, where what they hold may hide what is installed.
+        directories: that the script adds to its path, where what they hold may hide what is installed.
+        behind: likewise, behind what is installed.
     """
 
     imports: list[Import] = field(default_factory=list)
     directories: list[str] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)
     sets: list[tuple[str, int]] = field(default_factory=list)
 
     @property
@@ -113,9 +115,10 @@ class _Reader:
         self._files: set[str] = set()
         self._seen: set[Import] = set()
         self._ended = False
+        self._changers: set[str] = set()
 
     def file(self, path: str, package: str) -> None:
-        values = Names(os.path.abspath(path))
+        names = Names(os.path.abspath(path), self._changers)
         path = os.path.realpath(path)
         if path in self._files or len(self._files) >= MOST_FILES:
             return
@@ -127,27 +130,35 @@ class _Reader:
             return  # the script itself will tell
         for statement in _top_level(tree.body):
             match statement:
-                case ast.Import(names=names):
-                    for alias in names:
+                case ast.Import(names=aliases):
+                    names.imports(statement)
+                    for alias in aliases:
                         self._import(Import(alias.name))
-                case ast.ImportFrom(module=name, names=names, level=level):
+                case ast.ImportFrom(module=name, names=aliases, level=level):
+                    names.imports(statement)
                     base = _absolute(name or "", level, package)
                     if base and base != "__future__":
-                        self._import(Import(base, tuple(alias.name for alias in names)))
+                        self._import(Import(base, tuple(alias.name for alias in aliases)))
                 case _:
                     before = len(self.reading.imports)
                     self.reading.sets += [(name, before) for name in _variables_set(statement)]
-                    for part in _parts(statement):
-                        values.learn(part)  # first: what a loop assigns is not known in it
-                        self._change_path(part, values)
+                    self._change_path(statement, names)
 
-    def _change_path(self, statement: ast.AST, values: Names) -> None:
-        if self._ended:
-            return
-        change = changes_of(statement, values)
-        self._ended = not change.known
-        self.reading.directories += change.first
-        self._search = [*change.first, *self._search, *change.last]
+    def _change_path(self, statement: ast.stmt, names: Names) -> None:
+        if isinstance(statement, ast.Try):
+            # What is in its body came by itself; how far that is run, and what else, is not known.
+            parts: list[ast.AST] = [*statement.handlers, *statement.orelse, *statement.finalbody]
+            names.forget(statement)
+        else:
+            parts = [statement]
+            names.assigns(statement)
+        for part in parts:
+            known, first, last = changes_of(part, names)
+            self._ended = self._ended or not known
+            if not self._ended:
+                self.reading.directories += first
+                self.reading.behind += last
+                self._search = [*first, *self._search, *last]
 
     def _import(self, found: Import) -> None:
         if self._ended or found in self._seen or found.top in sys.stdlib_module_names:
@@ -184,17 +195,10 @@ class _Reader:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements in their order; what is in the body of a ``try`` comes before this itself."""
     for statement in body:
-        yield statement
         if isinstance(statement, ast.Try):
             yield from _top_level(statement.body)
-
-
-def _parts(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield a statement, or what is left of it: what is in a ``try`` comes by itself."""
-    if isinstance(statement, ast.Try):
-        yield from (*statement.handlers, *statement.orelse, *statement.finalbody)
-    else:
         yield statement
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.abc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from elastic_agents.warm.imports import Import
 from elastic_agents.warm.spying import Watch
 
-__all__ = ["OURS", "TORCH", "Loaded", "hidden_by", "load"]
+__all__ = ["OURS", "TORCH", "Loaded", "hidden_by", "load", "modules_in"]
 
 TORCH = (
     "torch._dynamo",  # the first use of an optimizer imports it
@@ -42,11 +43,13 @@ class Loaded:
         faults: modules that may not be imported ahead, with what their imports do.
         read: variables that imports asked for.
         changed: variables that imports have set, or removed (None).
+        missed: top-level modules that somebody asked for, and nobody found.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     changed: dict[str, str | None] = field(default_factory=dict)
+    missed: set[str] = field(default_factory=set)
 
 
 def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Callable[[str], None]) -> Loaded:
@@ -58,8 +61,9 @@ def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Cal
     """
     before = dict(os.environ)
     os.environ[NVML] = "1"  # else a question for devices would spoil CUDA for forks
-    watch = Watch()
-    loaded = Loaded()
+    watch, missed = Watch(), _Missed()
+    sys.meta_path.append(missed)
+    loaded = Loaded(missed=missed.names)
     gc.disable()  # a third of the time for nothing: what is imported stays
     try:
         for item in _in_order(wanted, without):
@@ -75,6 +79,7 @@ def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Cal
     finally:
         gc.enable()
         watch.close()
+        sys.meta_path.remove(missed)
         if NVML in before:
             os.environ[NVML] = before[NVML]
         else:
@@ -87,21 +92,38 @@ def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Cal
     return loaded
 
 
-def hidden_by(directory: str) -> list[str]:
+def modules_in(directory: str) -> dict[str, str]:
+    """Return the modules that a directory in the path holds: their names, and the files or packages they are."""
+    try:
+        entries = os.listdir(directory) if directory else []
+    except OSError:
+        return {}  # to imports, too, it is empty then
+    return {
+        name.partition(".")[0]: os.path.join(directory, name)
+        for name in entries
+        if name.endswith((".py", ".so")) or os.path.isfile(os.path.join(directory, name, "__init__.py"))
+    }
+
+
+def hidden_by(directory: str) -> set[str]:
     """Return the loaded modules that a script with files of that name in its path would not have got.
 
     Libraries import each other by name, and the directory comes first in the script's path, not in this process'.
     """
-    if not os.path.isdir(directory):
-        return []
-    hidden = []
-    for name in sorted(os.listdir(directory)):
-        stem = name.partition(".")[0]
-        is_module = name.endswith((".py", ".so")) or os.path.isfile(os.path.join(directory, name, "__init__.py"))
-        file = getattr(sys.modules.get(stem), "__file__", None)
-        if is_module and file and not os.path.realpath(file).startswith(os.path.realpath(directory) + os.sep):
-            hidden.append(stem)
-    return hidden
+    own = os.path.realpath(directory) + os.sep
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules_in(directory)}
+    return {name for name, file in files.items() if file and not os.path.realpath(file).startswith(own)}
+
+
+class _Missed(importlib.abc.MetaPathFinder):
+    """Finds nothing, and notes what nobody else has found."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if "." not in fullname:
+            self.names.add(fullname)
 
 
 def _in_order(wanted: Sequence[Import], without: set[str]) -> Iterator[Import]:

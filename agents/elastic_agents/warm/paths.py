@@ -1,28 +1,30 @@
-"""What a script's statements do to ``sys.path``, as far as their source tells; nothing of it is run."""
+"""What a file's statements do to ``sys.path``, as far as its source tells; nothing of it is run.
+
+What is not understood counts as unknown: a wrong guess would have a forked worker import something else than
+``python script.py`` does.
+"""
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["Names", "PathChange", "changes_of", "run_at_once"]
+__all__ = ["Names", "changes_of", "run_at_once"]
 
 Value = str | int | Path
 """What an expression may be worth; an index of ``parents`` is a number."""
 
 FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "os.fspath": os.fspath,
+    "os.getcwd": os.getcwd,
     "os.path.abspath": os.path.abspath,
     "os.path.dirname": os.path.dirname,
     "os.path.expanduser": os.path.expanduser,
     "os.path.join": os.path.join,
     "os.path.normpath": os.path.normpath,
     "os.path.realpath": os.path.realpath,
-    "os.fspath": os.fspath,
-    "os.getcwd": os.getcwd,
-    "Path": Path,
-    "Path.cwd": Path.cwd,
     "pathlib.Path": Path,
     "pathlib.Path.cwd": Path.cwd,
     "str": str,
@@ -32,56 +34,84 @@ METHODS = ("absolute", "as_posix", "expanduser", "joinpath", "resolve")
 
 CONSTANTS = {"os.pardir": os.pardir, "os.curdir": os.curdir, "os.sep": os.sep, "os.path.sep": os.sep}
 
+DECISIVE = ("sys.path", "sys.modules", "sys.meta_path", "sys.path_hooks")
+"""What decides where imports look, and what they find."""
 
-class PathChange:
-    """What a statement does to ``sys.path``, or to what decides of imports otherwise.
+READS = ("get", "copy", "index", "count", "keys", "items", "values")
+"""Methods that change nothing."""
 
-    Attributes:
-        known: whether it only adds directories, and those before others are known.
-        first: directories that later imports may look at before others.
-        last: the known ones of those behind all others: nothing that was found before is hidden by them.
-    """
-
-    def __init__(self) -> None:
-        self.known = True
-        self.first: list[str] = []
-        self.last: list[str] = []
-
-    def insert(self, value: Value | None) -> None:
-        self.known &= value is not None
-        self.first += _directory(value)
-
-    def append(self, values: Iterable[Value | None]) -> None:
-        for value in values:
-            self.last += _directory(value)
+ADDS = ("append", "extend", "insert")
 
 
 class Names:
-    """What is known of the values of a file's names.
+    """What is known of a file's names.
 
     Args:
         file: its full path.
+        changers: names of functions that change the path when they are called, of all files together.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, changers: set[str]) -> None:
         self._values: dict[str, Value] = {"__file__": file}
+        self._imported: dict[str, str] = {}  # what names stand for
+        self._bound: set[str] = set()  # otherwise
+        self._moved = False  # to another working directory
+        self.changers = changers
 
-    def learn(self, statement: ast.AST) -> None:
-        """Take note of an assignment; all that a compound statement assigns is unknown from then on."""
+    def imports(self, statement: ast.Import | ast.ImportFrom) -> None:
+        """Take note of the names that an import binds."""
+        module = "" if isinstance(statement, ast.Import) or statement.level else statement.module or "."
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            if name == "*":
+                self._values = {"__file__": self._values["__file__"]} if "__file__" in self._values else {}
+                continue
+            self._values.pop(name, None)
+            self._bound.discard(name)
+            if isinstance(statement, ast.ImportFrom):
+                self._imported[name] = f"{module}.{alias.name}" if module else ""
+            else:
+                self._imported[name] = alias.name if alias.asname else name
+
+    def assigns(self, statement: ast.AST) -> None:
+        """Take note of an assignment; whatever another statement binds is unknown from then on."""
+        name, value = "", None
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=expression):
-                pass
+                value = self.value(expression)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as expression):
-                pass
-            case _:
-                for node in run_at_once(statement):
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-                        self._values.pop(node.id, None)
-                return
-        value = self.value(expression)
-        self._values.pop(name, None)
+                value = self.value(expression)
+        self.forget(statement)
         if value is not None:
             self._values[name] = value
+
+    def forget(self, statement: ast.AST) -> None:
+        """Know nothing any more of what a statement binds."""
+        for part in run_at_once(statement):
+            for name in _binds(part):
+                self._bound.add(name)
+                self._values.pop(name, None)
+            match part:
+                case ast.Import() | ast.ImportFrom():
+                    self.imports(part)
+                case ast.Call(func=function) if self.canonical(function) in ("os.chdir", "os.fchdir"):
+                    self._moved = True
+                case ast.FunctionDef() | ast.AsyncFunctionDef() if _changes_when_called(part, self):
+                    self.changers.add(part.name)
+
+    def decides(self, node: ast.expr) -> str:
+        """What an expression is, if it decides of imports; by its looks, too, as names may be bound in many ways."""
+        for name in (self.canonical(node), _dotted(node)):
+            if name in DECISIVE:
+                return name
+        return ""
+
+    def canonical(self, node: ast.expr) -> str:
+        """A name with its dots as its module has it; empty if it is something else, or something of the file's own."""
+        first, dot, rest = _dotted(node).partition(".")
+        if first in self._bound:
+            return ""
+        return self._imported.get(first, first) + dot + rest
 
     def value(self, node: ast.expr) -> Value | None:
         """Return what an expression is worth, if it is about paths and all in it is known."""
@@ -89,6 +119,20 @@ class Names:
             return self._value(node)
         except (TypeError, ValueError, OSError, RuntimeError, IndexError, AttributeError):
             return None  # whatever is wrong with it, the script itself will tell
+
+    def directory(self, node: ast.expr) -> tuple[bool, str]:
+        """Return whether it is known what an entry of the path leads to, and the directory; empty if to nothing."""
+        value = self.value(node)
+        if isinstance(value, Path):
+            return True, ""  # imports look at strings only
+        if not isinstance(value, str) or not self._settled(value):
+            return False, ""
+        # What is not there yet may be by then, and an archive is not looked into.
+        return os.path.isdir(value), os.path.abspath(value)
+
+    def _settled(self, value: Value | None) -> bool:
+        """Whether a path means the same wherever the process is."""
+        return not self._moved or (isinstance(value, str | Path) and os.path.isabs(value))
 
     def _value(self, node: ast.expr) -> Value | None:
         match node:
@@ -102,7 +146,7 @@ class Names:
                 path = self._value(target)
                 return path.parent if isinstance(path, Path) else None
             case ast.Attribute():
-                return CONSTANTS.get(_dotted(node))
+                return CONSTANTS.get(self.canonical(node))
             case ast.Subscript(value=ast.Attribute(value=target, attr="parents"), slice=index):
                 path, number = self._value(target), self._value(index)
                 return path.parents[number] if isinstance(path, Path) and isinstance(number, int) else None
@@ -114,64 +158,86 @@ class Names:
         values = [value for value in map(self._value, args) if value is not None]
         if len(values) < len(args):
             return None
-        if (known := FUNCTIONS.get(_dotted(function))) is not None:
-            return known(*values)
+        name = self.canonical(function)
+        if (known := FUNCTIONS.get(name)) is not None:
+            asks = name.rpartition(".")[2] in ("getcwd", "cwd", "abspath", "realpath")
+            return known(*values) if not asks or self._settled(values[0] if values else None) else None
         if isinstance(function, ast.Attribute) and function.attr in METHODS:
             path = self._value(function.value)
-            if isinstance(path, Path):
+            if isinstance(path, Path) and (function.attr not in ("absolute", "resolve") or self._settled(path)):
                 result: Value = getattr(path, function.attr)(*values)
                 return result
         return None
 
 
-def changes_of(statement: ast.AST, names: Names) -> PathChange:
-    """Return what a statement of a file's top level does to the path."""
-    change = PathChange()
+def changes_of(statement: ast.AST, names: Names) -> tuple[bool, list[str], list[str]]:
+    """Find what a statement of a file's top level does to the path.
+
+    Returns:
+        whether it only adds directories, all of them known; those that later imports may look at before others; and
+        those behind all others, by which nothing is hidden that was found before.
+    """
+    known = True
+    places: dict[str, list[str]] = {"insert": [], "append": []}
     added: set[ast.AST] = set()
     for node in run_at_once(statement):
+        entries: list[ast.expr] | None = None
+        place = "append"
         match node:
-            case ast.AugAssign(target=target, op=ast.Add(), value=value) if _decides(target) == "path":
+            case ast.AugAssign(target=target, op=ast.Add(), value=value) if names.decides(target) == "sys.path":
                 added.add(target)
-                change.append(map(names.value, _items(value)))
-            case ast.Call(func=ast.Attribute(value=target, attr="append"), args=[one]) if _decides(target) == "path":
-                change.append([names.value(one)])
-            case ast.Call(func=ast.Attribute(value=target, attr="extend"), args=[some]) if _decides(target) == "path":
-                change.append(map(names.value, _items(some)))
-            case ast.Call(func=ast.Attribute(value=target, attr="insert"), args=[_, one]) if _decides(target) == "path":
-                change.insert(names.value(one))
+                entries = _items(value)
+                known &= entries is not None
+            case ast.Call(func=ast.Attribute(value=target, attr=method), args=[*_, one], keywords=[]) if (
+                method in ADDS and names.decides(target) == "sys.path"
+            ):
+                entries = _items(one) if method == "extend" else [one]
+                known &= entries is not None
+                place = "insert" if method == "insert" else "append"
+            case ast.Call(func=function) if _dotted(function).rpartition(".")[2] in names.changers:
+                known = False
             case _:
-                change.known &= node in added or not _is_change(node)
-    return change
+                known &= node in added or not _is_change(node, names)
+        for entry in entries or ():
+            clear, directory = names.directory(entry)
+            known &= clear
+            places[place] += [directory] if clear and directory else []
+    return known, places["insert"], places["append"]
 
 
-def _is_change(node: ast.AST) -> bool:
+def _binds(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case (
+            ast.ExceptHandler(name=str() as name) | ast.MatchAs(name=str() as name) | ast.MatchStar(name=str() as name)
+        ):
+            yield name
+        case ast.MatchMapping(rest=str() as name):
+            yield name
+
+
+def _changes_when_called(function: ast.AST, names: Names) -> bool:
+    return any(_is_change(part, names) for part in ast.walk(function))
+
+
+def _is_change(node: ast.AST, names: Names) -> bool:
     match node:
         case ast.Attribute(ctx=ast.Store() | ast.Del()):
-            return bool(_decides(node))
+            return bool(names.decides(node))
         case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-            return bool(_decides(target))
-        case ast.Call(func=ast.Attribute(attr="addsitedir") | ast.Name(id="addsitedir")):
+            return bool(names.decides(target))
+        case ast.Call(func=function) if _dotted(function).rpartition(".")[2] == "addsitedir":
             return True
         case ast.Call(func=ast.Attribute(value=target, attr=method)):
-            return bool(_decides(target)) and method not in ("get", "copy", "index", "count", "keys", "items")
+            return bool(names.decides(target)) and method not in READS
     return False
 
 
-def _decides(node: ast.expr) -> str:
-    """The attribute of ``sys`` that an expression is, if imports depend on it."""
-    match node:
-        case ast.Attribute(value=ast.Name(id="sys"), attr="path" | "modules" | "meta_path" | "path_hooks" as name):
-            return name
-    return ""
-
-
-def _items(node: ast.expr) -> list[ast.expr]:
-    return node.elts if isinstance(node, ast.List | ast.Tuple) else []
-
-
-def _directory(value: Value | None) -> list[str]:
-    """Where imports look for what was put into the path: nowhere if it is no string."""
-    return [os.path.abspath(value)] if isinstance(value, str) else []
+def _items(node: ast.expr) -> list[ast.expr] | None:
+    return node.elts if isinstance(node, ast.List | ast.Tuple) else None
 
 
 def _combined(left: Value | None, operator: ast.operator, right: Value | None) -> Value | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from elastic_agents.warm.become import BLOCKED, become, entry_point, leave_parent
 from elastic_agents.warm.imports import Import, read
-from elastic_agents.warm.loading import Loaded, hidden_by, load
+from elastic_agents.warm.loading import Loaded, hidden_by, load, modules_in
 from elastic_agents.warm.spying import tasks
 
 __all__ = ["serve"]
@@ -82,10 +82,13 @@ def _prepare(settings: dict[str, Any]) -> str | Loaded:
         return f"{', '.join(loaded.faults)} cannot be loaded ahead"
     if names := reading.before_imports & loaded.read:
         return f"the script sets {', '.join(sorted(names))}, which its imports read"
-    for directory in (first, *reading.directories):
-        if hidden := hidden_by(directory):
+    for directory in (first, *reading.directories, *reading.behind):
+        meant = loaded.missed & modules_in(directory).keys()
+        if directory not in reading.behind:
+            meant |= hidden_by(directory)
+        if meant:
             where = "beside the script" if directory == first else f"in {directory}"
-            return f"{', '.join(hidden)} {where} may be what libraries import by that name"
+            return f"{', '.join(sorted(meant))} {where} may be what libraries import by that name"
     return loaded
 
 

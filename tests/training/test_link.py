@@ -1,0 +1,107 @@
+"""A worker's end of the socket to its agent, and the snapshots it tells of; the test is the agent."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch import contract as c
+from elastic_launch.snapshot import newest
+from elastic_launch.snapshot.slot import Slot
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, AgentLink]]:
+    agent, worker = socket.socketpair()
+    link = AgentLink(worker)
+    with agent, worker:
+        yield agent, link
+        link.close()
+
+
+def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink]) -> None:
+    agent, link = ends
+    number = 2000
+
+    def store() -> None:
+        for step in range(number):
+            link.stored(c.Stored(0, step, step, 1, True, "d" * 200, 1))
+
+    other = threading.Thread(target=store)
+    other.start()
+    heard = b""
+    reader = agent.makefile("rb")
+    with reader:
+        told = threading.Thread(target=lambda: [link.step(step) for step in range(number)])
+        told.start()
+        for _ in range(2 * number):
+            heard += reader.readline()
+        told.join()
+        other.join()
+    messages = [c.unpack(line) for line in heard.splitlines()]
+    assert [m.step for m in messages if isinstance(m, c.Stored)] == list(range(number))
+    assert [m.step for m in messages if isinstance(m, c.StepDone)] == list(range(number))
+
+
+def test_an_agent_that_is_gone_is_noticed_by_who_asks_next(ends: tuple[socket.socket, AgentLink]) -> None:
+    agent, link = ends
+    agent.close()
+    link.step(1)
+    link.stored(c.Stored(0, 1, 1, 1, False, "", 1))
+    assert link.stop_asked() == ""
+    assert not link.alive
+    link.step(2)
+
+
+def test_what_the_agent_says_is_heard_while_another_thread_tells(ends: tuple[socket.socket, AgentLink]) -> None:
+    agent, link = ends
+    agent.sendall(c.pack(c.Use(2)) + c.pack(c.Stop("resize"))[:5])
+    assert link.slot_to_use() == 2
+    assert link.stop_asked() == ""
+    agent.sendall(c.pack(c.Stop("resize"))[5:])
+    assert link.stop_asked() == "resize"
+
+
+def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
+    ends: tuple[socket.socket, AgentLink],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody waits for its copy at the end, and the next one is written without the agent."""
+    _agent, link = ends
+    link.slots = [Slot.make(f"test-{number}") for number in range(3)]
+    link._use = 0
+    run = Run(World(), torch.device("cpu"), link)
+    model = nn.Linear(2, 2)
+    run.register("model", model)
+    checkpoint = el.Checkpoint(tmp_path, every=1)
+    run.resume(checkpoint)
+    monkeypatch.setattr("elastic_launch.snapshot.saving.MAX_STATE_BYTES", 10)
+    save = {"identity": {}, "state": run.state, "worlds": [1], "last": False, "draining": False, "stays": None}
+    run._saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
+    run._saver.settle()
+    assert "checkpoint of step 1: its snapshot could not be taken: A checkpoint cannot hold" in caplog.text
+    monkeypatch.undo()
+    run._saver.save(2, checkpoint, **save)
+    began = time.monotonic()
+    run._saver.poll(2, checkpoint)
+    run._saver.finish(wait=True)
+    assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
+    loaded = newest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 2
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
+    run.release()
