@@ -133,6 +133,15 @@ def phases(result: Result) -> Record:
     return found
 
 
+def processor() -> str:
+    """What the kernel calls the processor (proc_cpuinfo(5)); its architecture where it has no name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
 def report(scenarios: Scenarios, results: Mapping[str, Result], load: float, others: float) -> Record:
     """What --json writes."""
     runs = [len(figures) for result in results.values() for figures in result.figures.values()]
@@ -141,6 +150,8 @@ def report(scenarios: Scenarios, results: Mapping[str, Result], load: float, oth
         "versions": {name: version(name) for name in ("elastic-launch", "torch")}
         | {"python": platform.python_version()},
         "cores": len(os.sched_getaffinity(0)),
+        "processor": processor(),
+        "kernel": platform.release().partition("-")[0],
         "runs": min(runs, default=0),
         "load_before": round(load, 2),
         "others_cpu": round(others, 3),
