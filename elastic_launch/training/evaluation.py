@@ -39,7 +39,8 @@ def evaluate(loader: ElasticLoader, measure: Measure, columns: int, world_size: 
     table = MeanTable(sum(per_step), columns)
     for place, values, samples, weight in measured:
         table.fill(place, values, samples, weight)
-    table.add_up(world_size)
+    table.post(world_size)
+    table.wait()
     return table.means(loader.length, "evaluation").values
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.randomness import derive, seeded
+from elastic_launch.training.randomness import derive, kept, seed_all
 
 __all__ = ["ElasticLoader", "Position"]
 
@@ -71,10 +71,11 @@ class ElasticLoader:
         self.length = len(dataset)
         self._shuffle = shuffle
         self._drop_last = drop_last
+        self._collate = collate_fn or default_collate
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
-            "collate_fn": _SeededCollate(collate_fn or default_collate, seed),
+            "collate_fn": _as_it_is,
             "prefetch_factor": prefetch_factor,
         }
         if not self.steps_per_epoch:
@@ -127,8 +128,8 @@ class ElasticLoader:
         ]
         # A generator of its own: DataLoader draws from the global one otherwise, once per epoch and restart.
         generator = torch.Generator().manual_seed(derive("loader", self.seed, first.epoch))
-        seeded_samples = _SeededSamples(self.dataset, self.seed)
-        yield from DataLoader(seeded_samples, batch_sampler=batches, generator=generator, **self._options)
+        seeded = _SeededBatches(self.dataset, self._collate, self.seed)
+        yield from DataLoader(seeded, batch_sampler=batches, generator=generator, **self._options)
 
     def _cut(self, order: list[int], position: Position, world_size: int, rank: int) -> list[list[int]]:
         start = position.step_in_epoch * self.batch.size
@@ -136,27 +137,27 @@ class ElasticLoader:
         return [order[start + micro.start : start + micro.stop] for micro in plan.micro_batches]
 
 
-class _SeededSamples(Dataset[Any]):
-    """A dataset indexed by (epoch, index), whose items' randomness derives from these."""
+class _SeededBatches(Dataset[Any]):
+    """A dataset whose items are collated micro-batches; the randomness of samples derives from epoch and index.
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    DataLoader asks for a micro-batch at a time, by ``__getitems__``: all is done there, as to keep the generators'
+    states takes longer than to seed them.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        with seeded(derive("sample", self._seed, epoch, index), devices=False):
-            return key, self._dataset[index]
-
-
-class _SeededCollate:
-    """Collates samples that come with their keys; its randomness derives from the first one's."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._collate = collate
         self._seed = seed
 
-    def __call__(self, samples: list[tuple[tuple[int, int], Any]]) -> Any:
-        epoch, index = samples[0][0]
-        with seeded(derive("collate", self._seed, epoch, index), devices=False):
-            return self._collate([sample for _, sample in samples])
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        with kept(devices=False):
+            samples = []
+            for epoch, index in keys:
+                seed_all(derive("sample", self._seed, epoch, index), devices=False)
+                samples.append(self._dataset[index])
+            seed_all(derive("collate", self._seed, *keys[0]), devices=False)
+            return self._collate(samples)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -17,7 +17,7 @@ from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.memory import settled
-from elastic_launch.training.randomness import derive
+from elastic_launch.training.randomness import derive, seed_torch
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 
@@ -116,7 +116,7 @@ class Loop:
         first = self._step
         left = loader.steps_per_epoch - loader.position(first).step_in_epoch
         for number in range(first, min(self._end, first + left)):
-            torch.manual_seed(derive("step", loader.seed, number))
+            seed_torch(derive("step", loader.seed, number))
             yield Step(
                 loader.position(number),
                 loader.plan(number, world_size, rank),

@@ -41,6 +41,7 @@ class MeanTable:
     def __init__(self, rows: int, columns: int) -> None:
         # Beside the values: the weight, whether it was given, and in the first row whether the table is marked.
         self._table = torch.zeros(rows, columns + 3, dtype=torch.float64)
+        self._work: dist.Work | None = None
 
     def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
         """Fill in a row.
@@ -57,10 +58,16 @@ class MeanTable:
         """Mark the table, for all ranks to see."""
         self._table[0, -1] = 1.0
 
-    def add_up(self, world_size: int) -> None:
-        """Give every rank what all have filled in."""
+    def post(self, world_size: int) -> None:
+        """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""
         if world_size > 1:
-            dist.all_reduce(self._table)
+            self._work = dist.all_reduce(self._table, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for what was posted."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     @property
     def marked(self) -> bool:

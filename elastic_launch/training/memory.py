@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -214,14 +215,19 @@ def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], 
 
     By where it lies in memory: a ``state_dict`` gives other objects than the parameters themselves.
     """
-    known = {parameter.data_ptr() for parameter in parameters}
-    for group in getattr(optimizer, "param_groups", []):
-        known |= {parameter.data_ptr() for parameter in group["params"]}
-    for values in getattr(optimizer, "state", {}).values():
-        if isinstance(values, dict):
-            known |= {value.data_ptr() for value in values.values() if isinstance(value, Tensor) and value.numel() > 1}
-    known.discard(0)
-    return lambda tensor: tensor.data_ptr() in known
+
+    @cache
+    def known() -> set[int]:
+        """Found when first asked for: at most boundaries nobody asks."""
+        found = {parameter.data_ptr() for parameter in parameters}
+        for group in getattr(optimizer, "param_groups", []):
+            found |= {parameter.data_ptr() for parameter in group["params"]}
+        for values in getattr(optimizer, "state", {}).values():
+            if isinstance(values, dict):
+                found |= {v.data_ptr() for v in values.values() if isinstance(v, Tensor) and v.numel() > 1}
+        return found - {0}
+
+    return lambda tensor: tensor.data_ptr() in known()
 
 
 def restore(memory: MemorySnapshots | None, world: World, training: int) -> tuple[Header, Any, dict[str, Any]] | None:

@@ -82,6 +82,7 @@ class Step:
         self._metric_values: list[list[float | Tensor]] = []
         self._settle = settle
         self._out_of_memory = False
+        self._table: MeanTable | None = None
 
     @property
     def number(self) -> int:
@@ -137,9 +138,13 @@ class Step:
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples
         scaled = loss.reshape(()) * (share * self._gradients.factor)
-        (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
         self._losses.append((loss.detach().reshape(()), weight))
         self._metric_values.append(values)
+        last = self._current == self.plan.grad_accum - 1
+        if last and self._gradients.talks_in_between and loss.device.type == "cpu":
+            # Beside the backward pass, which then waits for other ranks anyway. To read a GPU's loss would hold it up.
+            self._table = self._posted()
+        (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
 
     def give_up(self) -> None:
         """Say, instead of going on after an error, that this rank has no memory for its micro-batch.
@@ -201,13 +206,8 @@ class Step:
         self._scaler.update()
         self.skipped = self._scaler.get_scale() < before
 
-    def _means(self) -> Means:
-        """Find the means over the global batch of the loss and of metrics.
-
-        Raises:
-            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
-            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing.
-        """
+    def _posted(self) -> MeanTable:
+        """Begin to tell all ranks of this one's micro-batches."""
         table = MeanTable(self.plan.total, 1 + len(self._metric_names))
         for micro, share, (loss, weight), metrics in zip(
             self.plan.micro_batches, self.plan.weights, self._losses, self._metric_values, strict=False
@@ -215,8 +215,19 @@ class Step:
             table.fill(micro.index, [loss, *metrics], share, weight)
         if self._out_of_memory:
             table.mark()
+        table.post(self._gradients.world_size)
+        return table
+
+    def _means(self) -> Means:
+        """Find the means over the global batch of the loss and of metrics.
+
+        Raises:
+            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
+            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing.
+        """
+        table = self._posted() if self._table is None else self._table
+        table.wait()
         world_size = self._gradients.world_size
-        table.add_up(world_size)
         if table.marked:
             self.too_large = True
             self._gradients.discard()

@@ -17,7 +17,7 @@ from changes import SCRIPT
 from harness import LOOP, Job
 from kubelet.cluster import Cluster, cluster
 from kubelet.manifests import EXAMPLES, Manifest, documents, find, rendered
-from kubelet.operators import as_trainer, as_training_operator
+from kubelet.operators import as_jobset, as_trainer, as_training_operator
 from netns import missing
 
 MISSING = missing()
@@ -124,12 +124,12 @@ def undisturbed(directory: Path) -> str:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("operator", ["trainer", "trainer, as it would have it", "training operator"])
-def test_pods_of_kubeflows_operators_meet_by_the_variables_that_these_set(operator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operator", ["trainer", "trainer, as it would have it", "training operator", "jobset"])
+def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operator: str, tmp_path: Path) -> None:
     """Of Trainer's pods once by the example's flags, which make it elastic, and once as its own torch runtime does."""
-    directory = "pytorchjob" if operator == "training operator" else "trainjob"
-    manifests = rendered(directory)
-    made_of = (as_training_operator if operator == "training operator" else as_trainer)(manifests, nodes=2)
+    kinds = {"training operator": ("pytorchjob", as_training_operator), "jobset": ("jobset", as_jobset)}
+    directory, as_made = kinds.get(operator, ("trainjob", as_trainer))
+    made_of = as_made(rendered(directory), nodes=2)
     of_pod = container(made_of)
     if "as it would" in operator:
         of_pod["args"][:] = of_pod["args"][-1:]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from harness import SCRIPTS, Job, wait_for
 
+import elastic_launch.launch
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TUTORIAL = str(EXAMPLES / "tutorial" / "example.py")
 SERIES = EXAMPLES / "ddp_series"
@@ -59,14 +61,16 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["elastic_launch", "--standalone", "--nproc_per_node=2"],
-        ["elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
-        ["torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+        ["-m", "elastic_launch", "--standalone", "--nproc_per_node=2"],
+        ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+        [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+        ["-m", "elastic_launch.composer", "--nproc", "2"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],
-    ids=lambda launcher: launcher[0],
+    ids=["elastic-launch", "launch", "launch by its path", "composer", "torchrun"],
 )
 def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(launcher: list[str]) -> None:
-    assert_tutorial(run("-m", *launcher, TUTORIAL, "--local_world_size=2"), 2, devices=0)
+    assert_tutorial(run(*launcher, TUTORIAL, "--local_world_size=2"), 2, devices=0)
 
 
 @pytest.mark.slow

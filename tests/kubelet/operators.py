@@ -1,4 +1,4 @@
-"""What Kubeflow's operators make of their resources: pods with names and variables, here as a job and its service.
+"""What operators make of their resources: pods with names and variables, here as a job and its service.
 
 Trainer 2: https://www.kubeflow.org/docs/components/trainer/operator-guides/ml-policy and its torch plugin; JobSet's
 names: https://jobset.sigs.k8s.io/docs/concepts. Training operator 1.9: what its controller of PyTorchJobs sets.
@@ -10,7 +10,18 @@ import copy
 
 from kubelet.manifests import Manifest, find
 
-__all__ = ["as_trainer", "as_training_operator"]
+__all__ = ["as_jobset", "as_trainer", "as_training_operator"]
+
+
+def as_jobset(manifests: list[Manifest], nodes: int) -> list[Manifest]:
+    """Return what becomes of a JobSet with one job, of so many nodes; its service has its name."""
+    found = copy.deepcopy(find(manifests, "JobSet"))
+    name, (replicated,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    assert found["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    spec = replicated["template"]["spec"] | {"completions": nodes, "parallelism": nodes}
+    spec["template"]["spec"]["subdomain"] = name
+    return [*_maps(manifests), _job(f"{name}-{replicated['name']}-0", spec, "batch/v1")]
 
 
 def as_trainer(manifests: list[Manifest], nodes: int) -> list[Manifest]:
