@@ -64,13 +64,20 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
         ["-m", "elastic_launch", "--standalone", "--nproc_per_node=2"],
         ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
         [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
-        ["-m", "elastic_launch.composer", "--nproc", "2"],
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],
-    ids=["elastic-launch", "launch", "launch by its path", "composer", "torchrun"],
+    ids=["elastic-launch", "launch", "launch by its path", "torchrun"],
 )
 def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(launcher: list[str]) -> None:
     assert_tutorial(run(*launcher, TUTORIAL, "--local_world_size=2"), 2, devices=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_composers_launcher_starts_the_tutorial_too(tmp_path: Path) -> None:
+    """Of it only rank 0 is seen; the files have all."""
+    run("-m", "elastic_launch.composer", "--nproc", "2", "--stdout", f"{tmp_path}/{{rank}}.txt", TUTORIAL)
+    assert_tutorial("".join((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)), 2, devices=0)
 
 
 @pytest.mark.slow
