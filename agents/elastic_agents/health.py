@@ -10,7 +10,6 @@ The kubelet takes 200 to 399 for yes and all else, or silence, for no
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -40,7 +39,7 @@ class Health:
 
     def __init__(self, port: int, address: str | None) -> None:
         try:
-            listener = listen(address, port) if address else _everywhere(port)
+            listener = listen(address, port) if address else listen_anywhere(port)
         except (OSError, EndpointError) as error:
             raise EndpointError(
                 f"The port for --health-port, {port}, cannot be had: {getattr(error, 'strerror', None) or error}.",
@@ -86,13 +85,6 @@ class Health:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-def _everywhere(port: int) -> socket.socket:
-    """Listen at all addresses, those of IPv6, too: a pod may have no others."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return listen_anywhere(port)
 
 
 class _Server(ThreadingHTTPServer):

@@ -10,8 +10,8 @@ from elastic_launch.errors import EndpointError, UnresolvedError
 
 __all__ = ["listen", "listen_anywhere", "resolve", "routable_address", "source_address", "try_listen"]
 
-_ANYWHERE = ("192.0.2.1", 9)
-"""An address that is nowhere (RFC 5737): connecting a datagram socket to it asks the route and sends nothing."""
+_ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses that are nowhere (RFC 5737, RFC 3849): to connect a datagram socket asks the route and sends nothing."""
 
 
 def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
@@ -64,11 +64,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def listen_anywhere(port: int) -> socket.socket:
-    """Listen at all of this host's addresses.
+    """Listen at all of this host's addresses, those of IPv6, too: there may be no others.
 
     Raises:
         OSError: if the port is in use or may not be had.
     """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return _bound(socket.AF_INET, ("", port))
 
 
@@ -103,9 +105,11 @@ def source_address(endpoint: Endpoint) -> str:
 
 def routable_address() -> str:
     """Return the address by which other hosts most likely reach this one; loopback if there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for family, address in _ANYWHERE:
         try:
-            probe.connect(_ANYWHERE)
-            return str(probe.getsockname()[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))
+                return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            continue
+    return "127.0.0.1"
