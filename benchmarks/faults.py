@@ -144,6 +144,7 @@ def taken(what: str, *goals: Goal) -> tuple[Row, ...]:
     return (
         Row("memory", f"{what}: memory (PSS)", memory, "MiB", 0),
         Row("peak", f"{what}: memory, most of ten looks", None, "MiB", 0),
+        Row("whole", f"{what}: memory with the workers (PSS)", None, "MiB", 0),
         Row("cpu", f"{what}: CPU in 20 s", cpu, "s"),
         Row("processes", f"{what}: processes", None, "", 0),
     )

@@ -20,23 +20,25 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
 
     Returns:
         MiB of memory, shared pages by their share (PSS): of all processes together, the median and the most of ten
-        looks; CPU seconds in 20 s, those of short-lived children included; their number.
+        looks; that of the workers and their children too, the median; CPU seconds in 20 s, those of short-lived children included; their number.
     """
     agent, _began = start_alone(job, who, 2, *options)
     for rank in (0, 1):
         job.step(rank, 2, 20)
     began, before = time.monotonic(), _cpu(_helpers(job, agent))
-    memory, most = [], 0
+    memory, whole, most = [], [], 0
     for look in range(1, SAMPLES + 1):
         job.sleep(began + seconds * look / SAMPLES)
         helpers = _helpers(job, agent)
         memory.append(sum(map(_pss, helpers)) / 2**20)
+        whole.append(sum(map(_pss, [agent, *descendants(agent)])) / 2**20)
         most = max(most, len(helpers))
     after, took = _cpu(_helpers(job, agent)), time.monotonic() - began
     spent = sum(after[pid] - before.get(pid, 0.0) for pid in after)
     return {
         "memory": sorted(memory)[SAMPLES // 2],
         "peak": max(memory),
+        "whole": sorted(whole)[SAMPLES // 2],
         "cpu": spent * 20 / took,
         "processes": float(most),
     }

@@ -152,7 +152,7 @@ def report(scenarios: Scenarios, results: Mapping[str, Result], load: float, oth
         "cores": len(os.sched_getaffinity(0)),
         "processor": processor(),
         "kernel": platform.release().partition("-")[0],
-        "runs": min(runs, default=0),
+        "runs": max(runs, default=0),
         "load_before": round(load, 2),
         "others_cpu": round(others, 3),
         "rows": [described(name, row, result) for name, result in results.items() for row in scenarios[name].rows],
