@@ -20,7 +20,8 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
 
     Returns:
         MiB of memory, shared pages by their share (PSS): of all processes together, the median and the most of ten
-        looks; that of the workers and their children too, the median; CPU seconds in 20 s, those of short-lived children included; their number.
+        looks; with the workers and their children, the median; CPU seconds in 20 s, those of short-lived children
+        included; their number.
     """
     agent, _began = start_alone(job, who, 2, *options)
     for rank in (0, 1):

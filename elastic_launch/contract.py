@@ -116,7 +116,10 @@ class Stored(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepDone(Message):
-    """An optimizer step is done; step counts those done so far."""
+    """An optimizer step is done; step counts those done so far.
+
+    Said of the first one of a process, and of one a second then: all are in ``elastic_launch.progress``.
+    """
 
     step: int
 
@@ -146,7 +149,7 @@ class Saved(Message):
 
 @dataclass(frozen=True, slots=True)
 class Slots(Message):
-    """Comes with the descriptors of the node's slots, tensors and head of each in turn.
+    """Comes with the descriptors of the node's slots, tensors and head of each in turn, and of its progress.
 
     Attributes:
         slots: how many there are.

@@ -23,6 +23,7 @@ from elastic_agents.vocabulary import WorkerDrained, WorkerReady
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.events import EventSink
+from elastic_launch.progress import Progress
 
 __all__ = ["Control", "WorkerSaved"]
 
@@ -74,7 +75,8 @@ class Control:
         self._keeper = keeper
         self._say = say
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
-        self.pace = Pace()
+        self._progress = Progress.make("elastic-launch-progress")
+        self.pace = Pace(self._progress.read)
         self._diary = Diary(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
@@ -127,6 +129,7 @@ class Control:
     def close(self) -> None:
         self._wake_out.close()
         self._thread.join(10)
+        self._progress.close()
 
     def _run(self) -> None:
         try:
@@ -141,12 +144,18 @@ class Control:
                         assert isinstance(key.fileobj, socket.socket)
                         self._receive(self._peers[key.fileobj])
         finally:
+            self._look()
             self._diary.close()
             for sock in self._peers:
                 sock.close()
             self._selector.close()
             self._listener.close()
             self._wake_in.close()
+
+    def _look(self) -> None:
+        """Note the last step that workers have done without saying so."""
+        if (reached := self._progress.read()) is not None:
+            self._diary.step(*reached)
 
     def _accept(self) -> None:
         try:
@@ -184,6 +193,7 @@ class Control:
             self._selector.unregister(peer.sock)
             peer.sock.close()
             if peer.begun and peer.hello is not None:
+                self._look()
                 self._diary.hung_up(peer.hello.round)
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
@@ -201,8 +211,9 @@ class Control:
                 self.pace.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
-                self.pace.step(number, step, self._clock.now())
-                self._diary.step(number, step)
+                now = self._clock.now()
+                self.pace.step(number, step, now)
+                self._diary.step(number, step, now)
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Saved(step=step, error=error):
@@ -217,7 +228,7 @@ class Control:
             peer.hello = hello
             slots, descriptors = self._keeper.offer()
             try:
-                socket.send_fds(peer.sock, [c.pack(slots)], descriptors)
+                socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:
                 _log.warning("a worker does not hear: %s", error)
 

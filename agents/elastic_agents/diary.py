@@ -35,12 +35,12 @@ class Diary:
             self._events.emit(TrainingBegun(who.round, who.rank, ready.step, ready.total, round(ready.restore_s, 6)))
         self._open += 1
 
-    def step(self, round_number: int, step: int) -> None:
-        """A worker has done its step; the first to say so counts."""
+    def step(self, round_number: int, step: int, at: float) -> None:
+        """A worker has done its step at a moment; the first to say so counts."""
         if round_number != self._round or step <= self._last:
             return
         first = self._last == self._first
-        self._last, self._at = step, self._clock.now()
+        self._last, self._at = step, at
         if first:
             self._events.emit(FirstStep(round_number, step))
 

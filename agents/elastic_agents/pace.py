@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
+from collections.abc import Callable
+
+from elastic_launch.progress import Reached
 
 __all__ = ["Pace"]
 
@@ -14,16 +17,24 @@ STEPS = 2
 ENOUGH = 3
 """Steps of a round from which the rest is estimated; the median leaves out what is slow about the first."""
 
+KEPT = 20
+"""Steps that count."""
+
 
 class Pace:
-    """Learns from the workers' steps; used by several threads."""
+    """Learns from the workers' steps; used by several threads.
 
-    def __init__(self) -> None:
+    Args:
+        look: returns how far the workers are; asked for whenever somebody wants to know something.
+    """
+
+    def __init__(self, look: Callable[[], Reached | None] = lambda: None) -> None:
+        self._look = look
         self._lock = threading.Lock()
         self._round = 0
         self._step = 0
         self._at = 0.0
-        self._steps: deque[float] = deque(maxlen=20)
+        self._steps: deque[float] = deque(maxlen=KEPT)
         self._saving = 0.0
         self._first = 0
         self._total = 0
@@ -39,8 +50,13 @@ class Pace:
         """A worker has done its step; the first to say so counts."""
         with self._lock:
             if round_number == self._round and step > self._step:
-                self._steps.append((now - self._at) / (step - self._step))
+                number = step - self._step
+                self._steps.extend([(now - self._at) / number] * min(number, KEPT))
                 self._step, self._at = step, now
+
+    def _look_again(self) -> None:
+        if (reached := self._look()) is not None:
+            self.step(*reached)
 
     def saved(self, seconds: float) -> None:
         """Saving took a worker so long."""
@@ -50,17 +66,20 @@ class Pace:
     @property
     def reached(self) -> tuple[int, int]:
         """The last round in which a worker began to train, and the optimizer steps done in all; 0 before."""
+        self._look_again()
         with self._lock:
             return self._round, self._step
 
     @property
     def done(self) -> int:
         """Optimizer steps done."""
+        self._look_again()
         with self._lock:
             return self._step
 
     def remaining(self) -> float:
         """Seconds until the training ends at this round's pace; -1 if that is not known."""
+        self._look_again()
         with self._lock:
             done = self._step - self._first
             # Who trains on beyond the total has begun a second training, of which nothing is known.
@@ -71,5 +90,6 @@ class Pace:
 
     def drain_seconds(self) -> float:
         """Seconds that a drain takes at least, as far as is known: two steps, and saving."""
+        self._look_again()
         with self._lock:
             return STEPS * (statistics.median(self._steps) if self._steps else 0.0) + self._saving

@@ -11,6 +11,7 @@ import threading
 import time
 
 from elastic_launch import contract as c
+from elastic_launch.progress import Progress
 from elastic_launch.snapshot.slot import Slot
 from elastic_launch.training.world import World
 
@@ -26,6 +27,9 @@ BUSY_TIMEOUT = 2.0
 
 FETCH_TIMEOUT = 600.0
 """Seconds for which a snapshot that the agent fetches from another node is waited for."""
+
+SILENCE = 1.0
+"""Seconds after which the agent is told of a step, beside the first one."""
 
 _DESCRIPTORS = 16
 
@@ -61,6 +65,9 @@ class AgentLink:
         self._copies: list[c.Copied] = []
         self._save_asked = False
         self._tells_steps = True
+        self._round = 0
+        self._progress: Progress | None = None
+        self._next_word = 0.0  # when the agent is told of a step again
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
@@ -77,6 +84,7 @@ class AgentLink:
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return None
         link = AgentLink(sock)
+        link._round = world.round
         link._tells_steps = world.local_rank == 0  # all take the same steps: one worker's word is enough
         link._say(c.Hello(world.round, world.rank, world.local_rank))
         link._take_slots()
@@ -87,9 +95,15 @@ class AgentLink:
         self._say(c.Ready(step, total, restore_s))
 
     def step(self, step: int) -> None:
-        """A step is done."""
-        if self._tells_steps:
-            self._say(c.StepDone(step))
+        """A step is done: written where the agent looks when it wants to know, and said now and then."""
+        if not self._tells_steps:
+            return
+        if self._progress is not None:
+            self._progress.write(self._round, step)
+            if time.monotonic() < self._next_word:
+                return
+        self._next_word = time.monotonic() + SILENCE
+        self._say(c.StepDone(step))
 
     def stop_asked(self) -> str:
         """Why the agent asks for a stop; empty if it does not. Does not wait."""
@@ -157,6 +171,9 @@ class AgentLink:
         for slot in self.slots:
             slot.close()
         self.slots = []
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
     def _hang_up(self) -> None:
         with self._sending:
@@ -177,6 +194,8 @@ class AgentLink:
         self._sock.settimeout(BUSY_TIMEOUT)
         for number in descriptors:
             os.set_inheritable(number, False)
+        if len(descriptors) % 2:
+            self._progress = Progress(descriptors.pop())
         self.slots = [Slot(*pair) for pair in zip(descriptors[::2], descriptors[1::2], strict=True)]
         self._understand(data)
 

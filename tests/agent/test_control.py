@@ -15,15 +15,16 @@ from elastic_agents.control import Control, WorkerSaved
 from elastic_agents.keeper import Keeper
 from elastic_agents.vocabulary import WorkerReady
 from elastic_launch import contract as c
-from elastic_launch.events import Event
+from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.progress import Progress
 from elastic_launch.testing import FakeClock
 
 
-class Nowhere:
-    """Takes events, and forgets them."""
+class Events(list[Event]):
+    """Takes events."""
 
     def emit(self, event: Event) -> None:
-        del event
+        self.append(event)
 
 
 Said = queue.SimpleQueue[object]
@@ -35,10 +36,15 @@ def said() -> Said:
 
 
 @pytest.fixture
-def control(said: Said) -> Iterator[Control]:
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def control(said: Said, events: Events) -> Iterator[Control]:
     keeper = Keeper(lambda: True, lambda copied: True)
     keeper.start()
-    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, Nowhere())) as control:
+    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, events)) as control:
         yield control
 
 
@@ -75,3 +81,30 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
             sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
         heard = [said.get(timeout=5) for _ in range(3)]
     assert heard == [WorkerSaved(1, 7, "", False), WorkerSaved(1, 8, "full", True), WorkerSaved(1, 9, "", False)]
+
+
+def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_has_hung_up(
+    control: Control, said: Said, events: Events
+) -> None:
+    """It says the first one, and is silent then."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5)
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+        _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+        said.get(timeout=5)
+        with contextlib.closing(Progress(descriptors.pop())) as progress:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            progress.write(1, 6)
+            sock.sendall(c.pack(c.StepDone(6)))
+            wait_for("the first step", lambda: len(events) == 2)
+            progress.write(1, 40)
+            assert control.pace.reached == (1, 40)
+            progress.write(1, 41)
+    wait_for("the last word", lambda: len(events) == 3)
+    assert events[:2] == [TrainingBegun(1, 0, 5, 0, 0.0), FirstStep(1, 6)]
+    last = events[2]
+    assert isinstance(last, RoundSteps)
+    assert (last.round, last.first, last.last) == (1, 5, 41)
+    assert control.pace.done == 41

@@ -24,7 +24,7 @@ class Book:
 
     def step(self, number: int, step: int, after: float = 1.0) -> None:
         self.clock.advance(after)
-        self.diary.step(number, step)
+        self.diary.step(number, step, self.clock.now())
 
 
 def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -> None:
@@ -33,7 +33,7 @@ def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -
     book.ready(3, local_rank=0, step=10)
     for step in range(11, 31):
         book.step(3, step)
-        book.diary.step(3, step)
+        book.diary.step(3, step, book.clock.now() + 1)
     book.clock.advance(7)
     book.diary.hung_up(3)
     assert book.events == [TrainingBegun(3, 5, 10, 90, 0.25), FirstStep(3, 11)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from elastic_agents.pace import Pace
+from elastic_launch.progress import Progress, Reached
 
 
 def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> Pace:
@@ -35,3 +38,34 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
     assert trained(10, total=0).remaining() == -1.0
     assert trained(10, total=9).remaining() == -1.0, "it trains a second time"
     assert trained(10, total=10).remaining() == 0.0
+
+
+def test_steps_that_nobody_told_of_are_found_when_they_matter() -> None:
+    """Each counts as one, at the pace of all of them together."""
+    reached = [Reached(1, 1, 9.0)]
+    pace = Pace(lambda: reached[-1])
+    pace.begin(1, 0, 0.0, 101)
+    assert pace.remaining() == -1.0
+    reached.append(Reached(1, 41, 89.0))
+    assert pace.reached == (1, 41)
+    assert pace.remaining() == pytest.approx(2.0 * 60)
+    assert pace.drain_seconds() == pytest.approx(4.0)
+    reached.append(Reached(2, 50, 95.0))
+    assert pace.done == 41, "of a round that has not begun here"
+
+
+def test_progress_is_what_was_written_last() -> None:
+    progress = Progress.make("test")
+    assert progress.read() is None
+    progress.write(3, 7)
+    first = progress.read()
+    progress.write(3, 8)
+    second = progress.read()
+    assert first is not None
+    assert second is not None
+    assert (first[:2], second[:2]) == ((3, 7), (3, 8))
+    assert 0 <= second.at - first.at < 10
+    os.pwrite(progress.descriptor, b"x", 0)  # as of a writer that was killed in the middle
+    assert progress.read() is None
+    progress.close()
+    assert progress.read() is None

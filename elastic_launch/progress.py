@@ -1,0 +1,77 @@
+"""How far workers are, in memory that their agent looks into when it wants to know: each word of theirs would wake it.
+
+The agent makes it, as a file without a name (memfd), and hands its descriptor to its workers, one of which writes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import zlib
+from typing import NamedTuple
+
+__all__ = ["Progress", "Reached"]
+
+_FIELDS = struct.Struct("<QQd")
+_RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
+
+TRIES = 3
+"""Reads that may meet the writer in the middle of its few bytes."""
+
+
+class Reached(NamedTuple):
+    """How far a round's workers are.
+
+    Attributes:
+        step: optimizer steps done.
+        at: when the last of them was, by the host's monotonic clock (:class:`elastic_launch.clock.MonotonicClock`).
+    """
+
+    round: int
+    step: int
+    at: float
+
+
+class Progress:
+    """The memory.
+
+    Args:
+        descriptor: closed by :meth:`close`.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._lock = threading.Lock()  # the number of a closed one is soon another's
+
+    @staticmethod
+    def make(name: str) -> Progress:
+        """Make it, with nothing in it.
+
+        Raises:
+            OSError: if there are no descriptors left.
+        """
+        return Progress(os.memfd_create(name, os.MFD_CLOEXEC))
+
+    def write(self, round: int, step: int) -> None:
+        """Say that a step is done."""
+        fields = _FIELDS.pack(round, step, time.clock_gettime(time.CLOCK_BOOTTIME))
+        os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), 0)
+
+    def read(self) -> Reached | None:
+        """Return what was written last; None if nothing was, or it is closed. From any thread."""
+        for _ in range(TRIES):
+            with self._lock:
+                data = os.pread(self.descriptor, _RECORD.size, 0) if self.descriptor >= 0 else b""
+            if len(data) < _RECORD.size:
+                return None
+            fields, check = _RECORD.unpack(data)
+            if zlib.crc32(fields) == check:
+                return Reached(*_FIELDS.unpack(fields))
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
