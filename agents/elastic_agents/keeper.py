@@ -314,7 +314,10 @@ class Keeper:
 
     def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
         roots = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
-        code = f"import sys; sys.path[:0] = {roots!r}; from elastic_agents.copying import main; main()"
+        code = (
+            f"import sys; sys.path[:0] = {roots!r}; from elastic_agents.priority import give_way; give_way(); "
+            "from elastic_agents.copying import main; main()"
+        )
         with self._changed:
             if self._closing:
                 return {"error": "the agent ends"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,8 @@ class Node:
         self.member = True
         self.told: list[Copied] = []
         self.asked = 0
-        self.keeper = Keeper(lambda: self.member, self._tell)
+        self.may_commit = lambda: self.member
+        self.keeper = Keeper(lambda: self.may_commit(), self._tell)
         self.keeper.start()
         offer, numbers = self.keeper.offer()
         self.use = offer.use
@@ -135,6 +137,16 @@ def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(n
     os.kill(slow, signal.SIGCONT)
     assert node.copied() == [7, 1]
     assert [copied.step for copied in node.told] == [1, 7]
+
+
+def test_the_copying_process_takes_what_the_training_leaves(node: Node) -> None:
+    before, looked = os.getpriority(os.PRIO_PROCESS, 0), threading.Event()
+    node.may_commit = lambda: looked.wait(20)
+    node.store(1)
+    slow = wait_for("the copying process", _copier)
+    wait_for("its priority", lambda: os.getpriority(os.PRIO_PROCESS, slow) == min(19, before + 10))
+    looked.set()
+    assert node.copied() == [1]
 
 
 def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
