@@ -207,13 +207,18 @@ class Control:
             case c.Ready(step=step):
                 if not peer.begun:
                     peer.begun = True
+                    self._look()
                     self._diary.begin(peer.hello, message)
                 self.pace.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
-                now = self._clock.now()
-                self.pace.step(number, step, now)
-                self._diary.step(number, step, now)
+                # When it was done, if that is known: this thread may come to hear of it later.
+                reached = self._progress.read()
+                at = self._clock.now()
+                if reached is not None and reached[:2] == (number, step):
+                    at = reached.at
+                self.pace.step(number, step, at)
+                self._diary.step(number, step, at)
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Saved(step=step, error=error):

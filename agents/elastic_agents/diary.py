@@ -40,7 +40,7 @@ class Diary:
         if round_number != self._round or step <= self._last:
             return
         first = self._last == self._first
-        self._last, self._at = step, at
+        self._last, self._at = step, max(at, self._at)
         if first:
             self._events.emit(FirstStep(round_number, step))
 

@@ -51,6 +51,7 @@ class Pace:
         with self._lock:
             if round_number == self._round and step > self._step:
                 number = step - self._step
+                now = max(now, self._at)
                 self._steps.extend([(now - self._at) / number] * min(number, KEPT))
                 self._step, self._at = step, now
 

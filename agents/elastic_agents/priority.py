@@ -17,6 +17,6 @@ def give_way() -> None:
     A kernel that groups processes by their sessions heeds a process' own nice value within its session only
     (sched(7), "The autogroup feature").
     """
-    os.nice(NICE)
     with contextlib.suppress(OSError):
+        os.nice(NICE)
         Path("/proc/self/autogroup").write_text(str(NICE))

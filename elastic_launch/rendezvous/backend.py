@@ -137,6 +137,8 @@ class C10dBackend:
             undo.callback(listener.close)
             links = undo.enter_context(contextlib.closing(listen(address)))
             host = str(listener.getsockname()[0])
+            if host in ("::", "0.0.0.0"):
+                host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
             hosted = host_store(listener, host, config.run_id, config.timing.read_timeout)
             store: ControlStore = SealedStore(hosted, config.token, config.run_id)
             if config.backend == "static":

@@ -96,6 +96,7 @@ class Checkpoint:
         self._owner = ""
         self._link: AgentLink | None = None
         self._awaited = 0
+        self._lost: list[snapshot.Outcome] = []
         self._last_step = 0
         self._last_time = 0.0
         self._writer: snapshot.BackgroundWriter | None = None
@@ -188,11 +189,12 @@ class Checkpoint:
         self._last_step, self._last_time = step, time.monotonic()
         self._link, self._awaited = link, step
 
-    def lost(self, reason: str) -> None:
-        """What the agent was asked to copy is not in memory after all."""
-        step, self._awaited = self._awaited, 0
-        if step:
-            self._failed(step, snapshot.CheckpointError(f"its snapshot could not be taken: {reason}"))
+    def lost(self, step: int, reason: str) -> None:
+        """The state after a step is not in memory after all; the agent may have been asked to copy it."""
+        if step == self._awaited:
+            self._awaited = 0
+            error = snapshot.CheckpointWriteError(f"its snapshot could not be taken: {reason}")
+            self._lost.append(snapshot.Outcome(step, self.round, 0.0, None, error))
 
     def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
         """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
@@ -209,7 +211,8 @@ class Checkpoint:
 
     def outcomes(self) -> list[snapshot.Outcome]:
         """Return the writes that have ended since the last call, having told of their errors; does not wait."""
-        ended = self._writer.poll() if self._writer is not None else []
+        ended, self._lost = self._lost, []
+        ended += self._writer.poll() if self._writer is not None else []
         if self._link is not None:
             ended += [self._outcome(copied) for copied in self._link.copies()]
         for outcome in ended:

@@ -98,12 +98,21 @@ class AgentLink:
         """A step is done: written where the agent looks when it wants to know, and said now and then."""
         if not self._tells_steps:
             return
-        if self._progress is not None:
-            self._progress.write(self._round, step)
-            if time.monotonic() < self._next_word:
-                return
+        if self._written(step) and time.monotonic() < self._next_word:
+            return
         self._next_word = time.monotonic() + SILENCE
         self._say(c.StepDone(step))
+
+    def _written(self, step: int) -> bool:
+        """Whether the agent finds the step where it looks."""
+        if self._progress is None:
+            return False
+        try:
+            self._progress.write(self._round, step)
+        except OSError:
+            self._progress = None  # its number is somebody else's by now, or there is no memory
+            return False
+        return True
 
     def stop_asked(self) -> str:
         """Why the agent asks for a stop; empty if it does not. Does not wait."""
@@ -186,7 +195,7 @@ class AgentLink:
             return
         self._sock.settimeout(ANSWER_TIMEOUT)
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._sock, 4096, _DESCRIPTORS)
+            data, descriptors, flags, _ = socket.recv_fds(self._sock, 4096, _DESCRIPTORS)
         except OSError as error:
             _log.warning("the agent did not answer (%s): a fault will cost the steps since the last checkpoint", error)
             self._hang_up()
@@ -194,9 +203,14 @@ class AgentLink:
         self._sock.settimeout(BUSY_TIMEOUT)
         for number in descriptors:
             os.set_inheritable(number, False)
-        if len(descriptors) % 2:
-            self._progress = Progress(descriptors.pop())
-        self.slots = [Slot(*pair) for pair in zip(descriptors[::2], descriptors[1::2], strict=True)]
+        *pairs, last = descriptors or [-1]
+        if flags & socket.MSG_CTRUNC or len(pairs) % 2:
+            _log.warning("this process may open too few files: a fault will cost the steps since the last checkpoint")
+            for number in descriptors:
+                os.close(number)
+            return
+        self.slots = [Slot(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
+        self._progress = Progress(last) if last >= 0 else None
         self._understand(data)
 
     def _say(self, message: c.Message) -> None:

@@ -256,9 +256,10 @@ class Saver:
 
     def _lose_snapshot(self, reason: str) -> None:
         """Give up after the agent was told to copy what is not there."""
+        assert self._memory is not None
         self._give_up_memory(reason)
         if self._checkpoint is not None:
-            self._checkpoint.lost(reason)
+            self._checkpoint.lost(self._memory.rhythm.last, reason)
 
     def _give_up_memory(self, reason: str) -> None:
         assert self._memory is not None

@@ -144,7 +144,14 @@ class Step:
         if last and self._gradients.talks_in_between and loss.device.type == "cpu":
             # Beside the backward pass, which then waits for other ranks anyway. To read a GPU's loss would hold it up.
             self._table = self._posted()
-        (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+        try:
+            to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
+            to_do.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # A script that goes on all the same has not done this micro-batch.
+            self._losses.pop()
+            self._metric_values.pop()
+            raise
 
     def give_up(self) -> None:
         """Say, instead of going on after an error, that this rank has no memory for its micro-batch.

@@ -81,7 +81,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody waits for its copy at the end, and the next one is written without the agent."""
-    _agent, link = ends
+    agent, link = ends
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
     link._use = 0
     run = Run(World(), torch.device("cpu"), link)
@@ -93,7 +93,11 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     save = {"identity": {}, "state": run.state, "worlds": [1], "last": False, "draining": False, "stays": None}
     run._saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
     run._saver.settle()
+    run._saver.poll(1, checkpoint)
     assert "checkpoint of step 1: its snapshot could not be taken: A checkpoint cannot hold" in caplog.text
+    assert any(
+        isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
+    )
     monkeypatch.undo()
     run._saver.save(2, checkpoint, **save)
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,23 @@ def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: 
 def test_a_step_used_wrongly_says_how(backward: Callable[[Step, Any], None], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _train(3, False, backward)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None:
+    """Else a script that goes on after it would update by half of the gradients."""
+
+    def fails(gradient: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    def backward(step: Step, sample: Any) -> None:
+        loss = _mse(step, sample)
+        loss.register_hook(fails)
+        with contextlib.suppress(RuntimeError):
+            step.backward(loss)
+
+    with pytest.raises(UsageError, match=r"micro-batch 0 ended without step.backward\(loss\)"):
+        _train(4, exact, backward)
 
 
 def test_a_step_without_update_is_an_error() -> None:

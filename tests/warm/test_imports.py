@@ -138,6 +138,8 @@ def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_p
         "sys.path.insert(0, str(Path('third_party')))",
         "def add(p):\n    if p not in sys.path:\n        sys.path.insert(0, p)\nadd('third_party')",
         "if True:\n    def add(p):\n        sys.path = [p]\nadd('third_party')",
+        "def add(p):\n    sys.path.insert(0, p)\ndef both():\n    add('a')\nboth()",
+        "from sys import path\npath += [input()]",
         "from sys import path\npath.insert(0, input())",
         "import sys as system\nsystem.path.insert(0, input())",
         "if True:\n    import sys as system\nsystem.path.insert(0, input())",
@@ -174,6 +176,7 @@ def test_the_reading_ends_where_later_imports_find_other_things(
         "try:\n    root = 'third_party'\nfinally:\n    pass\nroot = 'third_party'\nsys.path.insert(0, root)",
         "def add(p):\n    sys.path.insert(0, p)\nsys.path.insert(0, 'third_party')",
         "from sys import path\npath.insert(0, 'third_party')",
+        "from sys import path\npath += ['third_party']",
         "root = Path(__file__).resolve().parents[1]\nplace: str = str(root / 'third_party')\n"
         "if place not in sys.path:\n    sys.path.insert(0, place)",
         "try:\n    root = Path(__file__).parent.parent\n    sys.path.insert(0, str(root / 'third_party'))\n"

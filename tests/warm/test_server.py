@@ -64,6 +64,10 @@ def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_
             "import os, sys\nsys.path.append(os.path.dirname(__file__) + '/../more')\nimport asks_for_rests",
             "rests in /",
         ),
+        (
+            "import os, sys\nsys.path.append(os.path.dirname(os.path.abspath(__file__)))\nimport uses_tokens",
+            "tokens beside the script may be what libraries import by that name",
+        ),
         ("import uses_tokens", "tokens beside the script may be what libraries import by that name"),
     ],
 )

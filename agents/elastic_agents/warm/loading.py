@@ -76,6 +76,8 @@ def load(wanted: Sequence[Import], asked: set[str], without: set[str], tell: Cal
                 loaded.faults[name] = failure
             elif found and item.module not in asked:
                 loaded.faults[item.top] = "; ".join(found)
+        # What was asked for by name is not what a library would find.
+        missed.names -= {item.top for item in wanted}
     finally:
         gc.enable()
         watch.close()

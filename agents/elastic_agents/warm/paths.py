@@ -81,6 +81,8 @@ class Names:
                 value = self.value(expression)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as expression):
                 value = self.value(expression)
+        if isinstance(statement, ast.AugAssign) and self.decides(statement.target):
+            return  # path += [..] is still the path
         self.forget(statement)
         if value is not None:
             self._values[name] = value
@@ -98,6 +100,10 @@ class Names:
                     self._moved = True
                 case ast.FunctionDef() | ast.AsyncFunctionDef() if _changes_when_called(part, self):
                     self.changers.add(part.name)
+
+    def changes_when_called(self, function: ast.expr) -> bool:
+        """Whether a function changes the path, by the name that it has here or where it was made."""
+        return any(name.rpartition(".")[2] in self.changers for name in (self.canonical(function), _dotted(function)))
 
     def decides(self, node: ast.expr) -> str:
         """What an expression is, if it decides of imports; by its looks, too, as names may be bound in many ways."""
@@ -194,7 +200,7 @@ def changes_of(statement: ast.AST, names: Names) -> tuple[bool, list[str], list[
                 entries = _items(one) if method == "extend" else [one]
                 known &= entries is not None
                 place = "insert" if method == "insert" else "append"
-            case ast.Call(func=function) if _dotted(function).rpartition(".")[2] in names.changers:
+            case ast.Call(func=function) if names.changes_when_called(function):
                 known = False
             case _:
                 known &= node in added or not _is_change(node, names)
@@ -220,7 +226,10 @@ def _binds(node: ast.AST) -> Iterator[str]:
 
 
 def _changes_when_called(function: ast.AST, names: Names) -> bool:
-    return any(_is_change(part, names) for part in ast.walk(function))
+    return any(
+        _is_change(part, names) or (isinstance(part, ast.Call) and names.changes_when_called(part.func))
+        for part in ast.walk(function)
+    )
 
 
 def _is_change(node: ast.AST, names: Names) -> bool:

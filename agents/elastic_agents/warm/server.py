@@ -82,9 +82,10 @@ def _prepare(settings: dict[str, Any]) -> str | Loaded:
         return f"{', '.join(loaded.faults)} cannot be loaded ahead"
     if names := reading.before_imports & loaded.read:
         return f"the script sets {', '.join(sorted(names))}, which its imports read"
+    before = {first, *reading.directories}
     for directory in (first, *reading.directories, *reading.behind):
         meant = loaded.missed & modules_in(directory).keys()
-        if directory not in reading.behind:
+        if directory in before:
             meant |= hidden_by(directory)
         if meant:
             where = "beside the script" if directory == first else f"in {directory}"
