@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
-import time
 import zlib
 from typing import NamedTuple
+
+from elastic_launch.clock import MonotonicClock
 
 __all__ = ["Progress", "Reached"]
 
@@ -56,7 +57,7 @@ class Progress:
 
     def write(self, round: int, step: int) -> None:
         """Say that a step is done."""
-        fields = _FIELDS.pack(round, step, time.clock_gettime(time.CLOCK_BOOTTIME))
+        fields = _FIELDS.pack(round, step, MonotonicClock().now())
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), 0)
 
     def read(self) -> Reached | None:

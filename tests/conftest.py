@@ -17,6 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Job, job_in
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell without job control starts what is to run beside it; every process below would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A slow machine is no failure.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
