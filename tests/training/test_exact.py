@@ -66,11 +66,16 @@ def _pids(job: Job) -> list[int]:
     return [event["pid"] for event in job.events("worker_started")]
 
 
+def _saved(checkpoints: Path) -> int:
+    """The newest checkpoint's step; where cores are scarce the training goes first, and copies leave some out."""
+    return max((int(path.name.split("-")[1].split(".")[0]) for path in checkpoints.glob("step-*")), default=0)
+
+
 @pytest.mark.slow
 def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
-    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.05")
-    wait_for("a checkpoint", lambda: list(checkpoints.glob("step-1*")), 60)
+    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.1")
+    wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     os.kill(_pids(job)[1], signal.SIGKILL)
     assert agent.wait(100) == 0, agent.output
     result = _result(path)
@@ -85,7 +90,7 @@ def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alo
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", str(checkpoints), "--every", "5"]
     first, _ = _train(job, 3, *options, "--step-time", "0.1", name="first")
-    wait_for("a checkpoint", lambda: list(checkpoints.glob("step-1*")), 60)
+    wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
     second, path = _train(job, 2, *options, name="second")
