@@ -12,6 +12,8 @@ from launchers import start_alone
 __all__ = ["measure"]
 
 SAMPLES = 10
+SETTLED = 200
+"""Steps after which the start is over: what an agent prepares for later it prepares in the first seconds."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -25,7 +27,7 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
     """
     agent, _began = start_alone(job, who, 2, *options)
     for rank in (0, 1):
-        job.step(rank, 2, 20)
+        job.step(rank, 2, SETTLED)
     began, before = time.monotonic(), _cpu(_helpers(job, agent))
     memory, whole, most = [], [], 0
     for look in range(1, SAMPLES + 1):

@@ -79,7 +79,7 @@ def show(reports: Sequence[Record], args: argparse.Namespace, section: str) -> N
 def headline(report: Record) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     load = f"load before {report['load_before']:.2f}, {report['others_cpu']:.0%} of the CPU used by others meanwhile"
-    machine = f"{report['cores']} cores ({report['processor']}), Linux {report['kernel']}"
+    machine = f"{report['cores']} cores ({report.get('processor', 'unknown')}), Linux {report.get('kernel', 'unknown')}"
     return (
         f"{report['date']}: {versions}, {machine}, CPU, gloo; medians of {report['runs']} runs "
         f"(least..greatest); {load}."

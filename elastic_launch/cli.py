@@ -9,16 +9,15 @@ import os
 import secrets
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_nnodes
-from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
+from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.faults import ENV_FAULTS, FaultPlan
-from elastic_launch.flags import BY_NAME, PROGRAM, USAGE, Line, Values, split
+from elastic_launch.flags import BY_NAME, USAGE, Line, Values, split
 from elastic_launch.help import help_text
 from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
@@ -26,49 +25,50 @@ from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.pod import found_out, sentence
-from elastic_launch.process import exiting
+from elastic_launch.process import PROGRAM, exiting, reported
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
-from elastic_launch.termination import write_termination_log
 from elastic_launch.torch_options import visible_device
 
-__all__ = ["console_main", "find_module", "launch", "main", "parse", "reported"]
+__all__ = ["console_main", "find_module", "launch", "main", "parse"]
 
 log = logging.getLogger(__name__)
 
 
 def console_main() -> NoReturn:
     """The console script."""
-    exiting(main)
+    exiting(lambda: main(whole=True))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
     """Run a launch as the command line asks for it.
 
     Args:
         argv: arguments without the program's name; None: those of this process.
+        whole: whether this process is here for the launch alone, and may begin anew to share torch with its workers.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
     """
-    return reported(lambda: _main(sys.argv[1:] if argv is None else argv))
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv, whole))
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str], whole: bool) -> int:
     # Most have no use for it; the script's own arguments may have these words, too.
     if any(token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv):
         from elastic_launch import composer
 
         if composer.wanted(argv):
             return composer.start(argv)
-    return launch(split(argv))
+    return launch(split(argv), whole=whole)
 
 
-def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None) -> int:
+def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False) -> int:
     """Do what a command line asks for, and return the exit code.
 
     Args:
         prepare: what another front end changes before the job is looked at.
+        whole: see :func:`main`.
 
     Raises:
         ElasticLaunchError: if that cannot be done.
@@ -88,21 +88,15 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None) -> int
         return ExitCode.DONE
     config = _configure(job)
     os.environ.update(job.added)
+    begun = None
+    if whole:
+        from elastic_agents.warm.anew import begin_anew
+
+        begun = begin_anew(config)
     # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
     from elastic_agents.main import run
 
-    return run(config)
-
-
-def reported(act: Callable[[], int]) -> int:
-    """Return what act returns; print the error that it ends with, and return its code."""
-    try:
-        return act()
-    except ElasticLaunchError as error:
-        hint = textwrap.indent(error.hint, "  ")
-        write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
-        print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
-        return error.exit_code
+    return run(config, begun)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:

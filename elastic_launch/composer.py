@@ -18,11 +18,11 @@ from typing import NoReturn
 
 from elastic_agents.fixed import FixedWorld, Rank, run
 from elastic_launch import __version__
-from elastic_launch.cli import parse, reported
+from elastic_launch.cli import parse
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.flags import Flag, Line, split
-from elastic_launch.process import exiting
+from elastic_launch.process import exiting, reported
 from elastic_launch.settings import Setting
 
 __all__ = ["console_main", "main", "start", "wanted", "world"]

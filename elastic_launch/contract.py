@@ -118,7 +118,8 @@ class Stored(Message):
 class StepDone(Message):
     """An optimizer step is done; step counts those done so far.
 
-    Said of the first one of a process, and of one a second then: all are in ``elastic_launch.progress``.
+    Said of the first one of a process, and of one a second then: all are in ``elastic_launch.progress``; where this
+    cannot be written, of all.
     """
 
     step: int

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from elastic_launch.config import LaunchConfig, Limits, Timing
 from elastic_launch.errors import UsageError
+from elastic_launch.process import PROGRAM
 from elastic_launch.settings import Setting, nearest
 
 __all__ = [
     "BY_NAME",
     "FLAGS",
     "GROUPS",
-    "PROGRAM",
     "USAGE",
     "Flag",
     "Line",
@@ -27,7 +27,6 @@ __all__ = [
     "split",
 ]
 
-PROGRAM = "elastic-launch"
 USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
 
 

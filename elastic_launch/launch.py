@@ -21,11 +21,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_launch.cli import find_module, launch, reported
+from elastic_launch.cli import find_module, launch
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Flag, Sourced, split
 from elastic_launch.jobfile import Job
-from elastic_launch.process import exiting
+from elastic_launch.process import exiting, reported
 
 __all__ = ["console_main", "main", "spelling"]
 
@@ -48,26 +48,28 @@ As torch.distributed.launch:
 
 def console_main() -> NoReturn:
     """``python -m elastic_launch.launch``, and the file itself."""
-    exiting(main)
+    exiting(lambda: main(whole=True))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
     """Run a launch as a command line for ``torch.distributed.launch`` asks for it.
 
     Args:
         argv: arguments without the program's name; None: those of this process.
+        whole: whether this process is here for the launch alone, see :func:`elastic_launch.cli.main`.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
     """
-    return reported(lambda: _main(sys.argv[1:] if argv is None else argv))
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv, whole))
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str], whole: bool) -> int:
     line = split(argv, FLAGS)
     code = launch(
         replace(line, defaults={"--max-restarts": Sourced("0", "default of torch.distributed.launch")}),
         hand_local_rank,
+        whole=whole,
     )
     if line.wants == "--help":
         sys.stdout.write(HELP)

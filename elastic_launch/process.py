@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from elastic_launch.errors import ExitCode
+from elastic_launch.errors import ElasticLaunchError, ExitCode
 from elastic_launch.termination import write_termination_log
 
-__all__ = ["GIVEN_UP", "exiting"]
+__all__ = ["GIVEN_UP", "PROGRAM", "exiting", "reported"]
+
+PROGRAM = "elastic-launch"
 
 GIVEN_UP = "c10d-call"
 """Name of threads in calls that are not waited for beyond their time."""
@@ -23,6 +27,9 @@ GIVEN_UP = "c10d-call"
 def exiting(act: Callable[[], int]) -> NoReturn:
     """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
     _open_streams()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        # Whoever has started this process cares for no exit codes, and the kernel would keep none for this one either.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if os.getpid() == 1:
         _end_by_signals()
     try:
@@ -31,6 +38,17 @@ def exiting(act: Callable[[], int]) -> NoReturn:
         # The agent has handlers of its own: this came before there was anything to clean up.
         code = ExitCode.INTERRUPTED
     _leave(code)
+
+
+def reported(act: Callable[[], int]) -> int:
+    """Return what act returns; print the error that it ends with, and return its code."""
+    try:
+        return act()
+    except ElasticLaunchError as error:
+        hint = textwrap.indent(error.hint, "  ")
+        write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
+        print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+        return error.exit_code
 
 
 def _leave(code: int) -> NoReturn:
@@ -53,6 +71,13 @@ def _open_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    # As the interpreter found them closed.
+    sys.stdout = sys.stdout or _nowhere(1)
+    sys.stderr = sys.stderr or _nowhere(2)
+
+
+def _nowhere(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), "utf-8", "backslashreplace")
 
 
 def _end_by_signals() -> None:

@@ -5,6 +5,7 @@ The agent makes it, as a file without a name (memfd), and hands its descriptor t
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -44,6 +45,7 @@ class Progress:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self._file = _file(descriptor)
         self._lock = threading.Lock()  # the number of a closed one is soon another's
 
     @staticmethod
@@ -56,7 +58,13 @@ class Progress:
         return Progress(os.memfd_create(name, os.MFD_CLOEXEC))
 
     def write(self, round: int, step: int) -> None:
-        """Say that a step is done."""
+        """Say that a step is done.
+
+        Raises:
+            OSError: if somebody has closed the descriptor, whose number may be another file's by now.
+        """
+        if _file(self.descriptor) != self._file:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         fields = _FIELDS.pack(round, step, MonotonicClock().now())
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), 0)
 
@@ -76,3 +84,8 @@ class Progress:
         with self._lock:
             descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +50,16 @@ def free_port() -> int:
 
 _first_port = 10_000 + os.getpid() % 40 * 500
 _ports = itertools.cycle(range(_first_port, _first_port + 500))
+
+
+def asked(url: str) -> tuple[int, str]:
+    """Return the status and the text that an HTTP server answers with."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status, answer.read().decode().strip()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode().strip()
 
 
 def tree(pid: int) -> list[int]:

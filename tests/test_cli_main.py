@@ -24,7 +24,8 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
     """Stand in for the agent and return the list of what it is asked to run; it exits with 17."""
     asked: list[LaunchConfig] = []
 
-    def run(config: LaunchConfig) -> int:
+    def run(config: LaunchConfig, begun: object) -> int:
+        assert begun is None
         asked.append(config)
         return 17
 
@@ -74,7 +75,7 @@ def test_main_prints_an_error_with_its_hint(
 def test_main_prints_errors_of_the_agent_and_returns_their_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(config: LaunchConfig) -> int:
+    def run(config: LaunchConfig, begun: object) -> int:
         raise EndpointError("node0:29400 does not answer.", "Start node0 first,\nor look at the firewall.")
 
     monkeypatch.setattr(sys.modules["elastic_agents.main"], "run", run)
@@ -104,7 +105,8 @@ def test_console_main_exits(
     outcome: int | KeyboardInterrupt,
     code: int,
 ) -> None:
-    def main() -> int:
+    def main(*, whole: bool) -> int:
+        assert whole
         if isinstance(outcome, KeyboardInterrupt):
             raise outcome
         return outcome

@@ -86,7 +86,7 @@ def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None, ahead:
     variables = {**shared_environment(config), **(env or {})}
 
     def make() -> WarmServer:
-        return WarmServer(config, variables, ahead)
+        return WarmServer.execute(config, variables, ahead)
 
     processes = WarmProcesses(lambda pid, code: exits.put((pid, code)), make(), make)
     try:

@@ -7,8 +7,9 @@ import os
 import sys
 
 from elastic_agents.sinks import has_colours, painted
+from elastic_launch.config import LaunchConfig
 
-__all__ = ["configure_logging"]
+__all__ = ["announce", "configure_logging"]
 
 _log = logging.getLogger("elastic_launch")
 
@@ -16,8 +17,12 @@ _COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 """SGR codes by level; other lines are as they are."""
 
 
-def configure_logging() -> None:
-    """Write the launcher's lines to stderr, from the level on that LOGLEVEL names."""
+def configure_logging(*, complain: bool = True) -> None:
+    """Write the launcher's lines to stderr, from the level on that LOGLEVEL names.
+
+    Args:
+        complain: say so if it names none.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(coloured=has_colours(2)))
     _log.handlers[:] = [handler]
@@ -25,8 +30,15 @@ def configure_logging() -> None:
     wanted = os.environ.get("LOGLEVEL") or "INFO"
     levels = logging.getLevelNamesMapping()
     _log.setLevel(levels.get(wanted.upper(), logging.INFO))
-    if wanted.upper() not in levels:
+    if complain and wanted.upper() not in levels:
         _log.warning("LOGLEVEL=%s is no level: INFO is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted)
+
+
+def announce(config: LaunchConfig) -> None:
+    """Say what begins, and where its files go."""
+    if config.found_out:
+        _log.info("%s", config.found_out)
+    _log.info("run %s, logs in %s", config.run_id, config.run_directory)
 
 
 class _Formatter(logging.Formatter):

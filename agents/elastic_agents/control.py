@@ -23,7 +23,7 @@ from elastic_agents.vocabulary import WorkerDrained, WorkerReady
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.events import EventSink
-from elastic_launch.progress import Progress
+from elastic_launch.progress import Progress, Reached
 
 __all__ = ["Control", "WorkerSaved"]
 
@@ -212,13 +212,12 @@ class Control:
                 self.pace.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
-                # When it was done, if that is known: this thread may come to hear of it later.
+                # When it was done, if that is known: this thread may come to hear of it later, and of further ones.
                 reached = self._progress.read()
-                at = self._clock.now()
-                if reached is not None and reached[:2] == (number, step):
-                    at = reached.at
-                self.pace.step(number, step, at)
-                self._diary.step(number, step, at)
+                if reached is None or reached.round != number or reached.step < step:
+                    reached = Reached(number, step, self._clock.now())
+                self.pace.step(*reached)
+                self._diary.step(number, step, reached.at)
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Saved(step=step, error=error):

@@ -42,6 +42,8 @@ class Guard:
             [sys.executable, "-I", "-S", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            # It needs to find its libraries, and none of the agent's secrets.
+            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
             start_new_session=True,
         )
 

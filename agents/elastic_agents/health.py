@@ -10,6 +10,7 @@ The kubelet takes 200 to 399 for yes and all else, or silence, for no
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -18,7 +19,7 @@ from elastic_launch.config import Endpoint
 from elastic_launch.errors import EndpointError
 from elastic_launch.rendezvous.net import listen, listen_anywhere
 
-__all__ = ["Health"]
+__all__ = ["Health", "health_listener"]
 
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
@@ -27,8 +28,8 @@ READ_TIMEOUT = 5.0
 """Seconds after which a connection that asks nothing is closed."""
 
 
-class Health:
-    """Answers at a port until it is closed.
+def health_listener(port: int, address: str | None) -> socket.socket:
+    """Return a socket that listens for who asks.
 
     Args:
         address: the only one to listen at; None: all of this host.
@@ -36,15 +37,23 @@ class Health:
     Raises:
         EndpointError: if the port cannot be had.
     """
+    try:
+        return listen(address, port) if address else listen_anywhere(port)
+    except (OSError, EndpointError) as error:
+        raise EndpointError(
+            f"The port for --health-port, {port}, cannot be had: {getattr(error, 'strerror', None) or error}.",
+            "Give another one, or end what listens there.",
+        ) from error
 
-    def __init__(self, port: int, address: str | None) -> None:
-        try:
-            listener = listen(address, port) if address else listen_anywhere(port)
-        except (OSError, EndpointError) as error:
-            raise EndpointError(
-                f"The port for --health-port, {port}, cannot be had: {getattr(error, 'strerror', None) or error}.",
-                "Give another one, or end what listens there.",
-            ) from error
+
+class Health:
+    """Answers until it is closed.
+
+    Args:
+        listener: taken over.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
         self._inbox: Inbox[object] | None = None
         self._server = _Server(self, listener.getsockname()[:2])
         self._server.socket.close()

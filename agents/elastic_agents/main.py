@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_agents.console import configure_logging
+from elastic_agents.console import announce, configure_logging
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.summary import last_words, root_cause
@@ -25,6 +29,7 @@ from elastic_launch.torch_options import TorchOptions
 if TYPE_CHECKING:
     from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
+    from elastic_agents.warm.parting import Begun
 
 __all__ = ["run"]
 
@@ -46,9 +51,13 @@ class _Journal:
             _log.info("%s", incident.line())
 
 
-def run(config: LaunchConfig) -> int:
-    """Run this node's part of a run and return its exit code."""
-    configure_logging()
+def run(config: LaunchConfig, begun: Begun | None = None) -> int:
+    """Run this node's part of a run and return its exit code.
+
+    Args:
+        begun: what this process has begun with, having announced the run; None: with nothing.
+    """
+    configure_logging(complain=begun is None)
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     if config.foreign is not None:
@@ -58,21 +67,22 @@ def run(config: LaunchConfig) -> int:
 
         return run_foreign(config)
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
-    with signals, _health(config) as health:
-        directory = config.run_directory
-        if config.found_out:
-            _log.info("%s", config.found_out)
-        _log.info("run %s, logs in %s", config.run_id, directory)
+    with signals, _health(config, begun) as health:
+        if begun is None:
+            announce(config)
+        else:
+            signal.pthread_sigmask(signal.SIG_SETMASK, begun.mask)
         journal = _Journal(
             JsonLines(
-                directory / f"events-{config.node_id}.jsonl",
+                config.run_directory / f"events-{config.node_id}.jsonl",
                 clock,
                 lambda error: _log.warning("events are not recorded: %s", error),
             ),
             clock,
         )
         _check(config)
-        processes = start_processes(config)  # first of all: it takes longest, and needs nothing of what follows
+        # First of all: it takes longest, and needs nothing of what follows.
+        processes = start_processes(config, begun.parted if begun is not None else None)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_agents.logs import link_latest
@@ -98,14 +108,15 @@ def run(config: LaunchConfig) -> int:
 
 
 @contextmanager
-def _health(config: LaunchConfig) -> Iterator[Health | None]:
+def _health(config: LaunchConfig, begun: Begun | None) -> Iterator[Health | None]:
     """Answer who asks whether this node is well, if that is wanted; from the start, which may take long."""
     if config.health_port is None:
         yield None
         return
-    from elastic_agents.health import Health
+    from elastic_agents.health import Health, health_listener
 
-    with closing(Health(config.health_port, config.local_addr)) as health:
+    listener = begun.health if begun is not None else None
+    with closing(Health(listener or health_listener(config.health_port, config.local_addr))) as health:
         yield health
 
 
@@ -150,7 +161,18 @@ def _quiet_torch() -> Iterator[None]:
     before = os.environ.get(name)
     os.environ.setdefault(name, "FATAL")
     try:
+        if "torch" in sys.modules:
+            _read_log_level()
         yield
     finally:
         if before is None:
             del os.environ[name]
+
+
+def _read_log_level() -> None:
+    """Have torch look at its variable once more: it was imported for the warm server, too, which is to print all."""
+    library = Path(sys.modules["torch"].__path__[0]) / "lib" / "libc10.so"
+    try:
+        ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()  # c10::initLogging()
+    except (OSError, AttributeError) as error:
+        _log.debug("torch may print what this process reports itself: %s", error)

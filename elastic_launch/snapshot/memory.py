@@ -91,14 +91,14 @@ class SlotWriter:
         Most of it is copying, without the interpreter's lock: another thread may compute meanwhile.
 
         Returns:
-            whether it is the first here, for which memory had to be found.
+            whether it is the slot's first, for which memory had to be found.
 
         Raises:
             OSError: if there is no memory for it.
             UnsupportedStateError: if the state is too large for the format.
         """
+        empty = not self.slot.allocated
         self.slot.begin()
-        before = self._mapped
         target = self._target(draft.layout.size)
         header = draft.layout.header
         target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -120,7 +120,7 @@ class SlotWriter:
         faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
-        return before is None
+        return empty
 
     def close(self) -> None:
         if self._mapped is not None:

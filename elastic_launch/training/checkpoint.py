@@ -185,12 +185,12 @@ class Checkpoint:
         self._last_step = -1
 
     def requested(self, step: int, link: AgentLink | None) -> None:
-        """The agent was asked to copy the state after a step, which is in memory."""
+        """The agent copies the state after a step once it is in memory."""
         self._last_step, self._last_time = step, time.monotonic()
         self._link, self._awaited = link, step
 
     def lost(self, step: int, reason: str) -> None:
-        """The state after a step is not in memory after all; the agent may have been asked to copy it."""
+        """The state after a step is not in memory after all, and is not copied."""
         if step == self._awaited:
             self._awaited = 0
             error = snapshot.CheckpointWriteError(f"its snapshot could not be taken: {reason}")

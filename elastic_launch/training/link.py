@@ -205,9 +205,12 @@ class AgentLink:
             os.set_inheritable(number, False)
         *pairs, last = descriptors or [-1]
         if flags & socket.MSG_CTRUNC or len(pairs) % 2:
-            _log.warning("this process may open too few files: a fault will cost the steps since the last checkpoint")
+            _log.warning(
+                "this process may open too few files (ulimit -n): a fault will cost the steps since the last checkpoint"
+            )
             for number in descriptors:
                 os.close(number)
+            self._understand(data)
             return
         self.slots = [Slot(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
         self._progress = Progress(last) if last >= 0 else None

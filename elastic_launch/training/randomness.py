@@ -48,7 +48,7 @@ def seed_all(seed: int, *, devices: bool) -> None:
 
 @contextmanager
 def kept(*, devices: bool) -> Iterator[None]:
-    """Give all generators the state back that they have now."""
+    """Give all generators the state back that they have now; of devices, those of GPUs by CUDA or ROCm."""
     numpy = sys.modules.get("numpy")
     before = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else None

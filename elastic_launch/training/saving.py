@@ -255,7 +255,7 @@ class Saver:
         return False
 
     def _lose_snapshot(self, reason: str) -> None:
-        """Give up after the agent was told to copy what is not there."""
+        """Give up after a state was taken for one that is on its way to the agent."""
         assert self._memory is not None
         self._give_up_memory(reason)
         if self._checkpoint is not None:

@@ -83,6 +83,7 @@ class Step:
         self._settle = settle
         self._out_of_memory = False
         self._table: MeanTable | None = None
+        self._told = False  # other ranks, of a backward pass that failed
 
     @property
     def number(self) -> int:
@@ -133,6 +134,11 @@ class Step:
         """
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
+        if self._told:
+            raise UsageError(
+                "step.backward() cannot be tried again: other ranks wait for what the one that failed has begun.",
+                "Let the error end this process, or use exact=True and step.give_up().",
+            )
         _check_scalar("loss", loss)
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
@@ -151,6 +157,7 @@ class Step:
             # A script that goes on all the same has not done this micro-batch.
             self._losses.pop()
             self._metric_values.pop()
+            self._told = self._table is not None
             raise
 
     def give_up(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,13 @@ def test_progress_is_what_was_written_last() -> None:
     assert progress.read() is None
     progress.close()
     assert progress.read() is None
+
+
+def test_progress_is_not_written_into_somebody_elses_file(tmp_path: Path) -> None:
+    progress = Progress.make("test")
+    with (tmp_path / "other").open("w+") as other:
+        os.dup2(other.fileno(), progress.descriptor)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            progress.write(1, 1)
+    progress.close()
+    assert (tmp_path / "other").read_text() == ""

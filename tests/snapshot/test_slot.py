@@ -29,11 +29,12 @@ def a_state(scale: float = 1.0) -> dict[str, Any]:
     return {"model": tensors, "steps": (7, None, float("inf")), "flags": torch.tensor([True, False])}
 
 
-def write(slot: Slot, state: Any, **numbers: int) -> None:
+def write(slot: Slot, state: Any, **numbers: int) -> bool:
     writer = SlotWriter(slot)
     values = {"sequence": 1, "round": 2, "step": 3, "training": 0, **numbers}
-    writer.write(Draft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
+    first = writer.write(Draft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
     writer.close()
+    return first
 
 
 def test_a_new_slot_is_empty(slot: Slot) -> None:
@@ -61,6 +62,10 @@ def test_what_is_read_is_no_view_of_the_slot(slot: Slot) -> None:
     found = read_state(slot, header)
     write(slot, a_state(scale=5.0))
     assert torch.equal(found["model"]["w"], a_state()["model"]["w"])
+
+
+def test_memory_is_found_once_for_all_processes_that_write(slot: Slot) -> None:
+    assert [write(slot, a_state(scale)) for scale in (1.0, 2.0)] == [True, False]
 
 
 def test_a_slot_takes_states_of_other_sizes(slot: Slot) -> None:

@@ -33,11 +33,13 @@ def ends() -> Iterator[tuple[socket.socket, AgentLink]]:
 
 def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink]) -> None:
     agent, link = ends
-    number = 2000
+    assert link._sock is not None
+    link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a message takes several writes
+    number = 200
 
     def store() -> None:
         for step in range(number):
-            link.stored(c.Stored(0, step, step, 1, True, "d" * 200, 1))
+            link.stored(c.Stored(0, step, step, 1, True, "d" * 20_000, 1))
 
     other = threading.Thread(target=store)
     other.start()

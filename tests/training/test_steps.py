@@ -136,6 +136,26 @@ def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None
         _train(4, exact, backward)
 
 
+def test_a_backward_pass_that_other_ranks_wait_for_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its means are posted already, and a second time they would meet others' gradients."""
+
+    def fails(gradient: Tensor) -> Tensor:
+        raise RuntimeError("no such graph")
+
+    def backward(step: Step, sample: Any) -> None:
+        loss = _mse(step, sample)
+        handle = loss.register_hook(fails)
+        with contextlib.suppress(RuntimeError):
+            step.backward(loss)
+        handle.remove()
+        step.backward(loss)
+
+    _train(4, True, backward)
+    monkeypatch.setattr(Gradients, "talks_in_between", True)
+    with pytest.raises(UsageError, match="cannot be tried again"):
+        _train(4, False, backward)
+
+
 def test_a_step_without_update_is_an_error() -> None:
     model = _model()
     steps = Run(World(), torch.device("cpu")).steps(

@@ -145,6 +145,19 @@ def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_p
         "if True:\n    import sys as system\nsystem.path.insert(0, input())",
         "place = 'a'\nfor place in ['a', 'b']:\n    sys.path.insert(0, place)",
         "place = 'a'\nif sys.argv:\n    place = input()\nsys.path.insert(0, place)",
+        "import moves\nsys.path.insert(0, 'third_party')",
+        "def move():\n    os.chdir('third_party')\nmove()\nsys.path.insert(0, '..')",
+        "root = 'third_party'\ndef f():\n    global root\n    root = '.'\nf()\nsys.path.insert(0, root)",
+        "def f():\n    global root\n    root = '.'\nroot = 'third_party'\nf()\nsys.path.insert(0, root)",
+        "path = sys.path\npath.insert(0, input())",
+        "(path := sys.path).insert(0, input())",
+        "path: list[str] = sys.path\npath.insert(0, input())",
+        "path, other = sys.path, 1\npath.insert(0, input())",
+        "for path in [sys.path]:\n    path.insert(0, input())",
+        "def add(path=sys.path):\n    path.insert(0, input())\nadd()",
+        "insert = sys.path.insert\ninsert(0, input())",
+        "add_to(sys.path)",
+        "add_to(path=sys.path)",
         "sys.path[:0] = ['third_party']",
         "sys.path.remove('third_party')",
         "try:\n    pass\nexcept OSError:\n    sys.path.insert(0, input())",
@@ -158,6 +171,7 @@ def test_the_reading_ends_where_later_imports_find_other_things(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "third_party").mkdir()
+    write(tmp_path, "moves.py", "import os\nos.chdir('third_party')")
     text = f"import os, sys, yaml\nfrom pathlib import Path\n{text}\nimport numpy"
     assert _read(tmp_path, text).imports == [Import("yaml")]
 
@@ -182,7 +196,12 @@ def test_the_reading_ends_where_later_imports_find_other_things(
         "try:\n    root = Path(__file__).parent.parent\n    sys.path.insert(0, str(root / 'third_party'))\n"
         "except OSError:\n    raise",
         "if os.getcwd() not in sys.path:\n    sys.path.append(os.getcwd() + '/third_party')",
-        "sys.path.append('third_party')",
+        "print(len(sys.path), *sys.path)\nsys.path.append('third_party')",
+        "os.environ['X'] = os.pathsep.join(sys.path)\nsys.path.append('third_party')",
+        "print(f'{sys.path} %s' % sys.path)\nsys.path.append('third_party')",
+        "os.environ['PYTHONPATH'] = os.pathsep.join(['x'] + sys.path)\nsys.path.append('third_party')",
+        "if not sys.path:\n    raise SystemExit\nsys.path.append('third_party')",
+        "for place in sys.path:\n    print(place, sys.path[0], sys.modules.get('x'))\nsys.path.append('third_party')",
     ],
 )
 def test_directories_that_a_script_adds_to_its_path_are_followed(
@@ -196,6 +215,12 @@ def test_directories_that_a_script_adds_to_its_path_are_followed(
     assert [item.module for item in found.imports] == ["yaml", "numpy", "safetensors"]
     place = str(tmp_path / "third_party")
     assert (found.directories, found.behind) == (([place], []) if "insert" in text else ([], [place]))
+
+
+def test_a_statement_may_be_as_deep_as_python_takes(tmp_path: Path) -> None:
+    text = f"import yaml\nx = {'+'.join(['input()'] * 1500)}\nimport numpy"
+    compile(text, "script.py", "exec")
+    assert _read(tmp_path, text).imports == [Import("yaml"), Import("numpy")]
 
 
 def test_what_is_added_behind_the_others_or_is_no_string_hides_nothing(

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["BLOCKED", "Orders", "become", "entry_point", "leave_parent"]
+__all__ = ["BLOCKED", "Orders", "become", "entry_point", "leave_parent", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
@@ -99,7 +99,7 @@ class Orders:
             else:
                 os.environ[name] = value
         importlib.invalidate_caches()  # what was not there then may be there by now
-        _show(self.argv)
+        show(self.argv)
         _forget_server()
         _fresh_randomness()
         # What has arrived since it said that it begins was for the worker.
@@ -204,8 +204,8 @@ def _forget_server() -> None:
         del sys.modules[name]
 
 
-def _show(argv: list[str]) -> None:
-    """Write the worker's command where ``ps`` finds it: over the server's, which is at least as long.
+def show(argv: list[str]) -> None:
+    """Write a command where ``ps`` finds it: over this process' own, which is at least as long.
 
     A last byte that is not 0 tells the kernel that the rest is one string, as setproctitle(3) leaves it
     (get_mm_cmdline in fs/proc/base.c).

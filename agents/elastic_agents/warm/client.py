@@ -9,21 +9,25 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Protocol
 
 from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
 from elastic_agents.sessions import kill_sessions, reap_orphans
+from elastic_agents.warm.anew import server_environment, server_settings, wants_server
 from elastic_agents.warm.imports import differs_at_import
 from elastic_agents.warm.parked import FORK_TIMEOUT, Parked
+from elastic_agents.warm.server import command, open_log
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
+
+if TYPE_CHECKING:
+    from elastic_agents.warm.parting import Parted
 
 __all__ = ["WarmProcesses", "WarmServer", "start_processes"]
 
@@ -41,67 +45,61 @@ MOST_REPLACED = 3
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_processes(config: LaunchConfig) -> Callable[[OnExit], WorkerProcesses]:
-    """Start what a node's workers will be started by, as early as can be, and return how to take it into use."""
-    python, *rest = config.command.argv
-    if config.options.numa_binding is not None:
-        return ExecProcesses  # by numactl
-    if not config.warm or config.command.display[0] == "--no-python" or python != sys.executable or rest[0] != "-u":
+def start_processes(config: LaunchConfig, parted: Parted | None = None) -> Callable[[OnExit], WorkerProcesses]:
+    """Start what a node's workers will be started by, as early as can be, and return how to take it into use.
+
+    Args:
+        parted: a server that this process comes with.
+    """
+    if not wants_server(config):
         return ExecProcesses
-    make = partial(WarmServer, config, shared_environment(config), ahead=config.nproc)
+    env = shared_environment(config)
+    make = partial(WarmServer.execute, config, env, ahead=config.nproc)
     try:
         _be_subreaper(True)
-        server = make()
+        server = WarmServer(parted.server, parted.orders, parted.source, env, config.nproc) if parted else make()
     except OSError as error:
         _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+        if parted is not None:
+            parted.end()
         return ExecProcesses
     return lambda on_exit: WarmProcesses(on_exit, server, make)
 
 
+class Process(Protocol):
+    """A server's process, executed or forked."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float) -> object: ...
+
+
 class WarmServer:
-    """The server's process, started at once and asked to fork once it is ready.
+    """The server's process, which is asked to fork once it is ready.
 
     Attributes:
         lost: whether it was ready and has died.
         read: variables that its imports asked for.
 
     Args:
-        env: a worker's environment, without what differs between workers.
+        process: of the server.
+        orders: the socket to it.
+        source: descriptor of the pipe from it.
+        env: a worker's environment.
         ahead: how many processes are forked ahead, once workers have begun: as many as may begin together.
     """
 
-    def __init__(self, config: LaunchConfig, env: Mapping[str, str], ahead: int) -> None:
-        argv = config.command.argv
-        self.env = {name: value for name, value in env.items() if name not in PER_WORKER}
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(
+        self, process: Process, orders: socket.socket, source: int, env: Mapping[str, str], ahead: int
+    ) -> None:
+        self.env = server_environment(env)
+        self._process = process
+        self._orders = orders
         self._orders.settimeout(FORK_TIMEOUT)
-        self._source, tell = os.pipe2(os.O_CLOEXEC)
-        settings = {
-            "orders": theirs.fileno(),
-            "tell": tell,
-            "argv": list(argv[2:]),
-            "preload": list(config.preload),
-            "without": list(config.no_preload),
-            "restarts": 0,
-            "mask": None,
-        }
-        root = str(Path(__file__).resolve().parents[2])
-        code = (
-            "import sys; sys.flags.safe_path or sys.path.pop(0); "  # the directory of nobody's script
-            f"sys.path.append({root!r}); from elastic_agents.warm.server import serve; sys.path.pop(); "
-            "serve(sys.argv[1])()"
-        )
-        with theirs, _log_of(config) as output:
-            # The command at the end leaves room for a worker to show its own in its place.
-            self._process = subprocess.Popen(
-                [argv[0], "-u", "-c", code, json.dumps(settings), "warm server of", *argv],
-                env=self.env,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno(), tell],
-                start_new_session=True,
-            )
-        os.close(tell)
+        self._source = source
         self._lock = threading.Lock()
         self._known = False
         self._usable = False
@@ -120,6 +118,31 @@ class WarmServer:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._listen, name="warm", daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def execute(config: LaunchConfig, env: Mapping[str, str], ahead: int) -> WarmServer:
+        """Start a server that shares nothing with this process.
+
+        Raises:
+            OSError: if it cannot be executed.
+        """
+        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        source, tell = os.pipe2(os.O_CLOEXEC)
+        settings = {**server_settings(config), "orders": theirs.fileno(), "tell": tell}
+        with ExitStack() as undo:
+            undo.callback(os.close, source)
+            undo.enter_context(orders)
+            with theirs, open(tell, "wb"), open_log(str(settings["log"])) as output:
+                process = subprocess.Popen(
+                    command(settings),
+                    env=server_environment(env),
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno(), tell],
+                    start_new_session=True,
+                )
+            undo.pop_all()
+        return WarmServer(process, orders, source, env, ahead)
 
     @property
     def pid(self) -> int:
@@ -335,15 +358,6 @@ class WarmProcesses:
             names = ", ".join(differing)
             _log.info("workers import for themselves: %s differs between them and matters at import", names)
         return bool(differing)
-
-
-def _log_of(config: LaunchConfig) -> BinaryIO:
-    """Where the output of imports goes: a full disk must not stop training."""
-    try:
-        config.run_directory.mkdir(parents=True, exist_ok=True)
-        return (config.run_directory / f"imports-{config.node_id}.log").open("ab")
-    except OSError:
-        return open(os.devnull, "ab")
 
 
 def _be_subreaper(yes: bool) -> None:

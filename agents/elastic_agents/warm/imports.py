@@ -12,10 +12,11 @@ import ast
 import importlib.machinery
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from elastic_agents.warm.paths import Names, changes_of, run_at_once
+from elastic_agents.warm.paths import Names, Process, changes_of, run_at_once
 
 __all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "matters_at_import", "read"]
 
@@ -115,16 +116,17 @@ class _Reader:
         self._files: set[str] = set()
         self._seen: set[Import] = set()
         self._ended = False
-        self._changers: set[str] = set()
+        self._process = Process()
 
     def file(self, path: str, package: str) -> None:
-        names = Names(os.path.abspath(path), self._changers)
+        names = Names(os.path.abspath(path), self._process)
         path = os.path.realpath(path)
         if path in self._files or len(self._files) >= MOST_FILES:
             return
         self._files.add(path)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script itself will warn
                 tree = ast.parse(file.read(), path)
         except (OSError, SyntaxError, ValueError, RecursionError):
             return  # the script itself will tell

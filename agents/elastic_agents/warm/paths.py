@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Names", "changes_of", "run_at_once"]
+__all__ = ["Names", "Process", "changes_of", "run_at_once"]
 
 Value = str | int | Path
 """What an expression may be worth; an index of ``parents`` is a number."""
@@ -42,21 +43,38 @@ READS = ("get", "copy", "index", "count", "keys", "items", "values")
 
 ADDS = ("append", "extend", "insert")
 
+LOOKS = ("any", "enumerate", "isinstance", "len", "list", "print", "repr", "set", "sorted", "str", "tuple")
+"""Functions that change nothing of what they are given."""
+
+MOVES = ("os.chdir", "os.fchdir")
+
+
+@dataclass(slots=True)
+class Process:
+    """What all files of a script have in common.
+
+    Attributes:
+        changers: names of functions that change the path, or the working directory, when they are called.
+        moved: whether the working directory may be another one by now.
+    """
+
+    changers: set[str] = field(default_factory=set)
+    moved: bool = False
+
 
 class Names:
     """What is known of a file's names.
 
     Args:
         file: its full path.
-        changers: names of functions that change the path when they are called, of all files together.
     """
 
-    def __init__(self, file: str, changers: set[str]) -> None:
+    def __init__(self, file: str, process: Process) -> None:
         self._values: dict[str, Value] = {"__file__": file}
         self._imported: dict[str, str] = {}  # what names stand for
         self._bound: set[str] = set()  # otherwise
-        self._moved = False  # to another working directory
-        self.changers = changers
+        self._elsewhere: set[str] = set()  # functions bind them, too
+        self._process = process
 
     def imports(self, statement: ast.Import | ast.ImportFrom) -> None:
         """Take note of the names that an import binds."""
@@ -84,7 +102,7 @@ class Names:
         if isinstance(statement, ast.AugAssign) and self.decides(statement.target):
             return  # path += [..] is still the path
         self.forget(statement)
-        if value is not None:
+        if value is not None and name not in self._elsewhere:
             self._values[name] = value
 
     def forget(self, statement: ast.AST) -> None:
@@ -96,14 +114,29 @@ class Names:
             match part:
                 case ast.Import() | ast.ImportFrom():
                     self.imports(part)
-                case ast.Call(func=function) if self.canonical(function) in ("os.chdir", "os.fchdir"):
-                    self._moved = True
-                case ast.FunctionDef() | ast.AsyncFunctionDef() if _changes_when_called(part, self):
-                    self.changers.add(part.name)
+                case ast.Call() if self.moves(part):
+                    self._process.moved = True
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self._function(part)
+
+    def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if _changes_when_called(function, self):
+            self._process.changers.add(function.name)
+        for part in ast.walk(function):
+            if isinstance(part, ast.Global):
+                self._elsewhere.update(part.names)
+                for name in part.names:
+                    self._values.pop(name, None)
 
     def changes_when_called(self, function: ast.expr) -> bool:
         """Whether a function changes the path, by the name that it has here or where it was made."""
-        return any(name.rpartition(".")[2] in self.changers for name in (self.canonical(function), _dotted(function)))
+        return any(
+            name.rpartition(".")[2] in self._process.changers for name in (self.canonical(function), _dotted(function))
+        )
+
+    def moves(self, call: ast.Call) -> bool:
+        """Whether a call changes the working directory."""
+        return self.canonical(call.func) in MOVES
 
     def decides(self, node: ast.expr) -> str:
         """What an expression is, if it decides of imports; by its looks, too, as names may be bound in many ways."""
@@ -138,7 +171,7 @@ class Names:
 
     def _settled(self, value: Value | None) -> bool:
         """Whether a path means the same wherever the process is."""
-        return not self._moved or (isinstance(value, str | Path) and os.path.isabs(value))
+        return not self._process.moved or (isinstance(value, str | Path) and os.path.isabs(value))
 
     def _value(self, node: ast.expr) -> Value | None:
         match node:
@@ -185,25 +218,26 @@ def changes_of(statement: ast.AST, names: Names) -> tuple[bool, list[str], list[
     """
     known = True
     places: dict[str, list[str]] = {"insert": [], "append": []}
-    added: set[ast.AST] = set()
+    changes = _Changes(names)
     for node in run_at_once(statement):
         entries: list[ast.expr] | None = None
         place = "append"
         match node:
             case ast.AugAssign(target=target, op=ast.Add(), value=value) if names.decides(target) == "sys.path":
-                added.add(target)
+                changes.excuse(target)
                 entries = _items(value)
                 known &= entries is not None
             case ast.Call(func=ast.Attribute(value=target, attr=method), args=[*_, one], keywords=[]) if (
                 method in ADDS and names.decides(target) == "sys.path"
             ):
+                changes.excuse(target)
                 entries = _items(one) if method == "extend" else [one]
                 known &= entries is not None
                 place = "insert" if method == "insert" else "append"
             case ast.Call(func=function) if names.changes_when_called(function):
                 known = False
             case _:
-                known &= node in added or not _is_change(node, names)
+                known &= not changes.by(node)
         for entry in entries or ():
             clear, directory = names.directory(entry)
             known &= clear
@@ -226,23 +260,59 @@ def _binds(node: ast.AST) -> Iterator[str]:
 
 
 def _changes_when_called(function: ast.AST, names: Names) -> bool:
+    changes = _Changes(names)
     return any(
-        _is_change(part, names) or (isinstance(part, ast.Call) and names.changes_when_called(part.func))
+        changes.by(part) or (isinstance(part, ast.Call) and (names.changes_when_called(part.func) or names.moves(part)))
         for part in ast.walk(function)
     )
 
 
-def _is_change(node: ast.AST, names: Names) -> bool:
+class _Changes:
+    """Finds what may change where imports look, among parts of statements that it is shown from outside in."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._fine: set[ast.AST] = set()
+
+    def excuse(self, node: ast.AST) -> None:
+        """Take it that this one was understood."""
+        self._fine.add(node)
+
+    def by(self, node: ast.AST) -> bool:
+        """Whether a part does, or hands what decides to somebody who may."""
+        self._fine.update(_looked_at(node, self._names))
+        match node:
+            case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
+                return bool(self._names.decides(target))
+            case ast.Call(func=function) if _dotted(function).rpartition(".")[2] == "addsitedir":
+                return True
+            case ast.Name() | ast.Attribute() if node not in self._fine:
+                return bool(self._names.decides(node))
+        return False
+
+
+def _looked_at(node: ast.AST, names: Names) -> Iterator[ast.AST]:
+    """Yield the parts of a part that it does nothing to but to look at them."""
     match node:
-        case ast.Attribute(ctx=ast.Store() | ast.Del()):
-            return bool(names.decides(node))
-        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-            return bool(names.decides(target))
-        case ast.Call(func=function) if _dotted(function).rpartition(".")[2] == "addsitedir":
-            return True
-        case ast.Call(func=ast.Attribute(value=target, attr=method)):
-            return bool(names.decides(target)) and method not in READS
-    return False
+        case ast.Subscript(value=target, ctx=ast.Load()) | ast.Starred(value=target):
+            yield target
+        case ast.FormattedValue(value=target) | ast.UnaryOp(operand=target):
+            yield target
+        case ast.BinOp(left=left, right=right):
+            yield from (left, right)  # and makes something new of them
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield test
+        case ast.Compare(left=left, comparators=others):
+            yield from (left, *others)
+        case ast.For(iter=items) | ast.AsyncFor(iter=items) | ast.comprehension(iter=items):
+            yield items
+        case ast.Call(func=ast.Attribute(value=target, attr=method), args=args):
+            if method in READS:
+                yield target
+            elif method == "join":
+                yield from args
+        case ast.Call(func=function, args=args) if names.canonical(function) in LOOKS:
+            yield from args
 
 
 def _items(node: ast.expr) -> list[ast.expr] | None:
@@ -268,8 +338,10 @@ def _dotted(node: ast.expr) -> str:
 
 
 def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's parts without the bodies of functions, which are for later."""
-    yield node
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        for child in ast.iter_child_nodes(node):
-            yield from run_at_once(child)
+    """Yield a statement's parts, from outside in, without the bodies of functions, which are for later."""
+    ahead = [node]
+    while ahead:
+        part = ahead.pop()
+        yield part
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            ahead += reversed(list(ast.iter_child_nodes(part)))

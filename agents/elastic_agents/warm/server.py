@@ -20,34 +20,45 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from elastic_agents.warm.become import BLOCKED, become, entry_point, leave_parent
-from elastic_agents.warm.imports import Import, read
-from elastic_agents.warm.loading import Loaded, hidden_by, load, modules_in
-from elastic_agents.warm.spying import tasks
+from elastic_agents.warm.become import BLOCKED, become, leave_parent
+from elastic_agents.warm.loading import Loaded, Loading
+from elastic_agents.warm.planning import Plan, plan
 
-__all__ = ["serve"]
+__all__ = ["command", "entered", "open_log", "serve", "serve_as"]
 
 MOST_RESTARTS = 3
 
 
 def serve(argument: str) -> Callable[[], None]:
-    """Import, then fork on demand; return only in a forked process, with what it has to run.
+    """Import, then fork on demand, in a process that was executed for it; see :func:`serve_as`.
 
     Args:
-        argument: JSON with ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (of a worker, after
-            interpreter and ``-u``), ``preload`` and ``without`` (modules that the user added, or are left out),
-            ``restarts`` and ``mask`` (signals that a worker finds blocked; null: as now).
+        argument: settings as JSON.
     """
     settings = json.loads(argument)
-    _die_with_parent()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     if settings["mask"] is None:
         settings["mask"] = sorted(before)
+    return serve_as(settings, plan(settings, sys.path), None)
+
+
+def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | None) -> Callable[[], None]:
+    """Import, then fork on demand; return only in a forked process, with what it has to run.
+
+    Args:
+        settings: ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (of a worker, with the interpreter
+            and ``-u``), ``preload`` and ``without`` (modules that the user added, or are left out), ``restarts`` and
+            ``mask`` (signals that a worker finds blocked); ``log`` is where whoever starts it has its output go.
+        planned: what to import, or why not to.
+        loading: imports that have begun.
+    """
+    _die_with_parent()
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, False)
-    loaded = _prepare(settings)
+    loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)
     if isinstance(loaded, str):
         _say(settings, {"cold": loaded})
         os._exit(0)
@@ -58,48 +69,39 @@ def serve(argument: str) -> Callable[[], None]:
     return partial(become, agent, settings["mask"], loaded.changed)
 
 
-def _prepare(settings: dict[str, Any]) -> str | Loaded:
+def command(settings: dict[str, Any]) -> list[str]:
+    """Return how a server is executed; the command at the end leaves room for a worker to show its own in its place."""
+    code = entered("from elastic_agents.warm.server import serve", "serve(sys.argv[1])()")
+    return [settings["argv"][0], "-u", "-c", code, json.dumps(settings), "warm server of", *settings["argv"]]
+
+
+def open_log(path: str) -> BinaryIO:
+    """Open the file for what imports print, or nothing: a full disk must not stop training."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, "ab")
+    except OSError:
+        return open(os.devnull, "ab")
+
+
+def entered(imports: str, call: str) -> str:
+    """Return the code of a process that has this package in its path only until it has found what it needs."""
+    root = str(Path(__file__).resolve().parents[2])
+    return (
+        "import sys; sys.flags.safe_path or sys.path.pop(0); "  # the directory of nobody's script
+        f"sys.path.append({root!r}); {imports}; sys.path.pop(); {call}"
+    )
+
+
+def _import(settings: dict[str, Any], planned: Plan, loading: Loading | None) -> str | Loaded:
     """Do the imports; return why workers cannot be forked, if so."""
-    if reason := _watched():
-        return reason
-    path, first, module = entry_point(settings["argv"])
-    if not path:
-        return "the script is of a kind that only a process of its own can run"
-    reading = read(path, first, sys.path, module)
-    if reading.decisive:
-        return f"the script sets {', '.join(reading.decisive)}, which matters before its imports"
-    if "" in reading.before_imports:
-        return "the script sets variables that are not written out before its imports"
-    without = set(settings["without"])
-    wanted = [item for item in reading.imports if item.top not in without and item.module not in without]
-    wanted += [Import(name) for name in settings["preload"]]
-    if not wanted:
-        return "the script imports nothing that takes long"
-    sys.argv[:] = settings["argv"]
-    loaded = load(wanted, set(settings["preload"]), without, lambda name: _say(settings, {"importing": name}))
+    sys.argv[:] = settings["argv"][2:]
+    loading = loading or Loading(planned.asked, planned.without)
+    loaded = loading.finish(planned.wanted, lambda name: _say(settings, {"importing": name}))
     if loaded.faults:
         _begin_again(settings, loaded.faults)
         return f"{', '.join(loaded.faults)} cannot be loaded ahead"
-    if names := reading.before_imports & loaded.read:
-        return f"the script sets {', '.join(sorted(names))}, which its imports read"
-    before = {first, *reading.directories}
-    for directory in (first, *reading.directories, *reading.behind):
-        meant = loaded.missed & modules_in(directory).keys()
-        if directory in before:
-            meant |= hidden_by(directory)
-        if meant:
-            where = "beside the script" if directory == first else f"in {directory}"
-            return f"{', '.join(sorted(meant))} {where} may be what libraries import by that name"
-    return loaded
-
-
-def _watched() -> str:
-    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
-    if sys.gettrace() or sys.getprofile() or any(monitoring and monitoring.get_tool(tool) for tool in range(6)):
-        return "a debugger or profiler watches each process from its start"
-    if tasks() > 1:
-        return "the interpreter has threads from its start"
-    return ""
+    return planned.doubt(loaded) or loaded
 
 
 def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
@@ -115,9 +117,7 @@ def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
     settings["preload"] = [name for name in settings["preload"] if name not in faults]
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, True)
-    code, *rest = sys.orig_argv[sys.orig_argv.index("-c") + 1 :]
-    rest[0] = json.dumps(settings)
-    os.execv(sys.executable, [sys.executable, "-u", "-c", code, *rest])
+    os.execv(sys.executable, command(settings))
 
 
 def _fork_on_demand(sock: socket.socket) -> int:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork", "tasks"]
+__all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork", "tasks", "watched"]
 
 PER_WORKER = frozenset(
     {
@@ -169,6 +169,16 @@ def _use(variables: dict[bytes, bytes]) -> None:
 def tasks() -> int:
     """The operating system's count of this process' threads."""
     return len(os.listdir("/proc/self/task"))
+
+
+def watched() -> str:
+    """Return what makes each process of its own worth more than a fork of this one; "" if nothing does."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    if sys.gettrace() or sys.getprofile() or any(monitoring and monitoring.get_tool(tool) for tool in range(6)):
+        return "a debugger or profiler watches each process from its start"
+    if tasks() > 1:
+        return "the interpreter has threads from its start"
+    return ""
 
 
 def lives_after_fork(before: int) -> bool:

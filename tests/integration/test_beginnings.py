@@ -1,0 +1,213 @@
+"""How an agent begins: as one process with its warm server where that can be, and to the user as what they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from harness import LOOP, Agent, Job, asked, free_port, tree, wait_for
+
+TOKEN = "0123456789abcdef-a-token-of-tests"
+SHARED = 50
+"""MiB: what two processes share that part after torch's import; it is 100, or next to nothing."""
+
+
+def _script(job: Job, imports: str) -> list[str]:
+    path = job.directory / "script.py"
+    loop = Path(LOOP).read_text().replace("import json\n", f"{imports}\nimport json\n", 1)
+    path.write_text(loop)
+    return [str(path), str(job.work)]
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ").decode().split("\0")
+
+
+def _shared(agent: Agent) -> int:
+    """MiB that an agent has written, or somebody whom it was one with, and shares."""
+    lines = Path(f"/proc/{agent.process.pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("Shared_Dirty:"))
+
+
+def _parts(agent: Agent) -> bool:
+    """Whether it is the process that has begun anew, and has not parted yet."""
+    return "warm.parting" in " ".join(_command(agent.process.pid)) and len(tree(agent.process.pid)) == 1
+
+
+@pytest.mark.parametrize(
+    ("imports", "shares"),
+    [("import numpy, torch", True), ("import yaml\nimport torch", False), ("import torch, yaml", True)],
+)
+def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job, imports: str, shares: bool) -> None:
+    agent = job.launch("--nproc", "2", command=_script(job, imports))
+    workers = job.world(2)
+    assert (_shared(agent) > SHARED) == shares
+    assert {os.getsid(worker["pid"]) for worker in workers} == {worker["pid"] for worker in workers}
+    job.finish()
+    assert agent.wait() == 0
+    assert "import for themselves" not in agent.output
+    assert agent.output.count("logs in") == 2  # at the begin and at the end
+
+
+def test_an_agent_looks_like_what_was_started(job: Job) -> None:
+    agent = job.launch(command=_script(job, "import torch"))
+    command, name = agent.process.args, Path(f"/proc/{agent.process.pid}/comm").read_text()
+    job.world(1)
+    assert isinstance(command, list)
+    assert _command(agent.process.pid) == [" ".join(command)]
+    assert Path(f"/proc/{agent.process.pid}/comm").read_text() == name
+    job.finish()
+    assert agent.wait() == 0
+
+
+def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
+    program = ["-O", "-m", "elastic_launch", "--log-dir", str(job.logs), *_script(job, "import torch")]
+    agent = job.program(program)
+    job.world(1)
+    assert _command(agent.process.pid)[1:] == program
+    job.finish()
+    assert agent.wait() == 0
+    assert "import for themselves" not in agent.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGXCPU, 128 + signal.SIGXCPU)]
+)
+def test_a_signal_while_torch_is_imported_is_heard(job: Job, number: signal.Signals, code: int) -> None:
+    message = job.directory / "message"
+    message.touch()
+    agent = job.launch(
+        *("--signals-to-handle", f"TERM,INT,{number.name}"),
+        command=_script(job, "import torch"),
+        env={"ELASTIC_LAUNCH_TERMINATION_LOG": str(message)},
+    )
+    wait_for("the import", lambda: _parts(agent))
+    agent.signal(number)
+    assert agent.wait() == code
+    assert not job.started()
+    assert f"exit code {code}" in agent.output
+    assert message.read_text().startswith(f"exit code {code}")
+
+
+def test_the_health_port_is_answered_while_torch_is_imported(job: Job) -> None:
+    slow = _fake_torch(
+        job,
+        f"""
+        import pathlib, time
+        while not pathlib.Path({str(job.work / "imported")!r}).exists():
+            time.sleep(0.01)
+        raise OSError("that was all")
+    """,
+    )
+    port = free_port()
+    agent = job.launch("--health-port", str(port), command=_script(job, "import torch"), env=slow)
+    wait_for("the import", lambda: _parts(agent))
+    assert asked(f"http://127.0.0.1:{port}/livez") == (200, "starting")
+    assert asked(f"http://127.0.0.1:{port}/readyz") == (503, "starting")
+    job.tell("imported")
+    assert agent.wait() == 1
+    assert "that was all" in agent.output
+
+
+def test_torch_is_not_blamed_for_who_asks_at_the_health_port_meanwhile(job: Job) -> None:
+    port = free_port()
+    agent = job.launch("--health-port", str(port), command=_script(job, "import torch"))
+    wait_for("the import", lambda: _parts(agent))
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        silent.sendall(b"GET")
+        job.world(1)
+    wait_for("its workers to train", lambda: asked(f"http://127.0.0.1:{port}/readyz") == (200, "running"))
+    job.finish()
+    assert agent.wait() == 0
+    assert "not loaded ahead" not in agent.output
+
+
+def test_a_token_gets_to_the_agent_and_nowhere_else(job: Job) -> None:
+    options = {"env": {"ELASTIC_LAUNCH_TOKEN": TOKEN}, "command": _script(job, "import torch")}
+    first = job.node("a", nnodes="2", **options)
+    second = job.node("b", nnodes="2", **options)
+    job.world(2)
+    for pid in (*tree(first.process.pid), *tree(second.process.pid)):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for what in ("environ", "cmdline"):
+                assert TOKEN.encode() not in Path(f"/proc/{pid}/{what}").read_bytes()
+        assert not [place for place in _open(pid) if "memfd:elastic-launch " in place]
+    job.finish()
+    assert (first.wait(), second.wait()) == (0, 0)
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-warm",)])
+def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(job: Job, flags: tuple[str, ...]) -> None:
+    lock = job.directory / "lock"
+    prefix = ("sh", "-c", f'exec 9>{lock}; exec "$@"', "sh")
+    agent = job.launch(*flags, command=_script(job, "import torch"), prefix=prefix)
+    job.world(1)
+    agent_itself, *others = tree(agent.process.pid)
+    assert str(lock) in _open(agent_itself)
+    assert len(others) >= 2
+    assert not [pid for pid in others if str(lock) in _open(pid)]
+    job.finish()
+    assert agent.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("closing", "flags"),
+    [(">&-", ()), ("2>&-", ("--no-warm",)), (">/dev/full 2>&1", ()), ("<&- >&- 2>&-", ("--no-warm",))],
+)
+def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, flags: tuple[str, ...]) -> None:
+    prefix = ("sh", "-c", f'exec "$@" {closing}', "sh")
+    command, env = _script(job, "import torch"), {"PYTHONUNBUFFERED": ""}
+    agent = job.launch("--nproc", "2", *flags, command=command, prefix=prefix, env=env)
+    job.world(2)
+    job.finish()
+    assert agent.wait() == 0
+
+
+def test_who_ignores_the_ends_of_children_starts_an_agent_that_does_not(job: Job) -> None:
+    code = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    agent = job.launch("--max-restarts", "0", command=_script(job, "import torch"), prefix=(sys.executable, "-c", code))
+    job.world(1)
+    job.tell("exit-0", "7")
+    assert agent.wait() == 7
+
+
+def test_an_error_of_torchs_import_is_told_as_it_came(job: Job) -> None:
+    broken = _fake_torch(job, "raise OSError('libnothing.so: cannot open shared object file')")
+    agent = job.launch(command=_script(job, "import torch"), env=broken)
+    assert agent.wait() == 1
+    assert agent.output.rstrip().endswith("OSError: libnothing.so: cannot open shared object file")
+
+
+def test_what_cannot_begin_anew_goes_on_as_it_is(job: Job) -> None:
+    # One string of a command may have 128 KiB (execve(2)), and the settings hold all of a worker's.
+    agent = job.launch(command=[*_script(job, "import torch"), *["x" * 1000] * 140])
+    job.world(1)
+    assert _command(agent.process.pid)[1:3] == ["-m", "elastic_launch"]
+    assert not [place for place in _open(agent.process.pid) if "memfd:elastic-launch " in place]
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert agent.output.count("logs in") == 2
+
+
+def _fake_torch(job: Job, text: str) -> dict[str, str]:
+    """Return an environment in which torch is something else, installed as it is."""
+    place = job.directory / "site-packages"
+    place.mkdir()
+    (place / "torch.py").write_text(textwrap.dedent(text))
+    return {"PYTHONPATH": str(place)}
+
+
+def _open(pid: int) -> list[str]:
+    """What a process has open, if it is there."""
+    found = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.append(os.readlink(link))
+    return found
