@@ -173,13 +173,15 @@ class WarmServer:
             OSError: if there is none that waits, and the server cannot fork.
         """
         with self._forking:
-            self._rest()
-            while self._parked:
-                try:
-                    return self._parked.pop().begin(request)
-                except OSError as error:
-                    _log.debug("a process that waited for work is gone: %s", error)
-            return Parked.fork(self._orders).begin(request)
+            try:
+                while self._parked:
+                    try:
+                        return self._parked.pop().begin(request)
+                    except OSError as error:
+                        _log.debug("a process that waited for work is gone: %s", error)
+                return Parked.fork(self._orders).begin(request)
+            finally:
+                self._rest()  # last: the thread, woken, sees how many are left
 
     def give_up(self) -> None:
         """Have it count as lost: what was asked of it last must never come to life."""
