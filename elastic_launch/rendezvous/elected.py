@@ -273,8 +273,8 @@ class _Reign:
         self._thread.start()
 
     def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record; for ever if it has ended."""
-        return self._clock.now() - self._sure if self.alive else math.inf
+        """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
+        return self._clock.now() - max(self._sure, self._service.sure) if self.alive else math.inf
 
     def close(self) -> None:
         """Stop leading; if the run goes on, say so in the record, so that nobody has to find out."""

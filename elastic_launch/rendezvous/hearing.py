@@ -49,6 +49,7 @@ class Hearing:
         self._heard: float | None = None
         self._turned: float | None = None
         self._cut_off = False
+        self._told = False
         self.beat = min(beat, (1 - CUT_OFF) * dead_after)
 
     def linked(self, now: float) -> None:
@@ -70,6 +71,10 @@ class Hearing:
         """Something came from the leader, in the turn that began just before."""
         self._silence, self._heard = 0.0, now
 
+    def formed(self) -> None:
+        """A round begins: that this node is cut off, if it is, was told of the one before."""
+        self._told = False
+
     @property
     def leader_lost(self) -> bool:
         """Whether the link has been silent for dead_after."""
@@ -80,7 +85,7 @@ class Hearing:
         return now - self._heard if self._heard is not None else 0.0
 
     def judge(self, now: float, gap: float = 0.0, unsure: float | None = None) -> CutOff | None:
-        """Return, once, that this node may be taken for lost by now, or soon.
+        """Return, once in each silence and round, that this node may be taken for lost by now, or soon.
 
         Args:
             gap: seconds for which the node's thread did not turn.
@@ -89,8 +94,9 @@ class Hearing:
         """
         limit = CUT_OFF * self._dead_after
         seconds = max(gap, self.deaf_for(now)) if unsure is None else unsure
-        before, self._cut_off = self._cut_off, seconds >= limit
-        if before or not self._cut_off:
+        told, self._cut_off = self._told, seconds >= limit
+        self._told = self._cut_off
+        if told or not self._cut_off:
             return None
         if gap >= limit:
             reason = f"this node was frozen for {gap:.1f} s"

@@ -409,4 +409,6 @@ class Membership:
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case _:
+                if isinstance(order, m.Form):
+                    self._hearing.formed()
                 self._notify(order)

@@ -94,6 +94,7 @@ class LeaderService:
         self._news = False
         self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
+        self._sure = clock.now()
         self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
 
     def start(self) -> None:
@@ -117,6 +118,11 @@ class LeaderService:
     def committed(self) -> bytes:
         """The record as this leader wrote it last; to be asked when it leads no longer."""
         return self._committed
+
+    @property
+    def sure(self) -> float:
+        """When it began the last write that proved that it led."""
+        return self._sure
 
     def depose(self, reason: str) -> None:
         """Stop leading at once: somebody else does."""
@@ -325,6 +331,7 @@ class LeaderService:
 
     def _commit(self, record: ControlRecord) -> bool:
         value = record.encode()
+        began = self._clock.now()
         try:
             if len(value) > MAX_RECORD:
                 raise RecordTooLargeError(
@@ -344,7 +351,7 @@ class LeaderService:
             _log.error("the control record could not be written, this node leads no longer: %s", error)
             return False
         if written:
-            self._committed = value
+            self._committed, self._sure = value, began
         else:
             _log.error("the control record was written by somebody else, this node leads no longer")
         return written

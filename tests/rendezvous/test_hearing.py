@@ -46,6 +46,15 @@ def test_it_is_said_once_in_each_silence() -> None:
     assert hearing.judge(109.0) is not None
 
 
+def test_it_is_said_again_of_a_round_that_begins_meanwhile() -> None:
+    hearing = linked()
+    assert hearing.judge(104.0, unsure=4.0) is not None
+    hearing.formed()
+    assert hearing.cut_off(104.1)
+    assert hearing.judge(104.1, unsure=4.1) is not None
+    assert hearing.judge(104.2, unsure=4.2) is None
+
+
 def test_a_new_link_says_nothing_until_something_is_heard() -> None:
     hearing = linked()
     hearing.linked(103.5)

@@ -60,7 +60,7 @@ class SimLeader:
         return not self.over
 
     def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record; for ever if it has ended."""
+        """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
         return self.kernel.now - self._sure if self.alive else math.inf
 
     def start(self) -> None:
@@ -146,14 +146,14 @@ class SimLeader:
                     self.cluster.checks.emitted(self, event)
 
     def _commit(self, record: ControlRecord) -> Task:
-        value = record.encode()
+        value, began = record.encode(), self.kernel.now
         timeout = self.cluster.timing.read_timeout
         try:
             written = yield self.cluster.store.compare_and_set(self.node, self._committed, value, timeout)
         except StoreError:
             return False
         if written:
-            self._committed = value
+            self._committed, self._sure = value, max(self._sure, began)
         return written
 
     def _send(self, number: int, order: m.Order) -> None:
@@ -173,5 +173,5 @@ class SimLeader:
             if ControlRecord.parse(value).leader != self.machine.record.leader:
                 self.depose()
                 return
-            self._sure = began
+            self._sure = max(self._sure, began)
             yield self.kernel.sleep(self.node, look)

@@ -282,6 +282,8 @@ class SimNode(Host):
             case m.Refused(reason=reason):
                 raise RefusedError(reason)
             case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
+                if isinstance(order, m.Form):
+                    self._hearing.formed()
                 self.inbox.put(order)
 
     # Leading.
