@@ -13,7 +13,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 
 def run(program: str, *options: str) -> str:

@@ -133,6 +133,7 @@ class Requests:
                     waiting.step = max(step, waiting.step or 0)
             case m.Saved(round=round_number, step=step) if round_number == number:
                 if not report.error:
+                    self._reached(number, step)  # word of it may come before its turn
                     self._heard.checkpoint = step, now
                 if report.asked:
                     self._wrote(report)

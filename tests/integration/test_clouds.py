@@ -25,7 +25,7 @@ from netns import Host, ip
 MISSING = netns.missing()
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing"),
 ]
 

@@ -13,7 +13,7 @@ from harness import wait_for
 PATIENCE = 200.0
 """Seconds for what takes ten or so on a machine that has nothing else to do."""
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

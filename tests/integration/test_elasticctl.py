@@ -19,7 +19,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 TOKEN = "correct-horse-battery-staple"
 
 
-def ctl(*arguments: str, timeout: float = 60.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def ctl(*arguments: str, timeout: float = 180.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
 
@@ -65,10 +65,10 @@ def trains(job: Job, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> None:
     # Long enough for a resize to pay.
-    nodes = [job.node(name, nnodes="1:2", command=digits(job, "--epochs", "20")) for name in "abc"]
+    nodes = [job.node(name, nnodes="1:2", command=digits(job, "--epochs", "12")) for name in "abc"]
     trains(job, 2)
 
     text = told(job, "checkpoint")

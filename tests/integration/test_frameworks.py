@@ -64,7 +64,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
 @each("accelerate", "deepspeed", "lightning", "transformers")
 def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
@@ -85,7 +85,7 @@ def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @each("accelerate", "lightning", "transformers")
 def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, name: str) -> None:
     line = command(job, name, "drain.py", every=1000)  # by itself it saves nothing
@@ -115,7 +115,7 @@ def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
 @each("deepspeed", "lightning")
 def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None:
@@ -132,7 +132,7 @@ def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @each("accelerate")
 def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     job.tell("slow")
@@ -141,7 +141,7 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     agent = job.launch("--standalone", command=[*command(job, name, "drain.py", every=1000), *options])
     wait_for("steps", lambda: len(noted(job, 1)) > 1, 100)
     asking = [sys.executable, "-m", "elastic_launch.ctl", "checkpoint", "--log-dir", str(job.logs)]
-    done = subprocess.run(asking, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(asking, capture_output=True, text=True, timeout=180)
     (job.work / "slow").unlink()
     assert agent.wait(100) == 0, agent.output
     (saved,) = (job.directory / "checkpoints").glob("step-*")

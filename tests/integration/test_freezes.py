@@ -11,7 +11,7 @@ import pytest
 from etcd_servers import Member, cluster, endpoints
 from harness import STEPS, Agent, Job, alive, round_of, wait_for
 
-pytestmark = pytest.mark.timeout(300)  # three rounds each, of workers that import torch
+pytestmark = pytest.mark.timeout(600)  # three rounds each, of workers that import torch
 
 TIMING = ["--rdzv-conf", "dead_after=2,beat=0.3,join_settle=2"]
 

@@ -39,7 +39,7 @@ def here(tmp_path: Path) -> Path:
 def run(here: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; state goes below the working directory."""
     env = {**os.environ, "XDG_STATE_HOME": str(here / "state"), **environ}
-    return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=180)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
@@ -162,7 +162,7 @@ def test_nodes_of_different_sizes_make_one_world(here: Path) -> None:
         NODE_RANK="1",
         HOME="/home/me",
     )
-    out, _ = first.communicate(timeout=60)
+    out, _ = first.communicate(timeout=180)
     assert (first.returncode, done.returncode) == (0, 0), done.stderr
     assert out == "3 0 0\n"
     assert done.stdout == "3 1 1 /home/me\n"

@@ -12,7 +12,7 @@ from harness import Job, alive, wait_for
 
 from elastic_launch.faults import WAYS, FaultPlan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_restores(job: Job, undisturbed: str) -> None:

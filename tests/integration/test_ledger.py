@@ -18,7 +18,7 @@ DIGITS = str(SCRIPTS.parents[1] / "examples" / "digits" / "train.py")
 
 def observed(job: Job, *options: str) -> str:
     command = [sys.executable, "-m", "elastic_launch.observe", str(job.logs), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=180).stdout
 
 
 def steps_of(job: Job, number: int) -> int:
@@ -31,7 +31,7 @@ def steps_of(job: Job, number: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_drain_and_a_killed_worker_are_told_with_what_they_cost(job: Job) -> None:
     gate = job.directory / "hurry"
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000", "--step-time", "0.5"]

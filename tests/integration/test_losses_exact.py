@@ -11,7 +11,7 @@ from harness import Job, wait_for
 
 from elastic_launch.faults import FaultPlan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_where_the_newest_snapshot_is_lost_with_its_node_an_older_one_serves(job: Job, undisturbed: str) -> None:

@@ -22,7 +22,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after three epochs in one process."""
     result = tmp_path_factory.mktemp("undisturbed") / "result.json"
     command = [sys.executable, DIGITS, "--exact", "--epochs", "3", "--result", str(result)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
     return str(json.loads(result.read_text())["weights_sha256"])
 
 

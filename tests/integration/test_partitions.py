@@ -15,7 +15,7 @@ from netns import Host
 MISSING = netns.missing()
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(300),  # three rounds each, of workers that import torch
+    pytest.mark.timeout(600),  # three rounds each, of workers that import torch
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing"),
 ]
 

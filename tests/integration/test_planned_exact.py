@@ -11,7 +11,7 @@ from changes import Changes, ctl
 from etcd_servers import cluster, endpoints
 from harness import Agent, Job, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 
 def told(job: Job, *arguments: str) -> None:

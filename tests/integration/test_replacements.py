@@ -8,7 +8,7 @@ from harness import Job, wait_for
 
 from elastic_agents.warm.loading import OURS, TORCH
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PARKED = "parked with 1 node, 2 needed"
 

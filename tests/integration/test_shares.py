@@ -11,7 +11,7 @@ from harness import Job, alive, wait_for
 
 from elastic_launch import snapshot
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def of_step(changes: Changes, step: int) -> Path:

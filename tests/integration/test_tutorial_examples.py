@@ -48,7 +48,7 @@ def assert_tutorial(output: str, world_size: int, devices: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 8])
 def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int) -> None:
     flags = ["-m", "elastic_launch", "--standalone", "--nproc", str(processes)]
@@ -57,7 +57,7 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -73,7 +73,7 @@ def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(laun
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_composers_launcher_starts_the_tutorial_too(tmp_path: Path) -> None:
     """Rank 0 is seen; the other has a file."""
     seen = run("-m", "elastic_launch.composer", "--nproc", "2", "--stdout", f"{tmp_path}/{{rank}}.txt", TUTORIAL)
@@ -81,7 +81,7 @@ def test_composers_launcher_starts_the_tutorial_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_series_begins_on_one_node(job: Job) -> None:
     weights = job.directory / "weights.pt"
     options = ["2", "1", "--batch_size", "256", "--checkpoint", str(weights)]
@@ -108,7 +108,7 @@ def held(job: Job, number: int, hold: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_worker_costs_the_series_the_steps_since_its_snapshot(job: Job) -> None:
     snapshot = str(job.directory / "snapshot.pt")
     command = gated(job, 9, "fault_tolerant.py", "4", "1", "--batch_size", "256", "--snapshot", snapshot)
@@ -126,7 +126,7 @@ def test_a_killed_worker_costs_the_series_the_steps_since_its_snapshot(job: Job)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
     command = gated(job, 9, "several_nodes.py", "4", "1", "--batch_size", "256")
     places = {name: job.directory / f"disk-{name}" for name in "abc"}
@@ -149,7 +149,7 @@ def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_without_a_launcher_the_series_says_by_hand_where_its_processes_meet(tmp_path: Path) -> None:
     output = run(str(SERIES / "by_hand.py"), "2", "1", "--processes", "2", "--batch_size", "256", cwd=tmp_path)
     assert "[rank 0] epoch 1 | steps 4 |" in output

@@ -115,6 +115,7 @@ def test_what_nobody_has_reported_is_none() -> None:
 def test_a_status_tells_what_was_saved_and_how_long_ago() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.Saved(1, 20))
+    assert run.status().step == 20, "whoever saved a step has done it"
     run.advance(3.0)
     run.report("b", m.Progress(1, 22, 21))
     run.report("a", m.Progress(1, 22, 20))

@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     options = ["--checkpoint", str(directory / "checkpoints"), "--every", "10", "--result", str(directory / "result")]
     # Slow enough for each to be written: of two that wait, the newer one is.
     command = [sys.executable, DIGITS, *SHORT, *options, "--step-time", "0.05"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert [info.step for info in snapshot.find(directory / "checkpoints")] == [23, 20, 10]
     return directory / "checkpoints", str(_result(directory / "result")["weights_sha256"])

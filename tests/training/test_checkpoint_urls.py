@@ -65,7 +65,7 @@ def manifests(server: S3Server) -> list[str]:
 def test_a_run_whose_nodes_are_all_killed_goes_on_in_another_run_from_s3(job: Job, s3: S3Server) -> None:
     alone = job.directory / "alone.json"
     command = [sys.executable, DIGITS, *SHORT, "--result", str(alone)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
 
     command = digits(job, URL, "--every", "4")
     nodes = [job.node(name, nnodes="2:2", command=command, env=s3.env) for name in ("a", "b")]
@@ -148,7 +148,7 @@ def test_the_memory_of_a_process_is_refused_where_others_copy_checkpoints(job: J
 def test_without_an_agent_the_process_saves_itself(job: Job, s3: S3Server, scheme: str) -> None:
     hurry(job)
     command = [sys.executable, *digits(job, f"{scheme}://{BUCKET}/runs/a", "--every", "4")]
-    done = subprocess.run(command, env={**os.environ, **s3.env}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env={**os.environ, **s3.env}, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "checkpoint" not in done.stderr
     assert any(name.startswith("step-23.") for name in manifests(s3)) == (scheme == "s3")

@@ -291,7 +291,7 @@ def test_the_group_is_left_when_the_interpreter_exits_without_an_error(end: str,
     )
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **world}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env={**os.environ, **world}
     )
     assert done.stdout.strip() == str(joined_at_the_end), done.stderr
     assert "AssertionError" not in done.stderr
@@ -331,6 +331,6 @@ def test_the_package_returns_the_module_and_imports_torch_only_for_it() -> None:
         "from elastic_launch import dist; assert el.dist is dist is sys.modules['elastic_launch.training.dist']\n"
         "assert 'torch' in sys.modules and 'dist' in dir(el)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert elastic_launch.dist is dist

@@ -31,7 +31,7 @@ def _train(job: Job, nproc: int, *options: str, name: str = "run") -> tuple[Agen
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result of one undisturbed process without any launcher."""
     path = tmp_path_factory.mktemp("alone") / "result.json"
-    done = subprocess.run([sys.executable, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()
     return _result(path)
 
@@ -105,7 +105,7 @@ def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alo
 def test_torchrun_launches_the_same_script_to_the_same_hash(job: Job, alone: dict[str, Any]) -> None:
     path = job.directory / "result.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=100)
+    done = subprocess.run([*torchrun, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()
     assert _result(path)["weights_sha256"] == alone["weights_sha256"]
 

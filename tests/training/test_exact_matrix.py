@@ -15,7 +15,7 @@ import pytest
 from harness import SCRIPTS, Job, job_in
 
 # A test may find that two worlds are still to be launched.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = str(SCRIPTS / "exactness.py")
 WORLDS = [1, 2, 3, 4, 5]
@@ -58,7 +58,7 @@ class Launches:
         return ["--resume", str(copy)]
 
     def _alone(self, options: list[str]) -> None:
-        done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, timeout=100)
+        done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, timeout=250)
         assert done.returncode == 0, done.stderr.decode()
 
     def _launched(self, world: int, options: list[str]) -> None:
