@@ -20,7 +20,7 @@ from elastic_agents.failures import describe, read_error_file
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
-from elastic_agents.sessions import kill_sessions
+from elastic_agents.sessions import kill_sessions, session_members
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.rendezvous.verdict import own_code
@@ -145,6 +145,7 @@ class _Agent:
         self._world = world
         self._inbox = inbox
         self._workers: dict[int, _Worker] = {}  # by pid
+        self._sessions: set[int] = set()
         self._first: _Worker | None = None  # that failed
         self._signal = 0
         self._stopping = False
@@ -200,6 +201,7 @@ class _Agent:
                 self._stop(self._failed_start)
                 return
             self._guard.add(pid)
+            self._sessions.add(pid)
             self._workers[pid] = _Worker(local_rank, rank, pid, world.ranks[local_rank])
             _log.info("rank %d (local rank %d, pid %d) runs %s", rank, local_rank, pid, shlex.join(argv))
 
@@ -218,10 +220,11 @@ class _Agent:
 
     def _reap(self, worker: _Worker, code: int) -> None:
         worker.exit_code = code
+        if code != 0 or not session_members({worker.pid}):
+            self._end_sessions({worker.pid})  # the number of one that is empty may soon be another's
         if code == 0:
             _log.info("rank %d finished", worker.rank)
             return
-        self._end_sessions({worker.pid})
         if not self._stopping:
             self._first = worker
             self._stop(f"rank {worker.rank} ended with {describe(code)}")
@@ -249,10 +252,11 @@ class _Agent:
 
     def _end_sessions(self, sids: set[int] | None = None) -> None:
         """Kill what workers (None: all) have left behind, grandchildren included."""
-        chosen = set(self._workers) if sids is None else sids
-        if stuck := kill_sessions(set(chosen)):
+        chosen = set(self._sessions) if sids is None else sids
+        if stuck := kill_sessions(chosen):
             _log.warning("processes %s cannot be killed", ", ".join(map(str, stuck)))
         for sid in chosen:
+            self._sessions.discard(sid)
             self._guard.remove(sid)
 
     def _tell(self) -> int:

@@ -155,7 +155,7 @@ class Keeper:
         with self._changed:
             before, newest = self._fetch, self._book.newest
             wanted = [x for x in sources if newest is None or (x.round, x.step) > (newest.round, newest.step)]
-            if before is not None and before.sources == tuple(wanted):
+            if before is not None and before.sources == tuple(wanted) and not before.cancelled:
                 return
             if before is not None:
                 before.cancel()
@@ -166,8 +166,8 @@ class Keeper:
             def done(header: Header | None) -> None:
                 self._fetched(slot, fetch, header, tell)
 
-            # It cannot be done before this lock is released.
             fetch = self._fetch = Fetch(wanted, self._slots[slot], self._book.sequence + 1, key, done, before)
+            fetch.start()
 
     def _fetched(self, slot: int, fetch: Fetch, header: Header | None, tell: Callable[[Fetched], None]) -> None:
         with self._changed:
@@ -321,15 +321,18 @@ class Keeper:
         with self._changed:
             if self._closing:
                 return {"error": "the agent ends"}
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, asked],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=descriptors,
-                start_new_session=True,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code, asked],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+                )
+            except OSError as error:
+                return {"error": f"The process that copies it cannot be started: {error}."}
             self._process = process
         with process:
             answer = self._converse(process)
@@ -343,8 +346,8 @@ class Keeper:
         line = process.stdout.readline()
         if line == "ready\n":
             try:
-                process.stdin.write("yes\n" if self._may_commit() else "no\n")
-                process.stdin.flush()
+                # Past the buffer: what stays there would break the pipe once more as it is closed.
+                os.write(process.stdin.fileno(), b"yes\n" if self._may_commit() else b"no\n")
             except BrokenPipeError:
                 _log.debug("the copier is gone")
             line = process.stdout.readline()

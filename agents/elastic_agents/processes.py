@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -150,7 +151,7 @@ class ExecProcesses:
                 self._on_exit(key.data, code)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
-                with self._lock:
+                with self._lock, suppress(OSError):  # no descriptor is left: there is a next time
                     self._sweep()
 
     def _sweep(self) -> None:

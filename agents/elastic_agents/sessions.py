@@ -48,14 +48,18 @@ def reap(pid: int) -> None:
 
 
 def _processes() -> Iterator[tuple[int, bytes, int, int]]:
-    """Yield pid, state, parent and session of each process (proc_pid_stat(5))."""
+    """Yield pid, state, parent and session of each process (proc_pid_stat(5)).
+
+    Raises:
+        OSError: if there are no descriptors left.
+    """
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     # The command's name stands in parentheses and may hold any character.
                     fields = file.read().rpartition(b")")[2].split()
-            except OSError:
+            except (FileNotFoundError, ProcessLookupError):
                 continue
             yield int(name), fields[0], int(fields[1]), int(fields[3])
 
@@ -67,15 +71,19 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
         timeout: seconds after which processes that the kernel cannot end (uninterruptible sleep) are given up.
 
     Returns:
-        the processes given up.
+        the processes given up; the sessions' leaders, if processes could not be looked at.
     """
     deadline = time.monotonic() + timeout
     delay = 0.001
     while sids:
-        members = session_members(sids)
+        try:
+            members = session_members(sids)
+            seen = True
+        except OSError:  # no descriptor is left, for the moment
+            members, seen = sorted(sids), False
         if not members or time.monotonic() > deadline:
             return members
-        for pid in members:
+        for pid in members if seen else ():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -236,7 +236,15 @@ class Fetch:
         self._sock: socket.socket | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+
+    def start(self) -> None:
+        """Begin; done may be called at once."""
         self._thread.start()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was given up."""
+        return self._closing
 
     def cancel(self) -> None:
         """Give up, soon."""
@@ -250,19 +258,23 @@ class Fetch:
         self._thread.join(2 * IDLE)
 
     def _run(self) -> None:
-        if self._after is not None:
-            self._after.join()
         header = None
-        for source in self.sources:
-            if header is None and not self._closing:
-                header = self._try(source)
-        self._done(header)
+        try:
+            if self._after is not None:
+                self._after.join()
+            for source in self.sources:
+                if header is None and not self._closing:
+                    header = self._try(source)
+        finally:
+            self._done(header)
 
     def _try(self, source: Source) -> Header | None:
         began = time.monotonic()
         try:
             with socket.create_connection((source.address, source.port), timeout=IDLE) as sock:
                 with self._lock:
+                    if self._closing:
+                        return None
                     self._sock = sock
                 try:
                     header = self._take(source, _Wire(sock, Channel.of_node(self._key)))

@@ -13,7 +13,7 @@ from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs
 from elastic_agents.output import OutputPump, Stream
 from elastic_agents.processes import StartRequest, WorkerProcesses
-from elastic_agents.sessions import kill_sessions, reap_orphans
+from elastic_agents.sessions import kill_sessions, reap_orphans, session_members
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.rendezvous.messages import Failure
@@ -103,8 +103,8 @@ class WorkerSet:
         if worker is None:
             return None
         now = self._clock.now()
-        if exit_code != 0:
-            self._end_sessions({pid})
+        if exit_code != 0 or not session_members({pid}):
+            self._end_sessions({pid})  # the number of one that is empty may soon be another's
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped

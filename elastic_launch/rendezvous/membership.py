@@ -78,6 +78,7 @@ class Membership:
         self._side = NodeSide()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)  # nobody reads while a leader is searched for
         self._closing = threading.Event()
         self._key = link_key(config.token, config.run_id)
         self._once = Once(_log)
@@ -331,9 +332,10 @@ class Membership:
                 if now >= next_beat:
                     next_beat = now + hearing.beat
                     channel.send(m.pack(self._beat()))
+                closing = self._closing.is_set()  # first: what was said before that must be sent
                 for report in self._take():
                     channel.send(m.pack(report))
-                if self._closing.is_set():
+                if closing:
                     self._last_words(sock, unsent)
                     return False
                 try:

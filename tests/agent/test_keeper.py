@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import wait_for
+from harness import alive, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,12 +130,13 @@ def _copier(share: int = 0) -> int:
 
 
 def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(node: Node) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or goes_on.wait(60)
     node.store(1)
-    slow = wait_for("the copying process", _copier)
-    os.kill(slow, signal.SIGSTOP)
+    assert asked.wait(60)
     for step in range(2, 8):
         node.store(step)
-    os.kill(slow, signal.SIGCONT)
+    goes_on.set()
     assert node.copied() == [7, 1]
     assert [copied.step for copied in node.told] == [1, 7]
 
@@ -151,8 +153,33 @@ def test_the_copying_process_takes_what_the_training_leaves(node: Node) -> None:
 
 def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    killed: list[int] = []
+
+    def kill() -> bool:
+        if not killed:
+            killed.append(_copier())
+            os.kill(killed[0], signal.SIGKILL)
+            wait_for("its end", lambda: not alive(killed[0]))
+        return True
+
+    node.may_commit = kill
     node.store(1)
-    os.kill(wait_for("the copying process", _copier), signal.SIGKILL)
+    assert node.copied() == [1]
+    assert killed
+
+
+def test_a_copying_process_that_cannot_be_started_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.2)
+    node.store(1, durable=False)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # what is open stays so
+    try:
+        node.keeper.secure()
+        wait_for("the first attempt", lambda: "cannot be started: [Errno 24]" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
     assert node.copied() == [1]
 
 

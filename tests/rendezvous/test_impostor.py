@@ -147,6 +147,16 @@ def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
     assert f"127.0.0.1:{impostor.port} does not answer as the run's leader" in event.error.message
 
 
+def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
+    """Workers train on without a leader, and save, for hours perhaps."""
+    config = _config()
+    membership = Membership(config, Pointing(_record(config, 1)), MonotonicClock(), print, lambda address: 29500)
+    for step in range(2000):
+        membership.saved(m.Saved(1, step))
+    membership.start()
+    membership.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mistake_in_the_thread_leaves_nobody_waiting() -> None:
     class Broken(Pointing):

@@ -243,6 +243,26 @@ def test_a_killed_server_takes_no_worker_with_it_and_is_replaced(
     assert "the warm server is gone; another one is started" in caplog.text
 
 
+def test_a_server_that_cannot_be_replaced_is_closed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has closed may be somebody else's by the second time."""
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for("its loss", lambda: server.lost)
+        monkeypatch.setattr("elastic_agents.warm.client.command", lambda settings: ["/nowhere"])
+        starter.processes.when_ready(lambda: None)
+        assert "there can be no warm server" in caplog.text
+        reused = os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+        more = [os.dup(reused) for _ in range(10)]
+        starter.processes.when_ready(lambda: None)
+        for number in (reused, *more):
+            os.close(number)
+
+
 def test_where_the_server_does_not_answer_the_worker_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

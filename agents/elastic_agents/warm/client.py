@@ -191,6 +191,8 @@ class WarmServer:
 
     def close(self) -> None:
         """End the server; workers go on."""
+        if self._closing:
+            return
         self._closing = True
         self._process.kill()
         self._thread.join(10)
