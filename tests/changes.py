@@ -86,9 +86,9 @@ class Changes:
         (noted,) = self.job.noted("resumed.jsonl", node, number)
         return int(noted["step"])
 
-    def last(self, number: int) -> int:
-        """The last step of a round."""
-        return max(int(x["step"]) for x in self.steps(number))
+    def last(self, number: int, nodes: str = "") -> int:
+        """The last step of a round, of nodes with names of one letter; of all if none is named."""
+        return max(int(x["step"]) for x in self.steps(number) if not nodes or x["node"] in [*nodes])
 
     def whole(self, number: int, node: str | None = None) -> int:
         """The step of the newest snapshot of a round, of a node, that was whole; 0 for none."""

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Job, job_in
+from harness import SLOWNESS, Job, job_in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell without job control starts what is to run beside it; every process below would ignore it, too.
@@ -82,7 +82,7 @@ def nothing_left_behind() -> Iterator[None]:
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 2.0 * SLOWNESS
     while True:
         left = {
             "threads": [t.name for t in threading.enumerate() if t not in threads],

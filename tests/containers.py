@@ -50,7 +50,7 @@ class Podman:
         self.mounts: list[str] = []
         """What a container of the image has to be given."""
 
-    def __call__(self, *arguments: str, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> str:
+    def __call__(self, *arguments: str, timeout: float = 180.0, env: Mapping[str, str] | None = None) -> str:
         """Return stdout.
 
         Raises:
@@ -202,7 +202,7 @@ class Compose:
         self._command = (sys.executable, "-m", "podman_compose", "-p", self.project, *files)
 
     def __call__(self, *arguments: str) -> None:
-        done = self._podman.run(*arguments, program=self._command, env=self._env, timeout=100)
+        done = self._podman.run(*arguments, program=self._command, env=self._env, timeout=300)
         assert done.returncode == 0, f"podman-compose {' '.join(arguments)}: {done.stdout}{done.stderr}"
 
     def hurry(self, node: str) -> None:
@@ -218,7 +218,7 @@ class Compose:
 
     def exit_code(self, node: str) -> int:
         """Wait for a container's end."""
-        return int(self._podman("wait", self.container(node), timeout=200))
+        return int(self._podman("wait", self.container(node), timeout=400))
 
     def logs(self) -> Path:
         """Where the nodes' volume of logs is."""

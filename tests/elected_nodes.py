@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from harness import SLOWNESS
+
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.events import Event
@@ -15,7 +17,7 @@ from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.testing import MemoryStore
 
-TIMING = Timing(join_settle=0.3, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
+TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
 
 
 class View(MemoryStore):
@@ -119,7 +121,7 @@ class Nodes:
         return self.record.leader.node_id
 
     def until(self, what: str, probe: Callable[[], bool], timeout: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SLOWNESS * timeout
         while not probe():
             assert time.monotonic() < deadline, f"not seen: {what}; {self.events.seen}"
             time.sleep(0.01)

@@ -44,6 +44,15 @@ def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
         time.sleep(0.02)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines of a file, those that are whole; another process may be about to write one."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 def free_port() -> int:
     """Return a port that nobody listens at, and that stays free until it is used.
 
@@ -216,12 +225,7 @@ class Job:
 
     def started(self) -> list[dict[str, Any]]:
         """What each worker said at its start, in order."""
-        try:
-            text = (self.work / "started.jsonl").read_text()
-        except FileNotFoundError:
-            return []
-        # The last line may be half-written: with the environment in it, it is longer than one write.
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return read_lines(self.work / "started.jsonl")
 
     def world(self, size: int, *, after: int = 0, timeout: float = 40.0) -> list[dict[str, Any]]:
         """Wait until a whole round of a world size runs, beyond a round number; return its workers in rank order."""
@@ -243,11 +247,7 @@ class Job:
 
     def noted(self, file: str, node: str | None = None, number: int | None = None) -> list[dict[str, Any]]:
         """What the workers of ``steps.py`` noted in a file, in order; of one node, of one round."""
-        try:
-            lines = (self.work / file).read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        found = [json.loads(line) for line in lines]
+        found = read_lines(self.work / file)
         return [x for x in found if node in (None, x["node"]) and number in (None, x["round"])]
 
     def trained(self, size: int, *, after: int = 0, timeout: float = 60.0) -> int:
@@ -286,7 +286,7 @@ class Job:
         """All events of all nodes, in the order of this host's clock."""
         found = []
         for path in self.logged("events-*.jsonl"):
-            found += [json.loads(line) for line in path.read_text().splitlines()]
+            found += read_lines(path)
         found.sort(key=lambda event: event["clock"])
         return [event for event in found if name in (None, event["event"])]
 
@@ -301,7 +301,7 @@ class Job:
             agent.process.kill()
             agent.process.wait()
         pids = [pid for worker in self.started() for pid in (worker["pid"], *worker["children"])]
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 5.0 * SLOWNESS
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.02)
         left = [pid for pid in pids if alive(pid)]

@@ -58,7 +58,7 @@ def digits(job: Job) -> list[str]:
     """A command that saves by itself at the end only, and takes its time until it is hurried."""
     paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS]
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000"]
-    return [*paced, "--step-time", "0.1", *saving, "--result", str(job.directory / "result.json")]
+    return [*paced, "--step-time", "0.5", *saving, "--result", str(job.directory / "result.json")]
 
 
 def start(job: Job, host: Host, name: str, where: str, *flags: str, prefix: tuple[str, ...] = ()) -> Agent:

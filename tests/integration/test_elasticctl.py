@@ -68,7 +68,8 @@ def trains(job: Job, world_size: int) -> None:
 @pytest.mark.timeout(600)
 def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> None:
     # Long enough for a resize to pay.
-    nodes = [job.node(name, nnodes="1:2", command=digits(job, "--epochs", "12")) for name in "abc"]
+    command = digits(job, "--epochs", "12", "--step-time", "0.8")
+    nodes = [job.node(name, "--join-settle", "100", nnodes="1:2", command=command) for name in "abc"]
     trains(job, 2)
 
     text = told(job, "checkpoint")

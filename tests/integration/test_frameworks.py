@@ -98,6 +98,7 @@ def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job
     held(job, 2, 2)
     guest.signal(signal.SIGTERM)
     guest.says("SIGTERM")
+    job.tell("slow")  # the worker hears of it a moment later
     job.tell("go-2")
     job.tell("go-3")
     assert guest.wait(100) == 143, guest.output

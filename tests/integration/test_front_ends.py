@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import LOOP, alive, free_port, wait_for
+from harness import LOOP, alive, free_port, read_lines, wait_for
 
 FIND_FILE = (
     "from os import path; import elastic_launch; print(path.join(path.dirname(elastic_launch.__file__), 'launch.py'))"
@@ -123,8 +123,7 @@ dist.destroy_process_group()
 
 def started(directory: Path) -> list[int]:
     """The pids of workers of ``loop.py`` and of what they have started."""
-    lines = (directory / "started.jsonl").read_text().splitlines() if (directory / "started.jsonl").exists() else []
-    return [pid for line in map(json.loads, lines) for pid in (line["pid"], *line["children"])]
+    return [pid for line in read_lines(directory / "started.jsonl") for pid in (line["pid"], *line["children"])]
 
 
 @pytest.fixture
@@ -175,7 +174,7 @@ def test_a_crash_ends_the_others_and_shows_what_the_rank_has_said(
     process = loop("-n", "3", script=("--child",))
     wait_for("three workers", lambda: len(started(here)) == 6)
     (here / "exit-2").write_text("17")
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 17
     assert out == "rank 0 of 3 in round None\n"
     assert "root cause: rank 2" in err
@@ -202,7 +201,7 @@ def test_codes_that_have_a_meaning_here_become_1(
 ) -> None:
     (here / "exit-0").write_text(code)
     process = loop("-n", "1")
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode == expected
 
 
@@ -212,7 +211,7 @@ def test_workers_that_do_not_heed_sigterm_are_killed_after_their_grace(
     process = loop("-n", "2", "--shutdown-timeout", "0.2", script=("--ignore-term", "--child"))
     wait_for("two workers", lambda: len(started(here)) == 4)
     os.kill(started(here)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 137
     assert "signal 9 (SIGKILL): stopping rank" in err
     assert "still there after 0.2 s" in err
@@ -228,7 +227,7 @@ def test_a_signal_stops_the_workers_and_a_second_one_kills(
     assert process.stderr is not None
     assert "stopping rank 0, 1" in process.stderr.readline()
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == code
     assert "a second signal" in err
     assert "root cause" not in err

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changes import ctl
 from harness import SCRIPTS, Job, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
@@ -33,6 +34,12 @@ def digits(job: Job, *options: str) -> list[str]:
     return [*paced, "--exact", "--epochs", "3", "--step-time", "0.1", *result, *options]
 
 
+def status(job: Job) -> dict[str, Any]:
+    done = ctl("status", "--json", "--log-dir", str(job.logs))
+    assert done.returncode == 0, done
+    return dict(json.loads(done.stdout))
+
+
 def hurry(job: Job) -> None:
     (job.directory / "hurry").touch()
 
@@ -49,14 +56,15 @@ def printed(job: Job, number: int) -> list[int]:
 
 def test_a_killed_worker_costs_no_more_than_the_steps_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
     """Without any checkpoint: the memory alone."""
-    agent = job.launch("--standalone", "--nproc", "2", command=digits(job))
+    agent = job.launch("--standalone", "--nproc", "2", command=digits(job, "--step-time", "0.3"))
     wait_for("20 steps", lambda: 20 in printed(job, 1), 60)
+    kept = wait_for("a snapshot", lambda: status(job)["snapshot"])["step"]
     os.kill(job.events("worker_started")[1]["pid"], signal.SIGKILL)
     wait_for("steps of the second round", lambda: printed(job, 2), 60)
     hurry(job)
     assert agent.wait(100) == 0, agent.output
     result = result_of(job)
-    assert result["resumed_step"] >= 10
+    assert result["resumed_step"] >= kept > 0
     assert result["restarts"] == 1
     assert result["weights_sha256"] == undisturbed
 

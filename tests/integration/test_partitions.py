@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing"),
 ]
 
-TIMING = ["--rdzv-conf", "dead_after=2,beat=0.3"]
+TIMING = ["--rdzv-conf", "dead_after=4,beat=0.5"]
 
 
 class Run:

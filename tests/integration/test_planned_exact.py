@@ -50,7 +50,7 @@ def test_one_two_four_nodes_and_one_cost_no_step(job: Job, undisturbed: str) -> 
 
 def test_each_node_is_drained_in_turn_and_the_host_of_the_store_ends_the_run(job: Job, undisturbed: str) -> None:
     """The run cannot go on without the host, but from what it has saved."""
-    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"))
+    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), step_time=0.5)
     a, b, c = (changes.node(name, "--join-settle", "100", nnodes="1:3") for name in "abc")
     changes.trains(3)
     told(job, "drain", "c", "--deadline", "30")
@@ -90,7 +90,7 @@ def test_the_host_of_the_store_leaves_and_another_agent_at_its_address_goes_on_f
 
 
 def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undisturbed: str, tmp_path: Path) -> None:
-    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"))
+    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), step_time=0.5)
     directory = tmp_path / "etcd"
     directory.mkdir()
     with cluster(directory, size=1) as members:
@@ -127,8 +127,8 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
     [
         (1, "signal", "broken"),
         (1, "elasticctl", "broken"),
-        (5, "signal", "drained"),
-        (5, "elasticctl", "drained"),
+        (15, "signal", "drained"),
+        (15, "elasticctl", "drained"),
         (30, "signal", "drained"),
     ],
 )

@@ -52,7 +52,7 @@ class Nodes:
             raise AssertionError("\n---\n".join([str(error), *map(self.output, range(len(self._processes)))])) from None
 
     def exit_codes(self) -> list[int]:
-        return [process.wait(30) for process in self._processes]
+        return [process.wait(100) for process in self._processes]
 
     def close(self) -> None:
         for process in self._processes:

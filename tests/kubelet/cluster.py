@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness import SLOWNESS
 from netns import Host, Net, ip
 
 from kubelet.dns import Dns
@@ -120,6 +121,7 @@ class Cluster:
 
     def until(self, what: str, probe: Callable[[], T], timeout: float = 60.0) -> T:
         """Let the cluster go on until something is true, and return it."""
+        timeout *= SLOWNESS
         deadline = time.monotonic() + timeout
         while True:
             self._turn()

@@ -26,7 +26,7 @@ from elastic_launch.rendezvous.happenings import MembershipEvent
 from elastic_launch.rendezvous.membership import Membership
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
-TIMING = Timing(join_settle=0.3, beat=0.1, dead_after=2.0, min_wait=20.0, read_timeout=5.0)
+TIMING = Timing(join_settle=5.0, beat=0.1, dead_after=2.0, min_wait=20.0, read_timeout=5.0)
 READS = 'grpc_server_handled_total{grpc_code="OK",grpc_method="Range",grpc_service="etcdserverpb.KV",grpc_type="unary"}'
 
 

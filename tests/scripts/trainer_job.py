@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import time
 from pathlib import Path
 
 import torch
@@ -35,16 +36,17 @@ class Net(nn.Module):
 
 
 class Recorder(el.Callback):
-    def __init__(self, stop_after: int, run: el.Run) -> None:
+    def __init__(self, stop_after: int, step_time: float, run: el.Run) -> None:
         self.seen: dict[str, list[object]] = {name: [] for name in ("rounds", "losses", "evaluations", "incidents")}
         self.seen["checkpoints"] = []
-        self._stop_after, self._run = stop_after, run
+        self._stop_after, self._step_time, self._run = stop_after, step_time, run
 
     def on_round(self, start: RoundStart) -> None:
         self.seen["rounds"].append([start.world_size, start.micro, start.resumed_step, start.reason])
 
     def on_step(self, end: StepEnd) -> None:
         self.seen["losses"].append([end.step, end.loss, end.metrics])
+        time.sleep(self._step_time)
         # The last rank alone asks for it; all stop.
         if end.step == self._stop_after and self._run.rank == self._run.world_size - 1:
             self._run.request_stop()
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--poor-rank", type=int, default=-1)
     parser.add_argument("--stop-after", type=int, default=-1)
     parser.add_argument("--every", default="2")
+    parser.add_argument("--step-time", type=float, default=0.0)
     parser.add_argument("--unseeded", action="store_true", help="each rank builds another model")
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
@@ -79,7 +82,7 @@ def main() -> None:
         torch.manual_seed(100 + run.rank if args.unseeded else 0)
         model = Net(greedy=args.poor_rank >= 0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        recorder = Recorder(args.stop_after, run)
+        recorder = Recorder(args.stop_after, args.step_time, run)
         micro = args.micro if args.micro == "auto" else int(args.micro)
         trainer = el.Trainer(
             run,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, wait_for
 
 from elastic_launch import snapshot
 from elastic_launch.snapshot.files import FileSum
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp("trained")
     options = ["--checkpoint", str(directory / "checkpoints"), "--every", "10", "--result", str(directory / "result")]
     # Slow enough for each to be written: of two that wait, the newer one is.
-    command = [sys.executable, DIGITS, *SHORT, *options, "--step-time", "0.05"]
+    command = [sys.executable, DIGITS, *SHORT, *options, "--step-time", "0.3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert [info.step for info in snapshot.find(directory / "checkpoints")] == [23, 20, 10]
@@ -169,15 +169,17 @@ def test_another_training_is_refused_by_the_name_of_what_differs(
 def test_each_node_may_have_a_directory_of_its_own(job: Job, trained: tuple[Path, str]) -> None:
     """The same relative path means another place on each; who has a checkpoint gives it to who has none."""
     result = job.directory / "result.json"
-    options = ["--checkpoint", "ckpt", "--every", "5", "--step-time", "0.1", "--result", str(result)]
+    options = ["--checkpoint", "ckpt", "--every", "5", "--step-time", "1", "--result", str(result)]
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry")]
     agents = []
     for name in ("a", "b"):
         (job.directory / name).mkdir()
-        command = [DIGITS, *SHORT, *options]
+        command = [*paced, DIGITS, *SHORT, *options]
         agents.append(job.node(name, nnodes="2:2", command=command, cwd=job.directory / name))
     wait_for("a checkpoint", lambda: list(job.directory.glob("[ab]/ckpt/step-*")), 60)
     pids = {event["rank"]: event["pid"] for event in job.events("worker_started")}
     os.kill(pids[1], signal.SIGKILL)
+    (job.directory / "hurry").touch()
     for agent in agents:
         assert agent.wait(100) == 0, agent.output
     told = _result(result)

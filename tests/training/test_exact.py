@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SHORT = ["--epochs", "1", "--exact"]
@@ -22,8 +22,10 @@ def _result(path: Path) -> dict[str, Any]:
 
 
 def _train(job: Job, nproc: int, *options: str, name: str = "run") -> tuple[Agent, Path]:
+    """Start a training; steps that are to take a while do so until :func:`_hurry`."""
     result = job.directory / f"{name}.json"
-    command = [DIGITS, *SHORT, "--result", str(result), *options]
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry")]
+    command = [*paced, DIGITS, *SHORT, "--result", str(result), *options]
     return job.launch("--standalone", "--nproc", str(nproc), command=command, name=name), result
 
 
@@ -62,6 +64,10 @@ def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
     assert _result(path)["weights_sha256"] != alone["weights_sha256"]
 
 
+def _hurry(job: Job) -> None:
+    (job.directory / "hurry").touch()
+
+
 def _pids(job: Job) -> list[int]:
     return [event["pid"] for event in job.events("worker_started")]
 
@@ -74,9 +80,10 @@ def _saved(checkpoints: Path) -> int:
 @pytest.mark.slow
 def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
-    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.1")
+    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.7")
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     os.kill(_pids(job)[1], signal.SIGKILL)
+    _hurry(job)
     assert agent.wait(100) == 0, agent.output
     result = _result(path)
     assert result["weights_sha256"] == alone["weights_sha256"]
@@ -89,7 +96,7 @@ def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -
 def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", str(checkpoints), "--every", "5"]
-    first, _ = _train(job, 3, *options, "--step-time", "0.1", name="first")
+    first, _ = _train(job, 3, *options, "--step-time", "0.7", name="first")
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     first.signal(signal.SIGTERM)
     assert first.wait() == 143

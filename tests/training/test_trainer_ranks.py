@@ -106,7 +106,7 @@ def test_one_rank_asks_and_all_stop_after_the_same_step_with_their_state_saved(j
 def test_checkpoints_by_the_clock_are_taken_at_the_same_step_everywhere(job: Job, alone: dict[str, Any]) -> None:
     """Every 10 ms is every step: the first rank's clock decides, one boundary later."""
     checkpoint = job.directory / "checkpoint"
-    seen = _train(job, 2, "--every", "0.01s", "--checkpoint", str(checkpoint))
+    seen = _train(job, 2, "--every", "0.01s", "--step-time", "0.5", "--checkpoint", str(checkpoint))
     assert seen["hash"] == alone["hash"]
     assert seen["checkpoints"][-1] == 9
     assert len(seen["checkpoints"]) >= 2
@@ -116,13 +116,13 @@ def test_checkpoints_by_the_clock_are_taken_at_the_same_step_everywhere(job: Job
 def test_a_hand_written_loop_resumes_after_a_kill_and_at_another_size(job: Job) -> None:
     checkpoints, result = job.directory / "checkpoints", job.directory / "result.json"
     command = [str(EXAMPLES / "own_loop" / "train.py"), "--checkpoint", str(checkpoints), "--every", "5"]
-    first = job.launch("--standalone", "--nproc", "2", command=[*command, "--epochs", "60"], name="first")
+    first = job.launch("--standalone", "--nproc", "2", command=[*command, "--epochs", "600"], name="first")
     wait_for("a checkpoint", lambda: list(checkpoints.glob("step-*")), 60)
     os.kill(job.events("worker_started")[1]["pid"], signal.SIGKILL)
     wait_for("a checkpoint of the second round", lambda: list(checkpoints.glob("step-*.r2.*")), 60)
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
-    options = ["--epochs", "60", "--stop-at", "0.1", "--result", str(result)]
+    options = ["--epochs", "600", "--stop-at", "0.1", "--result", str(result)]
     second = job.launch("--standalone", "--nproc", "3", command=[*command, *options], name="second")
     assert second.wait(100) == 0, second.output
     seen = json.loads(result.read_text())
@@ -141,7 +141,10 @@ def test_the_language_model_goes_on_after_a_kill_to_the_same_hash(job: Job) -> N
     assert one.wait(100) == 0, one.output
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", str(checkpoints), "--every", "1", "--result", str(disturbed)]
-    two = job.launch("--standalone", "--nproc", "2", command=[*script, *options], name="two")
+    gated = [str(SCRIPTS / "gated.py"), str(job.work)]
+    job.tell("hold", "6")
+    job.tell("go-2")
+    two = job.launch("--standalone", "--nproc", "2", command=[*gated, *script, *options], name="two")
     wait_for("a checkpoint", lambda: list(checkpoints.glob("step-*")), 60)
     os.kill(job.events("worker_started")[-1]["pid"], signal.SIGKILL)
     assert two.wait(100) == 0, two.output

@@ -282,6 +282,7 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
         known: list[bool] = []
         starter.processes.when_ready(lambda: known.append(True))
         wait_for("the next server", lambda: known)
+        monkeypatch.undo()
         assert starter.run(script).stdout == "1\n"
     assert caplog.text.count("a worker imports for itself") == 1
 
