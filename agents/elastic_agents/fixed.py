@@ -20,7 +20,7 @@ from elastic_agents.failures import describe, read_error_file
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
-from elastic_agents.sessions import kill_sessions, session_members
+from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.rendezvous.verdict import own_code
@@ -220,11 +220,10 @@ class _Agent:
 
     def _reap(self, worker: _Worker, code: int) -> None:
         worker.exit_code = code
-        if code != 0 or not session_members({worker.pid}):
-            self._end_sessions({worker.pid})  # the number of one that is empty may soon be another's
         if code == 0:
             _log.info("rank %d finished", worker.rank)
             return
+        self._end_sessions({worker.pid})
         if not self._stopping:
             self._first = worker
             self._stop(f"rank {worker.rank} ended with {describe(code)}")
@@ -253,8 +252,12 @@ class _Agent:
     def _end_sessions(self, sids: set[int] | None = None) -> None:
         """Kill what workers (None: all) have left behind, grandchildren included."""
         chosen = set(self._sessions) if sids is None else sids
-        if stuck := kill_sessions(chosen):
-            _log.warning("processes %s cannot be killed", ", ".join(map(str, stuck)))
+        try:
+            if stuck := kill_sessions(chosen):
+                _log.warning("processes %s cannot be killed", ", ".join(map(str, stuck)))
+        except OSError as error:
+            _log.warning("what workers have started may still run: %s", error)
+            return  # the end tries again, or the guard
         for sid in chosen:
             self._sessions.discard(sid)
             self._guard.remove(sid)

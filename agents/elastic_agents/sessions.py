@@ -5,17 +5,32 @@ Uses only the standard library's cheapest modules, since the guard imports it an
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
 
-__all__ = ["dead_strangers", "kill_sessions", "reap", "reap_orphans", "session_members"]
+__all__ = ["dead_strangers", "empty_sessions", "kill_sessions", "reap", "reap_orphans", "session_members"]
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def session_members(sids: set[int]) -> list[int]:
     """Return the processes of the given sessions that still run; zombies don't count."""
     return [pid for pid, state, _, sid in _processes() if sid in sids and state not in (b"Z", b"X")]
+
+
+def empty_sessions(sids: set[int]) -> set[int]:
+    """Return those of the given sessions of which nothing runs.
+
+    Looks twice: a process that ends as it is looked at may just have started another one.
+    """
+    empty = set(sids)
+    for _ in range(2):
+        if empty:
+            empty -= {sid for _, state, _, sid in _processes() if state not in (b"Z", b"X")}
+    return empty
 
 
 def reap_orphans(sids: set[int]) -> None:
@@ -51,7 +66,7 @@ def _processes() -> Iterator[tuple[int, bytes, int, int]]:
     """Yield pid, state, parent and session of each process (proc_pid_stat(5)).
 
     Raises:
-        OSError: if there are no descriptors left.
+        OSError: if there are no descriptors left, or no memory.
     """
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -59,8 +74,10 @@ def _processes() -> Iterator[tuple[int, bytes, int, int]]:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     # The command's name stands in parentheses and may hold any character.
                     fields = file.read().rpartition(b")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    raise
+                continue  # it has ended, or is hidden: somebody else's
             yield int(name), fields[0], int(fields[1]), int(fields[3])
 
 
@@ -71,19 +88,24 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
         timeout: seconds after which processes that the kernel cannot end (uninterruptible sleep) are given up.
 
     Returns:
-        the processes given up; the sessions' leaders, if processes could not be looked at.
+        the processes given up.
+
+    Raises:
+        OSError: if at the end processes could not be looked at.
     """
     deadline = time.monotonic() + timeout
     delay = 0.001
     while sids:
         try:
             members = session_members(sids)
-            seen = True
-        except OSError:  # no descriptor is left, for the moment
-            members, seen = sorted(sids), False
+        except OSError:  # for the moment
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(delay)
+            continue
         if not members or time.monotonic() > deadline:
             return members
-        for pid in members if seen else ():
+        for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

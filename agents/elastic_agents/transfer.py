@@ -255,7 +255,8 @@ class Fetch:
 
     def join(self) -> None:
         """Wait until the slot is left alone; bounded."""
-        self._thread.join(2 * IDLE)
+        if self._thread.ident is not None:
+            self._thread.join(2 * IDLE)
 
     def _run(self) -> None:
         header = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_agents.failures import OutOfMemoryCounter, report
@@ -13,12 +15,14 @@ from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs
 from elastic_agents.output import OutputPump, Stream
 from elastic_agents.processes import StartRequest, WorkerProcesses
-from elastic_agents.sessions import kill_sessions, reap_orphans, session_members
+from elastic_agents.sessions import empty_sessions, kill_sessions, reap_orphans
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.rendezvous.messages import Failure
 
 __all__ = ["Reaped", "WorkerSet"]
+
+_log = logging.getLogger("elastic_launch.agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,10 @@ class WorkerSet:
         if worker is None:
             return None
         now = self._clock.now()
-        if exit_code != 0 or not session_members({pid}):
-            self._end_sessions({pid})  # the number of one that is empty may soon be another's
+        if exit_code != 0:
+            self._end_sessions({pid})
+        if not self._alive:
+            self._leave_empty_sessions()
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
@@ -161,10 +167,22 @@ class WorkerSet:
             if local_ranks is None or worker.placement.local_rank in local_ranks
         ]
 
+    def _leave_empty_sessions(self) -> None:
+        """Have to do no more with sessions of which nothing is left: their numbers may soon be somebody else's."""
+        with suppress(OSError):  # the round's end will look at them again
+            self._forget(empty_sessions(self._sessions))
+
     def _end_sessions(self, sids: set[int]) -> list[int]:
-        stuck = kill_sessions(sids)
-        reap_orphans(sids)
-        for sid in sids:
-            self._sessions.discard(sid)
-            self._guard.remove(sid)
+        try:
+            stuck = kill_sessions(sids)
+            reap_orphans(sids)
+        except OSError as error:
+            _log.warning("what workers have started may still run: %s", error)
+            return []  # the next round's end tries again, or the guard
+        self._forget(sids)
         return stuck
+
+    def _forget(self, sids: set[int]) -> None:
+        self._sessions -= sids
+        for sid in sids:
+            self._guard.remove(sid)

@@ -157,7 +157,7 @@ def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypat
 
     def kill() -> bool:
         if not killed:
-            killed.append(_copier())
+            killed.append(wait_for("the copying process", _copier))
             os.kill(killed[0], signal.SIGKILL)
             wait_for("its end", lambda: not alive(killed[0]))
         return True

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from harness import alive, wait_for
 
 from elastic_agents import processes as processes_module
+from elastic_agents import sessions
 from elastic_agents.guard import Guard
 from elastic_agents.output import TAIL_LINES, OutputPump, Stream
 from elastic_agents.processes import ExecProcesses, StartRequest
-from elastic_agents.sessions import kill_sessions, session_members
+from elastic_agents.sessions import empty_sessions, kill_sessions, session_members
 from elastic_launch.output import Route
 
 Exits = queue.SimpleQueue[tuple[int, int]]
@@ -68,6 +72,48 @@ def test_a_process_leads_a_session_that_is_killed_whole(processes: ExecProcesses
     assert kill_sessions({pid}) == []
     assert session_members({pid}) == []
     assert exits.get(timeout=10) == (pid, -signal.SIGKILL)
+
+
+def test_a_session_is_empty_when_its_last_process_has_ended(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path
+) -> None:
+    left = processes.start(_shell(f"sleep 600 & echo $! > {tmp_path / 'pid'}"))
+    ended = processes.start(_shell("exit 0"))
+    assert {exits.get(timeout=30)[0] for _ in range(2)} == {left, ended}
+    assert empty_sessions({left, ended}) == {ended}
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    wait_for("its end", lambda: empty_sessions({left, ended}) == {left, ended})
+
+
+def test_processes_that_are_hidden_keep_nobody_from_seeing_ones_own(
+    processes: ExecProcesses, exits: Exits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other users' are under /proc with hidepid=1 (proc(5)): they are listed, and cannot be opened."""
+    pid = processes.start(_shell("sleep 600"))
+
+    def hiding(path: str, mode: str) -> IO[bytes]:
+        if path == "/proc/1/stat":
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        return open(path, mode)
+
+    monkeypatch.setattr(sessions, "open", hiding, raising=False)
+    assert pid in session_members({pid})
+    assert kill_sessions({pid}) == []
+    assert exits.get(timeout=30) == (pid, -signal.SIGKILL)
+
+
+def test_without_descriptors_nobody_is_taken_for_gone(processes: ExecProcesses, exits: Exits) -> None:
+    pid = processes.start(_shell("sleep 600"))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # what is open stays so
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            kill_sessions({pid}, timeout=0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert alive(pid)
+    assert kill_sessions({pid}) == []
+    assert exits.get(timeout=30) == (pid, -signal.SIGKILL)
 
 
 def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> None:

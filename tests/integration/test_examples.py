@@ -27,7 +27,7 @@ def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(600)
 def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run() -> None:
     demo = subprocess.run([sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=340)
     assert demo.returncode == 0, demo.stdout + demo.stderr
@@ -38,7 +38,7 @@ def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(600)
 def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
     """Three workers without exact mode: their sums are rounded in another order than one process'."""
     demo = (EXAMPLES / "demo.py").read_text()
@@ -52,7 +52,7 @@ def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(600)
 def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path) -> None:
     result = tmp_path / "made" / "result.json"
     agent = job.launch("--standalone", "--nproc", "2", command=[DIGITS, "--result", str(result)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -109,7 +110,8 @@ def _stopped(agent: Agent, directory: Path) -> int:
         return 0
     if alive(pid) and saved(directory) == before:
         return pid
-    os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
     return 0
 
 

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -237,8 +237,9 @@ class WarmServer:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
                 _log.warning("the warm server, pid %d, does not end", self._process.pid)
-            kill_sessions({self._process.pid})
-            reap_orphans({self._process.pid})
+            with suppress(OSError):  # processes cannot be looked at
+                kill_sessions({self._process.pid})
+                reap_orphans({self._process.pid})
 
     def _wait(self) -> float | None:
         """Seconds until there is something to do; None if there is nothing."""
