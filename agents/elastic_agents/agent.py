@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -124,26 +125,19 @@ class LocalElasticAgent(ElasticAgent):
         self._control = Control(self._clock, keeper, self._inbox.put, self._events)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
-        try:
+        # In this order, each also where one before has failed.
+        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
+        ends += [processes.close, self._secure, self._control.close, keeper.close, pump.close, self._membership.close]
+        ends += [self._close_store, guard.close, self._run_file.close]
+        with ExitStack() as stack:
+            for end in reversed(ends):
+                stack.callback(end)
             self._membership.importing()
             processes.when_ready(self._membership.imported)
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())
-        finally:
-            self._inbox.close()
-            self._workers.kill()
-            self._workers.end_round()
-            processes.close()
-            self._secure()
-            self._control.close()
-            keeper.close()
-            pump.close()
-            self._membership.close()
-            if self._store is not None:
-                self._store.close()
-            guard.close()
-            self._run_file.close()
+        assert self._outcome is not None
         self._outcome = replace(self._outcome, unsaved=keeper.failed)
         self._run_file.end(self._outcome.code, self._outcome.cause)
         files = {rank: logs.error_file for rank, logs in self._logs.items()}
@@ -167,6 +161,10 @@ class LocalElasticAgent(ElasticAgent):
         if self._keeper.idle:
             self._inbox.put(v.CopiesDone())
         return told
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
@@ -366,7 +364,11 @@ class LocalElasticAgent(ElasticAgent):
         number = form.round.number
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
-            self._store.serve(self._config.timing.read_timeout)
+            try:
+                self._store.serve(self._config.timing.read_timeout)
+            except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
+                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", frozenset()))
+                return
         # The first member gives it to the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
         self._keeper.fetch(sources, self._transfer_key(), self._control.tell_fetched)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
@@ -21,8 +23,8 @@ from elastic_launch.snapshot.slot import Header, Slot
 __all__ = ["copy", "main"]
 
 
-def copy(order: dict[str, Any]) -> dict[str, Any]:
-    """Copy a snapshot and prune; return what ``elastic_launch.contract.Copied`` says of it.
+def copy(order: dict[str, Any], may_commit: Callable[[], bool]) -> dict[str, Any]:
+    """Copy a snapshot and prune, if it may; return what ``elastic_launch.contract.Copied`` says of it.
 
     ``final`` says beside that whether it is of no use to try again.
     """
@@ -45,7 +47,7 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
             slot.state(header),
             json.loads(slot.meta(header)),
             **numbers,
-            may_commit=_may_commit,
+            may_commit=may_commit,
             owner=order["owner"],
             take=order["take"],
         )
@@ -69,12 +71,15 @@ def _split(order: dict[str, Any], slot: Slot, header: Header) -> Split | None:
     return Split(division, order["nonce"]) if len(division) > 1 else None
 
 
-def _may_commit() -> bool:
-    print("ready", flush=True)
-    return sys.stdin.readline().startswith("yes")
-
-
 def main() -> None:
     """Carry out the order that is the only argument."""
     logging.basicConfig(format="[elastic-launch] %(message)s")
-    print(json.dumps(copy(json.loads(sys.argv[1]))), flush=True)
+    # What drivers of storage print is not for the agent.
+    with os.fdopen(os.dup(1), "w") as agent:
+        os.dup2(2, 1)
+
+        def may_commit() -> bool:
+            print("ready", file=agent, flush=True)
+            return sys.stdin.readline().startswith("yes")
+
+        print(json.dumps(copy(json.loads(sys.argv[1]), may_commit)), file=agent, flush=True)

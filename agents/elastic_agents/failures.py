@@ -77,19 +77,26 @@ def describe(exit_code: int) -> str:
 
 
 def read_error_file(path: Path) -> tuple[str, tuple[str, ...]] | None:
-    """Return message and traceback from an error file as torch.distributed.elastic's ``@record`` writes it."""
+    """Return message and traceback from an error file as torch.distributed.elastic's ``@record`` writes it.
+
+    What is no text, as a file's name may be, is escaped.
+    """
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
     message = value.get("message") if isinstance(value, dict) else None
     if isinstance(message, str):
-        return message, ()
+        return _escaped(message), ()
     if not isinstance(message, dict):
         return None
     extra = message.get("extraInfo")
     callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
-    return str(message.get("message", "")), tuple(callstack.splitlines())
+    return _escaped(str(message.get("message", ""))), tuple(_escaped(callstack).splitlines())
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def report(

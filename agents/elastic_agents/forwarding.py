@@ -14,7 +14,7 @@ def heeds(pid: int, number: int) -> bool:
     Read from the masks of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N.
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
     masks = re.findall(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", status, re.MULTILINE)

@@ -167,7 +167,11 @@ class Keeper:
                 self._fetched(slot, fetch, header, tell)
 
             fetch = self._fetch = Fetch(wanted, self._slots[slot], self._book.sequence + 1, key, done, before)
-            fetch.start()
+            try:
+                fetch.start()
+            except RuntimeError as error:  # no more threads; workers restore from what they find
+                self._fetch = None
+                _log.warning("the newest snapshot is not fetched: %s", error)
 
     def _fetched(self, slot: int, fetch: Fetch, header: Header | None, tell: Callable[[Fetched], None]) -> None:
         with self._changed:
@@ -327,6 +331,7 @@ class Keeper:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
+                    errors="replace",
                     pass_fds=descriptors,
                     start_new_session=True,
                     env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -354,5 +359,8 @@ class Keeper:
         try:
             answer: dict[str, str | int | float] = json.loads(line)
         except ValueError:
-            return {"error": f"The process that copies it ended with {process.wait()}."}
+            process.kill()  # it may wait for a word
+            code = process.wait()
+            how = f"said {line[:80]!r}, which is not for it to say" if line else f"ended with {code}"
+            return {"error": f"The process that copies it {how}."}
         return answer

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,5 +90,6 @@ def link_latest(config: LaunchConfig) -> None:
             temporary.symlink_to(os.path.relpath(config.run_directory, base))
             temporary.replace(link)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         _log.debug("no link %s: %s", link, error)

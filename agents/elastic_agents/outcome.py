@@ -45,12 +45,15 @@ def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int,
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return RunResult(WorkerState.STOPPED)
     failures = {
-        rank: ProcessFailure(
-            local_rank=reaped.placement.local_rank,
-            pid=reaped.pid,
-            exitcode=reaped.exit_code,
-            error_file=str(error_files[reaped.placement.local_rank]),
-        )
-        for rank, reaped in failed.items()
+        rank: _failure(reaped, str(error_files[reaped.placement.local_rank])) for rank, reaped in failed.items()
     }
     return RunResult(WorkerState.FAILED, failures=failures)
+
+
+def _failure(reaped: Reaped, error_file: str) -> ProcessFailure:
+    local_rank, pid, code = reaped.placement.local_rank, reaped.pid, reaped.exit_code
+    try:
+        return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # torch reads the file there and then; the worker may have had no room for the whole of it.
+        return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file="")

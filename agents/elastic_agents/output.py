@@ -44,10 +44,12 @@ class Stream:
 
     def close(self) -> None:
         """Called by the pump at the end of the stream."""
-        os.close(self.source)
-        for sink in self._sinks:
-            sink.close()
-        self.ended.set()
+        try:
+            os.close(self.source)
+            for sink in self._sinks:
+                sink.close()
+        finally:
+            self.ended.set()
 
 
 class OutputPump:

@@ -108,7 +108,7 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
         for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):  # another user's, of sudo: it is given up in the end
                 continue
         time.sleep(delay)
         delay = min(2 * delay, 0.05)

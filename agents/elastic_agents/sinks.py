@@ -71,13 +71,19 @@ class Appended:
                 self._file = self._path.open("ab", buffering=0)
             self._file.write(data)
         except OSError as error:  # a full disk must not stop training
-            if not self._complaints:
-                _log.warning("the workers' output is not kept in files: %s", error)
-                self._complaints.append(str(error))
+            self._complain(error)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:  # network file systems may say only now that there was no room (close(2))
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complaints:
+            _log.warning("the workers' output is not kept in files: %s", error)
+            self._complaints.append(str(error))
 
 
 class Lines:

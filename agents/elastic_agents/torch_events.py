@@ -84,6 +84,8 @@ class TorchEvents:
         about: dict[str, Any] | None = None,
     ) -> None:
         config, group = self._config, self.group
+        if self._name == "null":
+            return  # to ask for this host's name may take long, where there is no network
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),

@@ -88,9 +88,10 @@ class RunFile:
         self.close()
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            with contextlib.suppress(OSError):  # network file systems may say only now that there was no room
+                os.close(lock)
 
 
 def find(base: Path, run_id: str | None, depth: int) -> tuple[list[Whereabouts], bool]:

@@ -119,7 +119,7 @@ def _inspect_all(
     gone: CheckpointGoneError | None = None
     for path in paths:
         try:
-            if isinstance(path, Path) and path.is_symlink():
+            if _is_link(path):
                 raise DamagedCheckpointError(path, "it is a symbolic link")
             found.append(inspect(path))
         except CheckpointGoneError as error:
@@ -127,6 +127,13 @@ def _inspect_all(
         except CheckpointReadError as error:
             damaged.append(error)
     return found, damaged, gone
+
+
+def _is_link(path: Place) -> bool:
+    if isinstance(path, Url):
+        return False
+    with reading(path):
+        return path.is_symlink()
 
 
 def _candidates(directory: Place) -> Sequence[Place]:

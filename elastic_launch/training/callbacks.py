@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_launch.snapshot.place import Place
@@ -151,7 +152,8 @@ class Progress(Callback):
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            print(text, flush=True)
+            with suppress(OSError):  # a full disk must not stop training
+                print(text, flush=True)
 
 
 def _listed(metrics: dict[str, float]) -> str:

@@ -12,6 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents import failures
 from elastic_agents.failures import OutOfMemoryCounter, describe, read_error_file, report
+from elastic_agents.outcome import result_of
+from elastic_agents.workers import Reaped
+from elastic_launch.contract import Placement
 from elastic_launch.rendezvous import messages as m
 
 TRACEBACK = (
@@ -309,3 +312,20 @@ def test_without_any_counter_nothing_is_counted(counters: list[Path]) -> None:
 
 def test_this_process_can_be_looked_up() -> None:
     assert not OutOfMemoryCounter().risen()
+
+
+def test_text_that_is_none_is_escaped(error_file: Path) -> None:
+    """A file's name may hold any bytes; Python keeps those that are no text as lone surrogates."""
+    message = {"message": "no such file: \udcff", "extraInfo": {"py_callstack": "open(\udcff)", "timestamp": "1"}}
+    error_file.write_text(json.dumps({"message": message}))
+    failure = failed(error_file)
+    assert failure.message == r"exit code 1: no such file: \udcff"
+    assert failure.detail == (r"open(\udcff)",)
+
+
+@pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"message": {"message": "boom"}}'])
+def test_an_error_file_without_an_end_is_no_reason_to_fail(error_file: Path, text: str) -> None:
+    error_file.write_text(text)
+    reaped = Reaped(1, Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500), 42, 1, 1.5, 2.0)
+    result = result_of(1, {5: reaped}, {1: error_file})
+    assert (result.failures[5].pid, result.failures[5].exitcode) == (42, 1)

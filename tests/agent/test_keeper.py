@@ -183,6 +183,22 @@ def test_a_copying_process_that_cannot_be_started_is_tried_again(
     assert node.copied() == [1]
 
 
+def test_a_copying_process_that_says_what_nobody_expects_is_ended(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    node.store(1)
+    assert node.copied() == []
+    assert [told.error for told in node.told] == [
+        r"The process that copies it said 'welcome\n', which is not for it to say."
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    node.store(2)
+    assert node.copied() == [2]
+
+
 def test_an_evicted_node_commits_nothing_and_does_not_try_again(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

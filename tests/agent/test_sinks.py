@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from elastic_agents.console import configure_logging
 from elastic_agents.logs import link_latest
 from elastic_agents.output import OutputPump
-from elastic_agents.sinks import LONGEST_LINE, Lines
+from elastic_agents.sinks import LONGEST_LINE, Appended, Lines
 from elastic_agents.summary import hint_on, last_words, root_cause
 from elastic_launch.config import Command, LaunchConfig
 from elastic_launch.output import Route
@@ -337,3 +337,15 @@ def test_what_is_no_file_is_no_termination_log(make: Callable[[Path], None], tmp
     was = path.stat().st_mode if path.exists() else None
     write_termination_log("x", {"ELASTIC_LAUNCH_TERMINATION_LOG": str(path)})
     assert (path.stat().st_mode if path.exists() else None) == was
+
+
+def test_a_file_that_cannot_be_closed_stops_no_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Network file systems may say only then that there was no room."""
+    complaints: list[str] = []
+    file = Appended(tmp_path / "stdout.log", complaints)
+    file.write(b"a line\n")
+    assert file._file is not None
+    os.close(file._file.fileno())
+    file.close()
+    assert len(complaints) == 1
+    assert "the workers' output is not kept in files" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
     file.end(91, "all 3 restarts spent")
     ((run,), alive) = find(tmp_path, None, depth=0)
     assert (run.leader, run.code, run.cause, alive) == ("10.0.0.1:4000", 91, "all 3 restarts spent", False)
+
+
+def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
+    """Network file systems may say only then that there was no room."""
+    file = RunFile(tmp_path)
+    file.write(whereabouts("one"))
+    os.close(file._lock)
+    file.led_from("10.0.0.1:4000")
+    os.close(file._lock)
+    file.end(0, "finished")
+    assert find(tmp_path, None, depth=0)[0][0].code == 0
 
 
 def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None:
