@@ -24,7 +24,7 @@ STAMP := $(VENV)/.elastic-launch-env
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check test test-all clean distclean
+.PHONY: help env demo check test test-all soak clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make test       make the environment, check, and run the tests'
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
+	@echo 'make soak       the exhaustive tests, which repeat what may fail once in a hundred times: hours, and outside CI'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
@@ -64,11 +65,14 @@ check: env
 	"$(BIN)/lint-imports" --no-logo
 
 test: env check
-	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
-	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "system or slow" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+
+soak: env
+	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist $(CACHES)
