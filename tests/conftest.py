@@ -52,6 +52,14 @@ def _shared() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "libpod"))}
 
 
+def _open_gpu() -> None:
+    """Make this process' CUDA context: its descriptors stay open for as long as the process lives."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 """Whether other tests run at the same time: then shared memory is checked by the one that began them, at the end."""
 
@@ -77,8 +85,10 @@ def default_sigterm() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads, children, descriptors or shared memory."""
+    if request.node.get_closest_marker("gpu") is not None:
+        _open_gpu()
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield
