@@ -47,6 +47,7 @@ from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.threads import ThreadDied
 
 __all__ = ["LocalElasticAgent"]
 
@@ -200,6 +201,10 @@ class LocalElasticAgent(ElasticAgent):
                 return item
             case EstimateDue(round=number):
                 self._estimate(number)
+                return None
+            case ThreadDied(name=name, error=error):
+                cause = f"internal error: the agent's thread {name!r} ended by {error}"
+                self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
                 return None
             case HowAreYou(answer=answer):
                 answer.put(self._view.phase.value)

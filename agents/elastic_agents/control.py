@@ -24,6 +24,7 @@ from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.events import EventSink
 from elastic_launch.progress import Progress, Reached
+from elastic_launch.threads import VitalThread
 
 __all__ = ["Control", "WorkerSaved"]
 
@@ -89,7 +90,7 @@ class Control:
         self._lock = threading.Lock()
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
     def ask_stop(self, round_number: int, cause: str) -> None:

@@ -19,6 +19,7 @@ from elastic_launch.contract import Copied, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.slot import Header, Slot
+from elastic_launch.threads import VitalThread
 
 __all__ = ["Keeper"]
 
@@ -71,10 +72,11 @@ class Keeper:
         self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
         self._busy = False
         self._closing = False
+        self._ended = False  # of the thread
         self._process: subprocess.Popen[str] | None = None
         self._server: Server | None = None
         self._fetch: Fetch | None = None
-        self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
+        self._thread = VitalThread(self._run, "copier")
         self.failed = ""
         """Why the last copy failed, and what to do; empty if it did not."""
 
@@ -132,7 +134,11 @@ class Keeper:
         """Whether nothing is to be copied, and nobody fetches what is served."""
         served = self._server is not None and self._server.busy
         with self._changed:
-            return self._order is None and not self._busy and not served
+            return self._at_rest and not served
+
+    @property
+    def _at_rest(self) -> bool:
+        return self._order is None and not self._busy
 
     def serve(self, listener: socket.socket, key: bytes | None) -> int:
         """Serve the newest snapshot to other nodes from now on; no worker writes any more. Return the port.
@@ -186,7 +192,7 @@ class Keeper:
     def wait(self, timeout: float) -> bool:
         """Wait until nothing is to be copied; whether that came in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._order is None and not self._busy, timeout)
+            return self._changed.wait_for(lambda: self._at_rest or self._ended, timeout) and self._at_rest
 
     def close(self) -> None:
         """Give up what is not copied yet, and free the memory."""
@@ -217,6 +223,14 @@ class Keeper:
             self._book.stored(Held(number, header.sequence, header.step, header.round))
 
     def _run(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _copy_all(self) -> None:
         while (order := self._next()) is not None:
             order = self._caught_up(order)
             copied = self._copy(order) if not order.share else None

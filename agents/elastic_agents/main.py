@@ -24,6 +24,7 @@ from elastic_launch.events import Event, JsonLines
 from elastic_launch.notice_sources import claimed
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
+from elastic_launch.threads import deaths_reported_to
 from elastic_launch.torch_options import TorchOptions
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
 
         return run_foreign(config)
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
-    with signals, _health(config, begun) as health:
+    with signals, deaths_reported_to(inbox.put), _health(config, begun) as health:
         if begun is None:
             announce(config)
         else:

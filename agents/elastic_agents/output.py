@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from elastic_agents.sinks import Appended, Console, Lines, Sink, colour_of, has_colours, painted
 from elastic_launch.output import Route
+from elastic_launch.threads import VitalThread
 
 __all__ = ["OutputPump", "Stream"]
 
@@ -62,7 +63,7 @@ class OutputPump:
         self._closed = False
         self._complaints: list[str] = []
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread = VitalThread(self._run, "output")
         self._thread.start()
 
     def open(self, console: int, route: Route) -> tuple[Stream, int]:

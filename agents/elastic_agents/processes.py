@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from elastic_agents.sessions import dead_strangers, reap, reap_orphans
+from elastic_launch.threads import VitalThread
 
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
 
@@ -85,7 +86,7 @@ class ExecProcesses:
         self._sessions: set[int] = set()
         self._unclaimed: set[int] = set()
         self._closed = False
-        self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
+        self._thread = VitalThread(self._reap, "reaper")
         self._thread.start()
 
     def when_ready(self, call: Callable[[], None]) -> None:

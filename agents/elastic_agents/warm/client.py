@@ -25,6 +25,7 @@ from elastic_agents.warm.parked import FORK_TIMEOUT, Parked
 from elastic_agents.warm.server import command, open_log
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
+from elastic_launch.threads import VitalThread
 
 if TYPE_CHECKING:
     from elastic_agents.warm.parting import Parted
@@ -116,7 +117,7 @@ class WarmServer:
         self._ahead = ahead
         self._ahead_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._listen, name="warm", daemon=True)
+        self._thread = VitalThread(self._listen, "warm")
         self._thread.start()
 
     @staticmethod
