@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
 from elastic_launch import __version__
-from elastic_launch.config import Command, LaunchConfig, Limits, parse_nnodes
+from elastic_launch.config import Command, LaunchConfig, Limits, parse_health_port, parse_nnodes
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.faults import ENV_FAULTS, FaultPlan
 from elastic_launch.flags import BY_NAME, USAGE, Line, Values, split
@@ -153,6 +153,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     grace = values.setting("--shutdown-timeout")
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
+    health = parse_health_port(text) if (text := values.text("--health-port")) else None
     config = LaunchConfig(
         command=command,
         limits=limits,
@@ -169,7 +170,8 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         node_rank=meeting.node_rank,
         local_addr=values.text("--local-addr"),
         is_host=is_host,
-        health_port=values.integer("--health-port"),
+        health_port=health.port if health else None,
+        health_host=(health.host or None) if health else None,
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,

@@ -31,6 +31,7 @@ __all__ = [
     "check_seconds",
     "parse_endpoint",
     "parse_endpoints",
+    "parse_health_port",
     "parse_nnodes",
     "state_directory",
     "writable",
@@ -164,7 +165,8 @@ class LaunchConfig:
         node_rank: wanted rank of this node, or None.
         local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
         is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
-        health_port: where to answer who asks whether this agent is well, or None.
+        health_port: where to answer probes of this agent's health, or None.
+        health_host: the address to answer them at; None: the one that the node advertises.
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
@@ -192,6 +194,7 @@ class LaunchConfig:
     local_addr: str | None = None
     is_host: bool | None = None
     health_port: int | None = None
+    health_host: str | None = None
     reuse: bool = False
     role: str = "default"
     shutdown_timeout: float = 30.0
@@ -222,7 +225,7 @@ class LaunchConfig:
                 "Give 1 to 200 printable bytes without a slash, such as a host name.",
             )
         if self.health_port is not None and not 0 < self.health_port < 65536:
-            raise UsageError(f"--health-port {self.health_port} is no port.", "Give 1 to 65535.")
+            raise UsageError(f"--health-port {self.health_port} is not a port.", "Give 1 to 65535.")
         if self.node_rank is not None and self.node_rank < 0:
             raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
 
@@ -334,6 +337,26 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379.",
         )
     return found
+
+
+def parse_health_port(text: str) -> Endpoint:
+    """Parse ``port`` or ``host:port``; as there is always a port, an IPv6 address needs no brackets.
+
+    Returns:
+        an endpoint whose host is empty if none is given.
+
+    Raises:
+        UsageError: if text is neither.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if re.fullmatch(r"[0-9]{1,9}", port) and not colon:
+        return Endpoint("", int(port))  # whose range is checked with the rest
+    hint = "Write PORT or HOST:PORT, as in --health-port 29480 or --health-port 127.0.0.1:29480."
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port):
+        raise UsageError(f"--health-port {text!r} is not a port.", hint)
+    if ":" in host.strip("[]") and not _is_v6(host.strip("[]")):
+        raise UsageError(f"--health-port {text!r} has {host!r} where an IPv6 address belongs.", hint)
+    return parse_endpoint(f"[{host}]:{port}" if _is_v6(host) else text, asker="--health-port")
 
 
 def _is_v6(text: str) -> bool:

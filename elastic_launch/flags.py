@@ -92,7 +92,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--master-addr",), "of node 0, for static", "ADDR", "127.0.0.1"),
             Flag(("--master-port",), "its port, for static", "PORT", "29500"),
             Flag(("--token-file",), "file with the run's token", "PATH"),
-            Flag(("--health-port",), "answer /livez and /readyz there", "PORT"),
+            Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
         ),
     ),
     (

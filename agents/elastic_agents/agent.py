@@ -207,7 +207,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
                 return None
             case HowAreYou(answer=answer):
-                answer.put(self._view.phase.value)
+                answer(self._view.phase.value)
                 return None
             case CanStart(round=number):
                 if self._awaited is not None and self._awaited.round.number == number:

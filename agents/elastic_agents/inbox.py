@@ -6,8 +6,8 @@ import heapq
 import itertools
 import queue
 import signal
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -49,9 +49,9 @@ class EstimateDue:
 
 @dataclass(frozen=True, slots=True)
 class HowAreYou:
-    """Somebody asks what phase the agent is in."""
+    """A probe asks what phase the agent is in."""
 
-    answer: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    answer: Callable[[str], None]
 
 
 class Inbox(Generic[T]):

@@ -116,8 +116,9 @@ def _health(config: LaunchConfig, begun: Begun | None) -> Iterator[Health | None
         return
     from elastic_agents.health import Health, health_listener
 
-    listener = begun.health if begun is not None else None
-    with closing(Health(listener or health_listener(config.health_port, config.local_addr))) as health:
+    listener = (begun.health if begun is not None else None) or health_listener(config)
+    assert listener is not None
+    with closing(Health(listener)) as health:
         yield health
 
 

@@ -6,22 +6,36 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from harness import asked
+from harness import asked, free_port
 
 from elastic_agents import health as module
 from elastic_agents.health import Health, health_listener
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.warm.meanwhile import Meanwhile
 from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError
+from elastic_launch.rendezvous.net import listen, routable_address
+
+
+def config(port: int, host: str | None = None, **fields: Any) -> LaunchConfig:
+    return LaunchConfig(Command((), ()), health_port=port, health_host=host, **fields)
+
+
+def listener(port: int, host: str | None = None, **fields: Any) -> socket.socket:
+    found = health_listener(config(port, host, **fields))
+    assert found is not None
+    return found
 
 
 @pytest.fixture
 def health() -> Iterator[Health]:
-    with contextlib.closing(Health(health_listener(0, "127.0.0.1"))) as served:
+    with contextlib.closing(Health(listen("127.0.0.1"))) as served:
         yield served
 
 
@@ -32,7 +46,7 @@ def loop(health: Health, phase: str) -> Iterator[Inbox[object]]:
 
     def run() -> None:
         while isinstance(item := inbox.take(), HowAreYou):
-            item.answer.put(phase)
+            item.answer(phase)
         inbox.close()
 
     thread = threading.Thread(target=run)
@@ -51,11 +65,11 @@ def test_an_agent_that_still_imports_is_alive_and_not_ready(health: Health) -> N
 
 
 def test_an_agent_that_still_imports_torch_is_alive_and_not_ready() -> None:
-    with health_listener(0, "127.0.0.1") as listener:
+    with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
         with Meanwhile(listener), socket.create_connection(("127.0.0.1", port), timeout=20):
-            # Who asks nothing holds up others for a moment only.
+            # A client that asks nothing holds up no other.
             for path, expected in (("livez?verbose", (200, "starting")), ("readyz", (503, "starting"))):
                 assert asked(f"http://127.0.0.1:{port}/{path}") == expected
         assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
@@ -95,16 +109,69 @@ def test_a_client_that_hangs_up_or_asks_something_else_disturbs_nobody(health: H
 
 
 def test_a_port_that_is_taken_is_told(health: Health) -> None:
+    port = health.endpoint.port
     with pytest.raises(EndpointError) as refused:
-        health_listener(health.endpoint.port, "127.0.0.1")
-    assert f"--health-port, {health.endpoint.port}, cannot be had" in refused.value.message
-    with pytest.raises(EndpointError):
-        health_listener(health.endpoint.port, None)
+        listener(port, local_addr="127.0.0.1")
+    assert f"--health-port {port}: this node cannot listen there: Port {port} of 127.0.0.1" in refused.value.message
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(EndpointError, match=f"--health-port {host}:{port}: .* Address already in use"):
+            listener(port, host)
 
 
-def test_without_an_address_it_listens_at_all_of_them() -> None:
-    with contextlib.closing(Health(health_listener(0, None))) as served:
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(EndpointError, match=r"192\.0\.2\.1 is not an address of this host"):
+        listener(free_port(), "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "fields", "expected"),
+    [
+        (None, {}, routable_address()),
+        (None, {"local_addr": "127.0.0.2"}, "127.0.0.2"),
+        (None, {"endpoint": Endpoint("127.0.0.5", 29400), "limits": Limits(1, 2)}, "127.0.0.1"),
+        # Not looked up: its DNS may take longer than a startup probe waits.
+        (None, {"endpoint": Endpoint("no.such.host.invalid", 29400), "limits": Limits(1, 2)}, routable_address()),
+        ("127.0.0.3", {"local_addr": "127.0.0.2"}, "127.0.0.3"),
+    ],
+)
+def test_it_listens_at_one_address_that_given_or_that_advertised(
+    host: str | None, fields: dict[str, Any], expected: str
+) -> None:
+    with listener(free_port(), host, **fields) as found:
+        assert found.getsockname()[0] == expected
+
+
+def test_it_listens_at_all_addresses_if_asked_to() -> None:
+    with contextlib.closing(Health(listener(free_port(), "0.0.0.0"))) as served:
         for host in ("127.0.0.1", "127.0.0.2"):
-            with socket.create_connection((host, served.endpoint.port), timeout=20) as connection:
-                connection.sendall(b"GET /nothing HTTP/1.0\r\n\r\n")
-                assert b" 404 " in connection.makefile("rb").readline()
+            assert asked(f"http://{host}:{served.endpoint.port}/nothing")[0] == 404
+
+
+def test_the_agent_is_asked_at_a_bounded_rate_however_many_probes_come(health: Health) -> None:
+    questions = 0
+    inbox: Inbox[object] = Inbox(MonotonicClock())
+
+    def run() -> None:
+        nonlocal questions
+        while isinstance(item := inbox.take(), HowAreYou):
+            questions += 1
+            item.answer("running")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    health.ask(inbox)
+    began = time.monotonic()
+    request = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+    for _ in range(20):
+        connections = [
+            socket.create_connection((health.endpoint.host, health.endpoint.port), timeout=20) for _ in range(8)
+        ]
+        for connection in connections:
+            connection.sendall(request)
+        for connection in connections:
+            with connection:
+                assert connection.recv(17) == b"HTTP/1.1 200 OK\r\n"
+    took = time.monotonic() - began
+    inbox.put("end")
+    thread.join()
+    assert questions <= took / module.ASK_EVERY + 1

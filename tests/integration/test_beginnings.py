@@ -106,7 +106,7 @@ def test_the_health_port_is_answered_while_torch_is_imported(job: Job) -> None:
     """,
     )
     port = free_port()
-    agent = job.launch("--health-port", str(port), command=_script(job, "import torch"), env=slow)
+    agent = job.launch("--health-port", f"127.0.0.1:{port}", command=_script(job, "import torch"), env=slow)
     wait_for("the import", lambda: _parts(agent))
     assert asked(f"http://127.0.0.1:{port}/livez") == (200, "starting")
     assert asked(f"http://127.0.0.1:{port}/readyz") == (503, "starting")
@@ -117,7 +117,7 @@ def test_the_health_port_is_answered_while_torch_is_imported(job: Job) -> None:
 
 def test_torch_is_not_blamed_for_who_asks_at_the_health_port_meanwhile(job: Job) -> None:
     port = free_port()
-    agent = job.launch("--health-port", str(port), command=_script(job, "import torch"))
+    agent = job.launch("--health-port", f"127.0.0.1:{port}", command=_script(job, "import torch"))
     wait_for("the import", lambda: _parts(agent))
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
         silent.sendall(b"GET")

@@ -39,11 +39,11 @@ def test_a_node_that_waits_is_alive_and_one_that_trains_is_ready(job: Job) -> No
 
 def test_a_port_for_probes_that_is_taken_ends_the_agent_before_it_begins(job: Job) -> None:
     with socket.create_server(("127.0.0.1", job.port)):
-        agent = job.launch("--standalone", "--health-port", str(job.port))
+        agent = job.launch("--standalone", "--health-port", f"127.0.0.1:{job.port}")
         assert agent.wait() == 95
-    assert f"The port for --health-port, {job.port}, cannot be had: Address already in use" in agent.output
+    assert f"--health-port 127.0.0.1:{job.port}: this node cannot listen there: Address already in use" in agent.output
 
 
 def test_a_port_for_probes_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="--health-port 70000 is no port"):
+    with pytest.raises(UsageError, match="--health-port 70000 is not a port"):
         LaunchConfig(Command((), ()), health_port=70000)

@@ -52,7 +52,7 @@ def begin_anew(config: LaunchConfig) -> Begun | None:
     if not wants_server(config) or not _is_plain() or not _gains(config):
         return None
     configure_logging()
-    health = None if config.health_port is None else _listener(config.health_port, config.local_addr)
+    health = None if config.health_port is None else _listener(config)
     heard = {*BLOCKED, *config.signals.leave, *config.signals.forward, *claimed(config.notices)}
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, heard))
     announce(config)
@@ -85,10 +85,10 @@ def _gains(config: LaunchConfig) -> bool:
     return isinstance(found, Plan) and found.torch_comes_first
 
 
-def _listener(port: int, address: str | None) -> socket.socket:
+def _listener(config: LaunchConfig) -> socket.socket | None:
     from elastic_agents.health import health_listener
 
-    return health_listener(port, address)
+    return health_listener(config)
 
 
 def _kept(config: LaunchConfig, mask: list[int]) -> Kept:

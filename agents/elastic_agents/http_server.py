@@ -1,0 +1,334 @@
+"""A small HTTP/1.1 server for probes, metrics and pages: one thread, a bounded number of connections.
+
+A connection carries one request and is closed after the response. It has a deadline as a whole, so a client that sends
+or reads a byte at a time holds it no longer than a client that is silent. If all connections are in use, a new one
+takes the place of the oldest one that has not sent its request yet: a flood of idle connections keeps no probe out.
+
+It imports little, as it also runs beside the import of torch, in a process that forks workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["HttpServer", "Request", "Responder", "Response"]
+
+_log = logging.getLogger("elastic_launch.http")
+
+MAX_CONNECTIONS = 32
+
+DEADLINE = 10.0
+"""Seconds from the accept of a connection to its end, whatever it does."""
+
+LINGER = 1.0
+"""Seconds for which the client may still send after the response: closed at once, the kernel might discard it."""
+
+MAX_HEAD = 8192
+"""Bytes of a request's line and headers."""
+
+ACCEPTS, ACCEPT_EVERY = 32, 0.005
+"""So many connections are accepted at once, and then none for so many seconds: a flood leaves the agent its time."""
+
+ASK_AGAIN = 0.05
+"""Seconds after which a responder that had no response yet is called again, unless it wakes the server before."""
+
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A GET or HEAD request.
+
+    Attributes:
+        query: what follows the question mark.
+        at: when it was complete, by ``time.monotonic``.
+        bare: it is a HEAD request: the response is sent without its body.
+    """
+
+    path: str
+    query: str
+    at: float
+    bare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is sent back."""
+
+    status: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+    @classmethod
+    def text(cls, status: int, text: str) -> Response:
+        """A line of plain text."""
+        return cls(status, f"{text}\n".encode())
+
+
+Responder = Callable[[Request], Response | None]
+"""Called in the server's thread, so it must not block: without a response yet it returns None, and is called again."""
+
+
+class HttpServer:
+    """Serves until it is closed.
+
+    Args:
+        listener: it goes on to listen when the server is closed: its owner closes it.
+        routes: responders by path.
+        name: of the thread.
+
+    Raises:
+        OSError: if there is no descriptor left.
+        RuntimeError: if there is no thread left.
+    """
+
+    def __init__(self, listener: socket.socket, routes: Mapping[str, Responder], *, name: str = "http") -> None:
+        self._listener, self._routes = listener, routes
+        self._connections: dict[int, _Connection] = {}  # by number, the oldest first
+        self._next_number = 0
+        self._accept_at = 0.0
+        self._listening = False
+        self._closing = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(listener.setblocking, True)
+            listener.setblocking(False)
+            self._told, self._tell = map(undo.enter_context, socket.socketpair())
+            self._told.setblocking(False)
+            self._tell.setblocking(False)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._told, selectors.EVENT_READ)
+            self._listen(True)
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            self._held = undo.pop_all()
+
+    def wake(self) -> None:
+        """Have responders that had no response called again now; from any thread."""
+        with contextlib.suppress(OSError):  # BlockingIOError: it is being woken already
+            self._tell.send(b"x")
+
+    def close(self) -> None:
+        """End all connections and the thread."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        self._held.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            for connection in self._connections.values():
+                connection.sock.close()
+            if not self._closing:
+                _log.error("the HTTP server has failed: its port is not answered any more")
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if not self._listening and now >= self._accept_at:
+            self._listen(True)
+        ready = self._selector.select(max(0.0, self._due() - now))
+        for key, _ in ready:
+            if key.fileobj is self._told:
+                with contextlib.suppress(OSError):
+                    self._told.recv(4096)
+            elif key.fileobj is not self._listener:
+                self._go_on(key.data)
+        # After those that are here, which may have sent their requests: they are then not the idle ones.
+        if any(key.fileobj is self._listener for key, _ in ready):
+            self._accept()
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if now >= connection.deadline:
+                self._end(connection)
+            elif connection.request is not None and not connection.answered:
+                self._ask(connection)
+
+    def _due(self) -> float:
+        """When something is to be done though nothing has come."""
+        due = [connection.deadline for connection in self._connections.values()]
+        if any(connection.waiting for connection in self._connections.values()):
+            due.append(time.monotonic() + ASK_AGAIN)
+        if not self._listening:
+            due.append(self._accept_at)
+        return min(due, default=time.monotonic() + 60.0)
+
+    def _listen(self, wanted: bool) -> None:
+        if wanted:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        else:
+            self._selector.unregister(self._listener)
+        self._listening = wanted
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # no descriptor is left: those of others may help
+                if self._connections:
+                    self._end(min(self._connections.values(), key=_Connection.worth))
+                break
+            sock.setblocking(False)
+            connection = _Connection(sock, self._next_number, time.monotonic() + DEADLINE)
+            self._next_number += 1
+            self._connections[connection.number] = connection
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._go_on(connection)
+            if len(self._connections) > MAX_CONNECTIONS:
+                self._end(min(self._connections.values(), key=_Connection.worth))
+        self._accept_at = time.monotonic() + ACCEPT_EVERY
+        self._listen(False)
+
+    def _go_on(self, connection: _Connection) -> None:
+        """Read or write what can be without waiting."""
+        try:
+            if connection.answered and connection.unsent:
+                self._send(connection)
+                return
+            data = connection.sock.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(connection)
+        elif not connection.answered:
+            connection.head += data
+            self._read(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        head, end, _ = connection.head.lstrip(b"\r\n").partition(b"\r\n\r\n")
+        if not end and len(connection.head) <= MAX_HEAD:
+            return
+        fits = end and len(head) <= MAX_HEAD
+        found = _parse(bytes(head)) if fits else Response.text(431, "The request is too long.")
+        if isinstance(found, Response):
+            self._answer(connection, found)
+            return
+        connection.request = found
+        # Until there is a response nothing that comes counts, and a client may have closed its side already.
+        self._selector.unregister(connection.sock)
+        self._ask(connection)
+
+    def _ask(self, connection: _Connection) -> None:
+        assert connection.request is not None
+        responder = self._routes.get(connection.request.path)
+        if responder is not None:
+            response = responder(connection.request)
+        else:
+            response = Response.text(404, f"There is {', '.join(self._routes)}.")
+        if response is not None:
+            self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+            self._answer(connection, response)
+
+    def _answer(self, connection: _Connection, response: Response) -> None:
+        connection.answered = True
+        bare = connection.request is not None and connection.request.bare
+        connection.unsent += _head(response) + (b"" if bare else response.body)
+        self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
+        self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                del connection.unsent[: connection.sock.send(connection.unsent)]
+            connection.sock.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end(connection)
+            return
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+        connection.deadline = min(connection.deadline, time.monotonic() + LINGER)
+
+    def _end(self, connection: _Connection) -> None:
+        del self._connections[connection.number]
+        if not connection.waiting:
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+
+class _Connection:
+    """A client's connection: it sends its request, waits for the response, gets it, and is closed.
+
+    Attributes:
+        request: once it is complete.
+        answered: whether there is a response, of which ``unsent`` is left.
+    """
+
+    __slots__ = ("answered", "deadline", "head", "number", "request", "sock", "unsent")
+
+    def __init__(self, sock: socket.socket, number: int, deadline: float) -> None:
+        self.sock, self.number, self.deadline = sock, number, deadline
+        self.head, self.unsent = bytearray(), bytearray()
+        self.request: Request | None = None
+        self.answered = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.request is not None and not self.answered
+
+    def worth(self) -> tuple[bool, bool, int]:
+        """The least is ended first: one that has its response, then one that has not asked, and of these the oldest."""
+        return not self.answered or bool(self.unsent), self.answered or self.waiting, self.number
+
+
+def _parse(head: bytes) -> Request | Response:
+    """Return the request, or the response that tells what is wrong with it (RFC 9112)."""
+    line, *fields = head.split(b"\r\n")
+    asked = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/([0-9])\.([0-9])", line)
+    if asked is None:
+        return Response.text(400, "The request line is malformed.")
+    method, target, major, minor = asked.groups()
+    if major != b"1":
+        return Response.text(505, "This is a server for HTTP/1.1.")
+    hosts = 0
+    for field in fields:
+        found = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[^\x00\r\n]*", field)
+        if found is None:
+            return Response.text(400, "A header is malformed.")
+        hosts += found[1].lower() == b"host"
+    if hosts > 1 or (minor != b"0" and hosts == 0):
+        return Response.text(400, "There must be one Host header.")
+    if method not in (b"GET", b"HEAD"):
+        return Response.text(405, "Use GET or HEAD.")
+    path, _, query = re.sub(rb"^https?://[^/?]*", b"", target, flags=re.IGNORECASE).decode("ascii").partition("?")
+    return Request(path or "/", query, time.monotonic(), bare=method == b"HEAD")
+
+
+def _head(response: Response) -> bytes:
+    at = time.gmtime()
+    lines = [
+        f"HTTP/1.1 {response.status} {REASONS[response.status]}",
+        f"Date: {_DAYS[at.tm_wday]}, {at.tm_mday:02} {_MONTHS[at.tm_mon - 1]} {at.tm_year} "
+        f"{at.tm_hour:02}:{at.tm_min:02}:{at.tm_sec:02} GMT",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(response.body)}",
+        "Cache-Control: no-store",
+        "Connection: close",
+        *(["Allow: GET, HEAD"] if response.status == 405 else []),
+    ]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("ascii")

@@ -1,0 +1,208 @@
+"""The server behind the health port, against clients that mean no good; sockets and threads are real."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness import SLOWNESS, asked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_agents import http_server as module
+from elastic_agents.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Response
+from elastic_launch.rendezvous.net import listen
+
+LARGE = random.Random(1).randbytes(4_000_000)
+
+
+class Server:
+    """A server with a page that is there, a large one, and one that has no response until it is told."""
+
+    def __init__(self) -> None:
+        self.listener = listen("127.0.0.1")
+        self.address = ("127.0.0.1", int(self.listener.getsockname()[1]))
+        self.late: list[Request] = []
+        self.told = ""
+        routes = {
+            "/": lambda request: Response.text(200, f"page {request.query}".strip()),
+            "/large": lambda _: Response(200, LARGE, "application/octet-stream"),
+            "/late": self._late,
+        }
+        self.http = HttpServer(self.listener, routes)
+
+    def _late(self, request: Request) -> Response | None:
+        self.late.append(request)
+        return Response.text(200, self.told) if self.told else None
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=20)
+
+    def says(self, request: bytes) -> bytes:
+        """All that is sent in response to one connection's bytes."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    @property
+    def connections(self) -> int:
+        return len(self.http._connections)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    try:
+        yield made
+    finally:
+        made.http.close()
+        made.listener.close()
+
+
+def get(path: str = "/") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode()
+
+
+def test_a_response_is_what_http_1_1_asks_for(server: Server) -> None:
+    client = http.client.HTTPConnection(*server.address, timeout=20)
+    with contextlib.closing(client):
+        client.request("GET", "/?a=1")
+        answer = client.getresponse()
+        assert (answer.version, answer.status, answer.read()) == (11, 200, b"page a=1\n")
+        assert answer.headers["Connection"] == "close"
+        assert abs(email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()) < 60
+        client.request("HEAD", "/large")
+        answer = client.getresponse()
+        assert (int(answer.headers["Content-Length"]), answer.read()) == (len(LARGE), b"")
+        client.request("GET", "/large")
+        assert client.getresponse().read() == LARGE
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+        (b"\r\nGET / HTTP/1.1\r\nhOST:\r\nX: \xff\r\n\r\n", 200),
+        (b"GET http://here/?x HTTP/1.1\r\nHost: here\r\n\r\n", 200),
+        (b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n", 404),
+        (b"GET //etc/passwd HTTP/1.1\r\nHost: here\r\n\r\n", 404),
+        (b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nabcde", 405),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\n", 505),
+        (b"GET /" + b"x" * MAX_HEAD, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * MAX_HEAD + b"\r\n\r\n", 431),
+    ],
+)
+def test_each_request_has_one_response_and_the_connection_ends(server: Server, request_: bytes, status: int) -> None:
+    head, _, body = server.says(request_).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} {module.REASONS[status]}\r\n".encode())
+    assert f"Content-Length: {len(body)}\r\n".encode() in head
+    assert (b"\r\nAllow: GET, HEAD" in head) is (status == 405)
+
+
+def test_a_responder_may_have_its_response_later(server: Server) -> None:
+    with server.connect() as first, server.connect() as second:
+        first.sendall(get("/late"))
+        first.shutdown(socket.SHUT_WR)  # as netcat does
+        assert asked(f"http://127.0.0.1:{server.address[1]}/") == (200, "page")
+        second.sendall(get("/late"))
+        server.told = "now"
+        server.http.wake()
+        for connection in (first, second):
+            assert connection.makefile("rb").read().endswith(b"\r\n\r\nnow\n")
+    assert all(request.path == "/late" for request in server.late)
+
+
+def test_thousands_of_idle_connections_cost_one_thread_and_keep_no_probe_out(server: Server) -> None:
+    """With idle clients all over, one that asks is served, and the server holds no more than its bound."""
+    threads, idle = threading.active_count(), []
+    with contextlib.ExitStack() as stack:
+        for number in range(600):
+            idle.append(stack.enter_context(server.connect()))
+            if number % 100 == 99:
+                began = time.monotonic()
+                assert asked(f"http://127.0.0.1:{server.address[1]}/") == (200, "page")
+                assert time.monotonic() - began < 5 * SLOWNESS
+                assert server.connections <= MAX_CONNECTIONS + 1  # the one of which it is being decided
+        assert threading.active_count() == threads
+        # The oldest are those that are gone.
+        idle[0].settimeout(20)
+        assert idle[0].recv(1) == b""
+        idle[-1].sendall(get())
+        assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_client_that_waits_for_its_response_is_not_ended_for_idle_ones(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        patient = stack.enter_context(server.connect())
+        patient.sendall(get("/late"))
+        for _ in range(5 * MAX_CONNECTIONS):
+            stack.enter_context(server.connect())
+        server.told = "still here"
+        server.http.wake()
+        assert patient.makefile("rb").read().endswith(b"still here\n")
+
+
+def test_a_connection_has_a_deadline_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the client sends a byte at a time, nothing at all, or does not read."""
+    monkeypatch.setattr(module, "DEADLINE", 0.6)
+    server = Server()
+    try:
+        with server.connect() as drips, server.connect() as silent, server.connect() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.sendall(get("/large"))
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                while time.monotonic() - began < 20 * SLOWNESS:
+                    drips.sendall(b"G")
+                    time.sleep(0.05)
+            assert time.monotonic() - began < 20 * SLOWNESS
+            assert silent.recv(1) == b""
+            deadline = time.monotonic() + 20 * SLOWNESS
+            while server.connections and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert server.connections == 0
+    finally:
+        server.http.close()
+        server.listener.close()
+
+
+def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    made = Server()
+    with made.connect() as idle, made.connect() as waits:
+        waits.sendall(get("/late"))
+        made.http.close()
+        assert idle.recv(1) == b""
+        assert made.listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        assert made.listener.gettimeout() is None
+    made.http.wake()  # as an agent's loop may that answers late
+    made.listener.close()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@given(
+    st.binary(max_size=200)
+    | st.lists(st.sampled_from([b"GET", b" ", b"/", b"HTTP/1.1", b"\r\n", b"Host:", b"x"]), max_size=20).map(b"".join)
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_comes_is_a_request_or_has_a_status(head: bytes) -> None:
+    found = module._parse(head)
+    if isinstance(found, Request):
+        assert head.startswith(b"HEAD " if found.bare else b"GET ")
+        assert found.path.isascii()
+    else:
+        assert found.status in (400, 405, 505)
