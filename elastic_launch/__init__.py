@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elastic_launch import integrations as integrations
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
+    from elastic_launch.error_file import do_not_retry as do_not_retry
     from elastic_launch.training import dist as dist
     from elastic_launch.training.callbacks import Callback as Callback
     from elastic_launch.training.callbacks import Progress as Progress
@@ -33,6 +34,7 @@ _HOMES = {
     "Callback": "elastic_launch.training.callbacks",
     "Progress": "elastic_launch.training.callbacks",
     "Trainer": "elastic_launch.training.trainer",
+    "do_not_retry": "elastic_launch.error_file",
     "session": "elastic_launch.training.session",
     "weights_sha256": "elastic_launch.training.checkpoint",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "dist",
+    "do_not_retry",
     "integrations",
     "session",
     "weights_sha256",

@@ -16,7 +16,7 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.STARTUP_FAILURE, "workers fail at their start, again and again"),
     (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
     (ExitCode.NO_PROGRESS, "restarts without progress (not used yet)"),
-    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use (not used yet)"),
+    (ExitCode.DO_NOT_RETRY, "a worker said that a retry is of no use"),
     (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
     (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
     (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_launch.error_file import read_error_file
+from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["OutOfMemoryCounter", "describe", "read_error_file", "report"]
+__all__ = ["OutOfMemoryCounter", "describe", "report"]
 
 # A report must fit into one message, whatever an exception has to say.
 _DETAIL_LINES = 60
@@ -76,29 +77,6 @@ def describe(exit_code: int) -> str:
         return f"signal {-exit_code}"
 
 
-def read_error_file(path: Path) -> tuple[str, tuple[str, ...]] | None:
-    """Return message and traceback from an error file as torch.distributed.elastic's ``@record`` writes it.
-
-    What is no text, as a file's name may be, is escaped.
-    """
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    message = value.get("message") if isinstance(value, dict) else None
-    if isinstance(message, str):
-        return _escaped(message), ()
-    if not isinstance(message, dict):
-        return None
-    extra = message.get("extraInfo")
-    callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
-    return _escaped(str(message.get("message", ""))), tuple(_escaped(callstack).splitlines())
-
-
-def _escaped(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
-
-
 def report(
     *,
     node_id: str,
@@ -118,10 +96,15 @@ def report(
     how = describe(exit_code)
     error = read_error_file(error_file)
     if error is not None:
-        text, detail = error
+        text, detail = error.message, error.traceback
     else:
         text, detail = _exception_in(stderr) if exit_code > 0 else "", tuple(stderr)
-    kind = "preemption" if preempted else "out of memory" if out_of_memory and exit_code == -signal.SIGKILL else "crash"
+    if ExitCode.DO_NOT_RETRY in (exit_code, error.exit_code if error is not None else 0):
+        kind = "fatal"
+    elif preempted:
+        kind = "preemption"
+    else:
+        kind = "out of memory" if out_of_memory and exit_code == -signal.SIGKILL else "crash"
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
     message = f"{how}{hint}" + (f": {text.splitlines()[0][:_LINE_LENGTH]}" if text else "")
     signature = ""

@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agents.failures import describe, read_error_file
+from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
 from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
+from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.rendezvous.verdict import own_code
 
@@ -281,8 +282,7 @@ class _Agent:
         yield f"{cause}rank {worker.rank} (pid {worker.pid}) ended with {describe(worker.exit_code)}"
         error = read_error_file(worker.files.error_file)
         if error is not None:
-            message, trace = error
-            yield from (f"    {line}" for line in trace or message.splitlines())
+            yield from (f"    {line}" for line in error.traceback or error.message.splitlines())
         for name, path in (("stdout", worker.files.stdout), ("stderr", worker.files.stderr)):
             if path is not None and (lines := _tail(path, self._before[path])):
                 yield f"    its {name}, in {path}:"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents import failures
-from elastic_agents.failures import OutOfMemoryCounter, describe, read_error_file, report
+from elastic_agents.failures import OutOfMemoryCounter, describe, report
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import Reaped
 from elastic_launch.contract import Placement
+from elastic_launch.error_file import do_not_retry, read_error_file
 from elastic_launch.rendezvous import messages as m
 
 TRACEBACK = (
@@ -79,21 +82,25 @@ def test_the_error_file_of_record(error_file: Path, monkeypatch: pytest.MonkeyPa
         ErrorHandler().record_exception(error)
     found = read_error_file(error_file)
     assert found is not None
-    message, traceback = found
-    assert message == "ValueError: boom\nmore"
-    assert traceback[0] == "Traceback (most recent call last):"
-    assert traceback[-2:] == ("ValueError: boom", "more")
+    assert found.message == "ValueError: boom\nmore"
+    assert found.traceback[0] == "Traceback (most recent call last):"
+    assert found.traceback[-2:] == ("ValueError: boom", "more")
+    assert abs(found.at - time.time()) < 60
 
 
 def test_an_error_file_with_a_plain_message(error_file: Path) -> None:
     error_file.write_text('{"message": "out of luck"}')
-    assert read_error_file(error_file) == ("out of luck", ())
+    found = read_error_file(error_file)
+    assert found is not None
+    assert (found.message, found.traceback) == ("out of luck", ())
 
 
 @pytest.mark.parametrize("extra", [{}, {"extraInfo": None}, {"extraInfo": {}}, {"extraInfo": ["x"]}])
 def test_an_error_file_without_a_traceback(error_file: Path, extra: dict[str, Any]) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: boom", **extra}}))
-    assert read_error_file(error_file) == ("ValueError: boom", ())
+    found = read_error_file(error_file)
+    assert found is not None
+    assert (found.message, found.traceback) == ("ValueError: boom", ())
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,61 @@ def test_what_is_no_error_file(error_file: Path, content: bytes) -> None:
 def test_no_error_file(error_file: Path) -> None:
     assert read_error_file(error_file) is None
     assert read_error_file(error_file.parent) is None
+
+
+def test_only_a_regular_file_of_bounded_size_is_read(error_file: Path) -> None:
+    """The worker chose what it is: the agent must not wait for a pipe's other end, nor read without end."""
+    os.mkfifo(error_file)
+    assert read_error_file(error_file) is None
+    error_file.unlink()
+    error_file.symlink_to("/dev/zero")
+    assert read_error_file(error_file) is None
+    error_file.unlink()
+    error_file.write_text(json.dumps({"message": "x" * 17_000_000}))
+    assert read_error_file(error_file) is None
+
+
+# Workers that say that a retry is of no use.
+
+
+def test_a_worker_says_that_a_retry_is_of_no_use(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    with pytest.raises(SystemExit) as ended:
+        do_not_retry("the data set is not complete")
+    assert ended.value.code == 93
+    assert capsys.readouterr().err == "the data set is not complete\n"
+    found = failed(error_file, exit_code=93)
+    assert (found.kind, found.message) == ("fatal", "exit code 93: the data set is not complete")
+    stopped = failed(error_file, exit_code=-15)
+    assert stopped.kind == "fatal", "it was stopped as it ended"
+
+
+def test_what_a_worker_was_handling_is_its_traceback(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        with pytest.raises(SystemExit):
+            do_not_retry("of no use")
+    assert failed(error_file, exit_code=93).detail[-1] == "ValueError: boom"
+    assert "ValueError: boom\nof no use\n" in capsys.readouterr().err
+
+
+def test_without_a_launcher_the_reason_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(SystemExit):
+        do_not_retry("of no use")
+    assert capsys.readouterr().err == "of no use\n"
+
+
+def test_exit_code_93_says_so_in_any_language(error_file: Path) -> None:
+    assert failed(error_file, exit_code=93, stderr=("no licence",)).kind == "fatal"
 
 
 # Reports.

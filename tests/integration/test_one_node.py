@@ -114,6 +114,16 @@ def test_failing_twice_the_same_way_at_the_start_ends_the_run_with_90(job: Job) 
     assert "Traceback (most recent call last):" in agent.output.split("root cause")[-1]
 
 
+def test_a_worker_that_says_that_a_retry_is_of_no_use_ends_the_run(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "hopeless.py"
+    script.write_text("import elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
+    agent = job.launch("--standalone", command=[str(script)])
+    assert agent.wait() == 93
+    assert "exit code 93: the data set is not complete" in agent.output.split("root cause")[-1]
+    assert "restart 1" not in agent.output
+    assert not job.events("restart_charged")
+
+
 def test_an_exception_recorded_by_torch_is_the_root_cause(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "recorded.py"
     script.write_text(

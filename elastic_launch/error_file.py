@@ -1,0 +1,102 @@
+"""Error files: where a worker leaves the exception that ends it.
+
+``TORCHELASTIC_ERROR_FILE`` names a worker's. The format is that of torch.distributed.elastic's ``@record``: JSON, in
+which ``message`` holds a text, or an object with ``message``, ``errorCode`` and ``extraInfo``. In the last are
+``py_callstack`` and ``timestamp``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_launch.errors import ExitCode
+
+__all__ = ["ENV_ERROR_FILE", "ErrorFile", "do_not_retry", "read_error_file"]
+
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+MOST_BYTES = 16 * 1024 * 1024
+"""Bytes of an error file that are read; a longer one counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFile:
+    """What an error file says.
+
+    Attributes:
+        message: the exception's type and text.
+        traceback: its lines.
+        exit_code: that the worker asks for, 0 for none.
+        at: when it was written, by the host's wall clock.
+    """
+
+    message: str
+    traceback: tuple[str, ...] = ()
+    exit_code: int = 0
+    at: float = 0.0
+
+
+def read_error_file(path: Path) -> ErrorFile | None:
+    """Return what an error file says; None if it is not there, or is none.
+
+    The worker chose what it is: only a regular file is read, a bounded one. What is no text is escaped.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+                return None
+            value = json.loads(os.read(descriptor, MOST_BYTES))
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, RecursionError):
+        return None
+    message = value.get("message") if isinstance(value, dict) else None
+    if isinstance(message, str):
+        return ErrorFile(_escaped(message), at=found.st_mtime)
+    if not isinstance(message, dict):
+        return None
+    extra, code = message.get("extraInfo"), message.get("errorCode")
+    callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    return ErrorFile(
+        _escaped(str(message.get("message", ""))),
+        tuple(_escaped(callstack).splitlines()),
+        code if type(code) is int else 0,
+        found.st_mtime,
+    )
+
+
+def do_not_retry(reason: str) -> NoReturn:
+    """End this worker, and with it the run: a restart would fail in the same way.
+
+    Whatever restarts are left, the run ends with exit code 93, and the reason is what the user reads as root cause,
+    with the traceback of the exception that is being handled, if one is. ``finally`` blocks and ``atexit`` functions
+    run. A worker in another language says the same by exit code 93.
+
+    Raises:
+        SystemExit: with code 93.
+    """
+    handled = sys.exception()
+    trace = "".join(traceback.format_exception(handled) if handled else traceback.format_stack()[:-1])
+    if path := os.environ.get(ENV_ERROR_FILE):
+        extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+        message = {"message": reason, "extraInfo": extra, "errorCode": int(ExitCode.DO_NOT_RETRY)}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
+    with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
+        sys.stderr.write(f"{trace if handled else ''}{reason}\n")
+    raise SystemExit(int(ExitCode.DO_NOT_RETRY))
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
