@@ -40,12 +40,21 @@ class VitalThread(threading.Thread):
     Args:
         target: what the thread runs.
         name: of the thread, for messages.
+        owner: called instead of those, if given: the process can go on without this thread, and the owner sees to it.
     """
 
-    def __init__(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self,
+        target: Callable[..., object],
+        name: str,
+        args: tuple[object, ...] = (),
+        *,
+        owner: Listener | None = None,
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._act = target
         self._arguments = args
+        self._owner = owner
 
     def run(self) -> None:
         try:
@@ -55,7 +64,7 @@ class VitalThread(threading.Thread):
             if error is not None and not isinstance(error, SystemExit):
                 died = ThreadDied(self.name, f"{type(error).__name__}: {error}")
                 with _lock:
-                    listeners = list(_listeners)
+                    listeners = [self._owner] if self._owner is not None else list(_listeners)
                 for listener in listeners:
                     listener(died)
 

@@ -330,8 +330,6 @@ class LeaderModel:
             node.unread.clear()
             if node.training:
                 node.stopping = True
-            elif node.done:
-                node.gone = True  # finished: losing the leader is no failure any more
         self.half_open.clear()
         self._take_office()
 

@@ -35,3 +35,14 @@ def test_a_listener_that_has_left_hears_nothing(monkeypatch: pytest.MonkeyPatch)
     VitalThread(_end, "control", (ValueError("x"),)).start()
     assert printed.wait(30), "the traceback is printed as for any thread"
     assert reported == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_with_an_owner_reports_to_it_alone() -> None:
+    reported: list[ThreadDied] = []
+    owner: list[ThreadDied] = []
+    with deaths_reported_to(reported.append):
+        thread = VitalThread(_end, "leader", (KeyError(7),), owner=owner.append)
+        thread.start()
+        thread.join(30)
+    assert (owner, reported) == ([ThreadDied("leader", "KeyError: 7")], [])

@@ -53,9 +53,11 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff
 
-__all__ = ["decide"]
+__all__ = ["UNKNOWN", "decide"]
 
 Decision = tuple[View, list[Action]]
+
+UNKNOWN = "the workers of this node have finished; whether all others have could not be learned"
 
 _PREEMPTING = (-signal.SIGTERM, -signal.SIGINT)
 
@@ -85,7 +87,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return _cut_off(view, event)
         case RendezvousLost(error=error):
             if view.phase is Phase.FINISHED:
-                return _over(view, ExitCode.DONE, "finished; the rendezvous was lost afterwards")
+                return _over(view, error.exit_code, f"{UNKNOWN}: {error.message} {error.hint}".strip())
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
         case WorkerGone():
             return _gone(view, event, nproc)
@@ -235,9 +237,9 @@ def _end(view: View, code: int, cause: str) -> Decision:
 
 def _link_down(view: View, event: LinkDown) -> Decision:
     if view.phase is Phase.FINISHED:
-        if event.gone:
-            return _over(view, ExitCode.DONE, f"finished; the run's leader was lost afterwards ({event.reason})")
-        return view, [Warn(f"the leader cannot be reached ({event.reason}); this node has finished and waits")]
+        waits = f"waits until {event.until}" if event.gone else "waits"
+        gone = "is gone" if event.gone else "cannot be reached"
+        return view, [Warn(f"the leader {gone} ({event.reason}); this node has finished and {waits}")]
     if view.phase is Phase.SAVING:
         return _released(view) if event.gone else (view, [])
     if view.phase is Phase.DRAINING:

@@ -8,7 +8,7 @@ import pytest
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
 
 from elastic_agents import vocabulary as v
-from elastic_agents.policy import decide
+from elastic_agents.policy import UNKNOWN, decide
 from elastic_agents.vocabulary import Phase, View
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown
@@ -406,23 +406,17 @@ def test_running_the_workers_are_stopped_when_the_leader_is_gone(nodes: int) -> 
     assert actions[1:] == [v.Terminate(1)]
 
 
-def test_finished_the_loss_of_the_leader_is_no_failure() -> None:
-    phase, actions = after(FINISHED, GONE)
-    assert phase is Phase.OVER
-    assert [type(action) for action in actions] == [v.Finish]
-    assert actions[0].code == 0  # type: ignore[union-attr]
-
-
-def test_finished_the_silence_of_the_leader_is_waited_out() -> None:
-    found, actions = decide(FINISHED, SILENT, 2)
+@pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
+def test_finished_the_node_waits_for_a_leader_that_knows_of_the_others(event: LinkDown) -> None:
+    found, actions = decide(FINISHED, event, 2)
     assert found == FINISHED
     assert [type(action) for action in actions] == [v.Warn]
 
 
-def test_finished_the_loss_of_the_rendezvous_is_no_failure() -> None:
+def test_finished_without_a_leader_success_is_not_claimed() -> None:
     phase, actions = after(FINISHED, LOST)
     assert phase is Phase.OVER
-    assert actions[-1].code == 0  # type: ignore[union-attr]
+    assert actions == [v.Finish(95, f"{UNKNOWN}: the run refuses this node")]
 
 
 def test_waiting_the_loss_of_the_rendezvous_ends_with_its_code() -> None:

@@ -138,6 +138,10 @@ class Checks:
         record = self.record
         if record is not None and record.end is not None and node.view.cause == record.end.cause:
             assert code == record.end.code
+        if code == ExitCode.DONE:
+            assert record is not None
+            assert record.end is not None, "a node reports success before the run has ended"
+            assert record.end.code == ExitCode.DONE
 
     def _note(self, text: str) -> None:
         self.log.append(f"{self.cluster.kernel.now:.3f} {text}")
