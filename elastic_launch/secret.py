@@ -25,6 +25,7 @@ __all__ = [
     "Token",
     "keyed",
     "read_token",
+    "without_secrets",
 ]
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ ENV_TOKEN = "ELASTIC_LAUNCH_TOKEN"
 ENV_ETCD_USER = "ELASTIC_LAUNCH_ETCD_USER"
 ENV_ETCD_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
 """Never flags: the command line of a process can be read by everybody on its host."""
+
+_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 
 MIN_LENGTH = 16
 """Characters. What crosses the network allows guessing at leisure, so a token should be random, not thought up."""
@@ -89,6 +92,11 @@ class Token:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a token is not to be pickled")
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a process that takes no part in the rendezvous: a worker, a helper of the agent."""
+    return {name: value for name, value in environ.items() if name not in _SECRETS}
 
 
 def keyed(key: bytes, *parts: bytes) -> bytes:

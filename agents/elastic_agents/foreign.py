@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode, RendezvousError, UsageError
 from elastic_launch.rendezvous.verdict import own_code
+from elastic_launch.secret import without_secrets
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,6 +43,8 @@ def run_foreign(config: LaunchConfig) -> int:
         "elasticctl and a restart budget of the run",
         config.backend,
     )
+    for name in os.environ.keys() - without_secrets(os.environ).keys():
+        del os.environ[name]  # torch's agent hands its whole environment to the workers
     if config.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     try:

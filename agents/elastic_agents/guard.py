@@ -37,7 +37,7 @@ class Guard:
 
     def __init__(self) -> None:
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        code = f"import sys; sys.path.insert(0, {root!r}); from elastic_agents.guard import watch; watch(0)"
+        code = f"import sys; sys.path.append({root!r}); from elastic_agents.guard import watch; watch(0)"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             stdin=subprocess.PIPE,

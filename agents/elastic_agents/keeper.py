@@ -7,12 +7,11 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from elastic_agents.helpers import helper_command, helper_environment
 from elastic_agents.slots import SLOTS, Book, Held
 from elastic_agents.transfer import Fetch, Server
 from elastic_launch.contract import Copied, Fetched, Save, Slots, Stored
@@ -331,24 +330,21 @@ class Keeper:
         return self._answer(json.dumps(asked), (slot.tensors, slot.head))
 
     def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
-        roots = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
-        code = (
-            f"import sys; sys.path[:0] = {roots!r}; from elastic_agents.priority import give_way; give_way(); "
-            "from elastic_agents.copying import main; main()"
-        )
+        code = "from elastic_agents.priority import give_way; give_way(); "  # before imports, which take long
+        code += "from elastic_agents.copying import main; main()"
         with self._changed:
             if self._closing:
                 return {"error": "the agent ends"}
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", code, asked],
+                    helper_command(code, asked),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
                     errors="replace",
                     pass_fds=descriptors,
                     start_new_session=True,
-                    env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+                    env=helper_environment(),
                 )
             except OSError as error:
                 return {"error": f"The process that copies it cannot be started: {error}."}

@@ -10,7 +10,7 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import Round
-from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, ENV_TOKEN
+from elastic_launch.secret import without_secrets
 from elastic_launch.torch_options import visible_device
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 __all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
-
-_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
-"""What workers are not told: they take no part in the rendezvous, and run other people's code."""
 
 
 def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
@@ -115,7 +112,7 @@ def environment(
 
 def shared_environment(config: LaunchConfig) -> dict[str, str]:
     """Return what all workers of a node find alike in their environment, whatever the round."""
-    env = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    env = without_secrets(os.environ)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker

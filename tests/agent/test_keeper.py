@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -187,16 +188,30 @@ def test_a_copying_process_that_says_what_nobody_expects_is_ended(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
-    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\necho welcome\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
     node.store(1)
     assert node.copied() == []
     assert [told.error for told in node.told] == [
         r"The process that copies it said 'welcome\n', which is not for it to say."
     ]
-    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.undo()
     node.store(2)
     assert node.copied() == [2]
+
+
+def test_a_copying_process_imports_nothing_from_where_the_script_lies(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("secrets", "json", "types", "elastic_launch", "elastic_agents", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    node.store(1)
+    assert node.copied() == [1]
+    assert list(tmp_path.glob("*.ran")) == []
 
 
 def test_an_evicted_node_commits_nothing_and_does_not_try_again(
