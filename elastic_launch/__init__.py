@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # programs import this before all else, and typing takes several milliseconds
 if TYPE_CHECKING:
+    from typing import Any
+
     from elastic_launch import integrations as integrations
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch

@@ -1,6 +1,6 @@
 """``python -m elastic_launch`` is ``elastic-launch``."""
 
-from elastic_launch.cli import console_main
-
 if __name__ == "__main__":
-    console_main()
+    from elastic_launch.programs import launch
+
+    launch()

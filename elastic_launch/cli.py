@@ -25,12 +25,12 @@ from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
 from elastic_launch.output_flags import read_log_dir, read_output
 from elastic_launch.pod import found_out, sentence
-from elastic_launch.process import PROGRAM, exiting, reported
+from elastic_launch.process import PROGRAM, check_kernel, exiting, reported
 from elastic_launch.secret import read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.torch_options import visible_device
 
-__all__ = ["console_main", "find_module", "launch", "main", "parse"]
+__all__ = ["console_main", "find_module", "launch", "main", "parse", "read_command"]
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
         _configure(job)
         return ExitCode.DONE
     config = _configure(job)
+    check_kernel()
     os.environ.update(job.added)
     begun = None
     if whole:
@@ -130,7 +131,7 @@ def _configure(job: Job) -> LaunchConfig:
 
 
 def _build(line: Line, values: Values) -> LaunchConfig:
-    command = _command(line, values)
+    command = read_command(line, values)
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
     max_restarts = values.integer("--max-restarts")
     limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
@@ -254,7 +255,12 @@ def _modules(name: str, values: Values) -> tuple[str, ...]:
     return found
 
 
-def _command(line: Line, values: Values) -> Command:
+def read_command(line: Line, values: Values) -> Command:
+    """Return what the workers execute.
+
+    Raises:
+        UsageError: if that cannot be executed.
+    """
     script, arguments = line.script, line.arguments
     if script is None:
         raise UsageError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
@@ -269,9 +275,15 @@ def _command(line: Line, values: Values) -> Command:
     if no_python:
         argv = (_program(script, values.environ), *arguments)
         return Command(argv, ("--no-python", script, *arguments))
-    python = values.environ.get("PYTHON_EXEC") or sys.executable
+    given = values.environ.get("PYTHON_EXEC")
+    python = given or sys.executable
     if not shutil.which(python, path=values.environ.get("PATH")):
-        raise UsageError(f"PYTHON_EXEC={python} is not an executable file.", "Correct or unset it.")
+        if given:
+            raise UsageError(f"PYTHON_EXEC={given} is not an executable file.", "Correct or unset it.")
+        raise UsageError(
+            f"this process' own interpreter, {python!r}, is not an executable file (any more).",
+            "Name the workers' interpreter with PYTHON_EXEC=/path/to/python.",
+        )
     if module:
         # Another interpreter may find modules that this one does not.
         if python == sys.executable:

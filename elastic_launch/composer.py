@@ -6,6 +6,11 @@ https://github.com/mosaicml/composer, with their meaning there; ``--run_director
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from elastic_launch.interrupts import end_quietly
+
+    end_quietly()  # before the imports below, which take long
+
 import os
 import socket
 import string
@@ -18,11 +23,11 @@ from typing import NoReturn
 
 from elastic_agents.fixed import FixedWorld, Rank, run
 from elastic_launch import __version__
-from elastic_launch.cli import parse
+from elastic_launch.cli import read_command
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode, UsageError
-from elastic_launch.flags import Flag, Line, split
-from elastic_launch.process import exiting, reported
+from elastic_launch.flags import Flag, Line, Values, split
+from elastic_launch.process import check_kernel, exiting, reported
 from elastic_launch.settings import Setting
 
 __all__ = ["console_main", "main", "start", "wanted", "world"]
@@ -99,7 +104,9 @@ def start(argv: Sequence[str]) -> int:
     if line.wants == "--version":
         print(f"{PROGRAM} {__version__}")
         return ExitCode.DONE
-    return run(world(line, os.environ))
+    fixed = world(line, os.environ)
+    check_kernel()
+    return run(fixed)
 
 
 def world(line: Line, environ: Mapping[str, str]) -> FixedWorld:
@@ -256,10 +263,11 @@ def _command(options: _Options) -> tuple[str, ...]:
         )
     if line.script is None:
         raise UsageError("there is no script to run.", f"Write {PROGRAM} [flags] script.py [arguments of the script].")
-    mode = {"--module-mode": ["--module"], "--command-mode": ["--no-python"]}
-    flags = [flag for name, flags in mode.items() if name in line.given for flag in flags]
+    mode = {"--module-mode": "--module", "--command-mode": "--no-python"}
+    flags = [flag for name, flag in mode.items() if name in line.given]
     mine = {name: value for name, value in options.environ.items() if not name.startswith(("PET_", "ELASTIC_LAUNCH_"))}
-    return parse([*flags, "--nproc=1", "--nnodes=1", "--", line.script], mine).command.argv
+    plain = split([*flags, "--", line.script])
+    return read_command(plain, Values(plain.given, mine)).argv
 
 
 def _ranks(options: _Options, place: _Place, directory: Path) -> tuple[Rank, ...]:

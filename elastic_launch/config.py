@@ -386,7 +386,11 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
             base = ""
     if base and writable(Path(base)):
         return Path(base) / "elastic-launch"
-    return Path(tempfile.gettempdir()) / f"elastic-launch-{os.getuid()}"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written, which is for those to say who need one
+        temporary = "/tmp"
+    return Path(temporary) / f"elastic-launch-{os.getuid()}"
 
 
 def writable(path: Path) -> bool:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from elastic_launch.interrupts import end_quietly
+
+    end_quietly()  # before the imports below, which take long
+
 import argparse
 import json
 import os

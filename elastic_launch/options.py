@@ -16,6 +16,9 @@ __all__ = ["devices_of", "read_notices", "read_signals", "read_torch_options"]
 
 log = logging.getLogger("elastic_launch.cli")
 
+BY_DEFAULT = (*STOP_SIGNALS, *Signals().forward)
+"""The signals that the agent handles unless told otherwise."""
+
 _OF_TORCHS_AGENT = {
     "--monitor-interval": "an exit is seen when it happens, nobody polls",
     "--start-method": "workers are programs, not functions of this process",
@@ -84,6 +87,9 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:
     """Read which signals make the agent leave and which go on to the workers.
 
+    A signal that is ignored as this process begins is left out of the defaults: whoever has started it wants it to
+    survive that signal, as nohup does, and a shell without job control with what it starts in the background.
+
     Args:
         claimed: those that are notices: they are left out of the defaults.
 
@@ -92,10 +98,11 @@ def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Sign
     """
     leave = _signals("--signals-to-handle", values)
     forward = _signals("--signals-to-forward", values)
+    ignored = tuple(number for number in BY_DEFAULT if signal.getsignal(number) is signal.SIG_IGN)
     if leave is None:
-        leave = tuple(number for number in STOP_SIGNALS if number not in (*(forward or ()), *claimed))
+        leave = tuple(number for number in STOP_SIGNALS if number not in (*(forward or ()), *claimed, *ignored))
     if forward is None:
-        forward = tuple(number for number in Signals().forward if number not in (*leave, *claimed))
+        forward = tuple(number for number in Signals().forward if number not in (*leave, *claimed, *ignored))
     for flag, numbers in (("--signals-to-handle", leave), ("--signals-to-forward", forward)):
         if twice := [number.name for number in numbers if number in claimed]:
             raise UsageError(
@@ -107,7 +114,7 @@ def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Sign
             f"--signals-to-handle and --signals-to-forward both name {', '.join(both)}.",
             "Drop it from the first if it is to reach the workers only, from the second if it is to end this node.",
         )
-    return Signals(leave, forward)
+    return Signals(leave, forward, tuple(number for number in ignored if number not in (*leave, *forward, *claimed)))
 
 
 def devices_of(kind: str) -> int:

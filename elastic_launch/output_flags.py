@@ -53,7 +53,14 @@ def read_log_dir(values: Values) -> tuple[Path, Path | None]:
     text = values.text("--log-dir")
     if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
         base = state_directory(values.environ)
-        return _writable(base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"), base
+        path = base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
+        if not writable(path):
+            raise UsageError(
+                "there is no place for this run's files: neither the home directory nor one for temporary files can be "
+                "written.",
+                "Name a directory with --log-dir DIR, or with XDG_STATE_HOME.",
+            )
+        return path, base
     # Workers may change their directory, and still have to find their error files.
     return _writable(Path(os.path.abspath(text))), None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -13,10 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from elastic_launch.errors import ElasticLaunchError, ExitCode
+from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
+from elastic_launch.interrupts import end_quietly
 from elastic_launch.termination import write_termination_log
 
-__all__ = ["GIVEN_UP", "PROGRAM", "exiting", "reported"]
+__all__ = ["GIVEN_UP", "PROGRAM", "check_kernel", "exiting", "reported"]
 
 PROGRAM = "elastic-launch"
 
@@ -26,6 +28,7 @@ GIVEN_UP = "c10d-call"
 
 def exiting(act: Callable[[], int]) -> NoReturn:
     """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
+    end_quietly()
     _open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         # Whoever has started this process cares for no exit codes, and the kernel would keep none for this one either.
@@ -34,8 +37,7 @@ def exiting(act: Callable[[], int]) -> NoReturn:
         _end_by_signals()
     try:
         code = act()
-    except KeyboardInterrupt:
-        # The agent has handlers of its own: this came before there was anything to clean up.
+    except KeyboardInterrupt:  # by a handler that somebody else has put there
         code = ExitCode.INTERRUPTED
     _leave(code)
 
@@ -49,6 +51,29 @@ def reported(act: Callable[[], int]) -> int:
         write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
         print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
         return error.exit_code
+
+
+def check_kernel() -> None:
+    """Find out whether processes can be watched here: all that starts workers needs that.
+
+    Raises:
+        UsageError: if not.
+    """
+    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        raise UsageError(
+            f"{sys.executable} was built for Linux before 5.3: its os module has no pidfd_open.",
+            "Use another build of Python, such as that of your distribution or of python.org.",
+        )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return  # which has its own remedies
+        raise UsageError(
+            f"the kernel, {os.uname().sysname} {os.uname().release}, lets no process be watched: "
+            f"pidfd_open(2) fails: {error.strerror}.",
+            "Linux 5.3 or newer is needed; in a container its seccomp profile must allow pidfd_open.",
+        ) from None
 
 
 def _leave(code: int) -> NoReturn:

@@ -25,10 +25,12 @@ class Signals:
     Attributes:
         leave: make this node leave the run.
         forward: go to the workers and end nothing.
+        ignored: were ignored as this process began, and stay so.
     """
 
     leave: tuple[signal.Signals, ...] = STOP_SIGNALS
     forward: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+    ignored: tuple[signal.Signals, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import SLOWNESS, Job, job_in
 
+# As a shell without job control, or nohup, starts what is to run beside it; every process below would ignore them, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a shell without job control starts what is to run beside it; every process below would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 # A slow machine is no failure.
 settings.register_profile("patient", deadline=None)
@@ -77,11 +80,12 @@ _SHARED = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture(autouse=True)
-def default_sigterm() -> Iterator[None]:
-    """A training in this process catches SIGTERM for as long as the process lives, and many tests have one."""
-    handler = signal.getsignal(signal.SIGTERM)
+def default_signals() -> Iterator[None]:
+    """A training, or a program of ours, in this process has handlers for as long as the process lives."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

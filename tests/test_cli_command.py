@@ -211,3 +211,10 @@ def test_digest_is_that_of_the_command_as_given(parse: Parse, tmp_path: Path) ->
         )
     }
     assert len(digests | {base}) == 7
+
+
+def test_an_interpreter_that_is_gone_is_not_called_python_exec(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/gone/python")
+    error = refused(parse, "train.py")
+    assert error.message.startswith("this process' own interpreter, '/gone/python', is not")
+    assert error.hint == "Name the workers' interpreter with PYTHON_EXEC=/path/to/python."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from signal import SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2
+import signal
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
@@ -55,3 +56,11 @@ def test_what_is_no_source_of_notices_is_refused(text: str, message: str) -> Non
 def test_notices_of_another_handlers_run_are_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert parsed("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:1", "--notice", "aws").notices == ()
     assert "--notice has no effect: torch's own agent runs the workers." in caplog.messages
+
+
+def test_what_is_ignored_at_the_start_is_taken_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored = {SIGHUP, SIGINT, SIGUSR2}
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    assert parsed().signals == Signals((SIGTERM, SIGQUIT), (SIGUSR1,), (SIGINT, SIGHUP, SIGUSR2))
+    named = parsed("--signals-to-handle", "HUP,TERM", "--notice", "signal:USR2").signals
+    assert named == Signals((SIGHUP, SIGTERM), (SIGUSR1,), (SIGINT,))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from elastic_launch import output_flags
 from elastic_launch.cli import parse
 from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
@@ -200,3 +202,15 @@ def test_redirected_streams_can_go_to_files_of_other_names() -> None:
     assert (first.console, first.path) == (True, Path("/logs/run/round_1/4/stdout.log"))
     assert (second.console, second.path) == (False, Path("/o/2-1-5.txt"))
     assert (errors.console, errors.path) == (False, Path("/logs/run/round_1/5/stderr.log"))
+
+
+def test_without_a_home_or_temporary_directory_a_place_for_files_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
+    monkeypatch.setattr(output_flags, "writable", lambda path: False)
+    with pytest.raises(UsageError, match="there is no place for this run's files") as caught:
+        parse([SCRIPT], {"HOME": str(tmp_path / "file")})
+    assert caught.value.hint == "Name a directory with --log-dir DIR, or with XDG_STATE_HOME."

@@ -38,7 +38,11 @@ def announce(config: LaunchConfig) -> None:
     """Say what begins, and where its files go."""
     if config.found_out:
         _log.info("%s", config.found_out)
-    _log.info("run %s, logs in %s", config.run_id, config.run_directory)
+    kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"
+    _log.info("run %s%s %s", config.run_id, kept, config.run_directory)
+    if ignored := ", ".join(number.name for number in config.signals.ignored):
+        text = "%s stays ignored, as this process was started (by nohup, or in a shell's background)"
+        _log.info(text, ignored)
 
 
 class _Formatter(logging.Formatter):

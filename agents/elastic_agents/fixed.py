@@ -25,12 +25,11 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.rendezvous.verdict import own_code
+from elastic_launch.torch_options import STOP_SIGNALS
 
 __all__ = ["FixedWorld", "Rank", "expanded", "run"]
 
 _log = logging.getLogger("elastic_launch.agent")
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # What another launcher has said to its workers does not hold for ours.
 _OTHERS = re.compile(r"(TORCHELASTIC|ELASTIC_LAUNCH|ROLE|GROUP)_")
@@ -137,7 +136,7 @@ def run(world: FixedWorld) -> int:
     """
     _configure_logging(world.verbose)
     inbox: Inbox[object] = Inbox(MonotonicClock())
-    with SignalsTo(_SIGNALS, inbox):
+    with SignalsTo((number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN), inbox):
         return _Agent(world, inbox).run()
 
 

@@ -1,0 +1,33 @@
+"""What Ctrl-C does to a program until there is something to clean up.
+
+Most of a program's first second is spent on imports, so this module is the first one, and imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
+
+__all__ = ["end_quietly"]
+
+_INTERRUPTED = 130
+"""As :class:`elastic_launch.errors.ExitCode` has it, whose import takes longer than this module may."""
+
+
+def end_quietly() -> None:
+    """From now on end at once by Ctrl-C, unless it is ignored or something is there that handles it."""
+    try:
+        import signal
+
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _end)
+    except KeyboardInterrupt:
+        os._exit(_INTERRUPTED)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(_INTERRUPTED)

@@ -1,0 +1,113 @@
+"""How programs begin: signals before there is anything to clean up, signals that are ignored, what a host lacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import LOOP, Job, alive, wait_for
+
+PROGRAMS = {
+    "elastic-launch": ["-c", "from elastic_launch.programs import launch; launch()"],
+    "elastic-composer": ["-c", "from elastic_launch.programs import composer; composer()"],
+    "elasticctl": ["-c", "from elastic_launch.programs import ctl; ctl()"],
+    "-m elastic_launch": ["-m", "elastic_launch"],
+    "-m elastic_launch.launch": ["-m", "elastic_launch.launch"],
+    "-m elastic_launch.ctl": ["-m", "elastic_launch.ctl"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_interrupt_during_the_imports_ends_quietly(program: str, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    # A module that all of them need, which takes its time.
+    (tmp_path / "textwrap.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\nwhile True:\n    time.sleep(0.01)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *PROGRAMS[program]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    try:
+        wait_for("the imports", begun.exists)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, said) == (130, b"")
+
+
+@pytest.mark.slow  # the one above stands for it
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_of_the_beginning_ends_quietly(number: signal.Signals, job: Job) -> None:
+    for tenths in range(16):
+        agent = job.program(["-m", "elastic_launch", "--log-dir", str(job.logs), LOOP, str(job.work)], f"a{tenths}")
+        try:
+            agent.process.wait(tenths / 10)
+        except subprocess.TimeoutExpired:
+            agent.signal(number)
+        assert agent.wait() in (-number, 128 + number)
+        # Before the first line of ours it is the interpreter that is interrupted.
+        assert "Traceback" not in agent.output or "elastic_launch" not in agent.output
+
+
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:
+    agent = job.launch("--standalone", prefix=["nohup"])
+    worker = job.world(1)[0]["pid"]
+    agent.signal(signal.SIGHUP)
+    agent.signal(signal.SIGUSR1)
+    agent.says("SIGUSR1 is kept from rank 0")  # it has taken signals meanwhile
+    assert alive(worker)
+    job.finish()
+    assert agent.wait() == 0
+    assert "SIGHUP stays ignored, as this process was started" in agent.output
+    assert "SIGHUP received" not in agent.output
+
+
+def test_a_signal_that_is_ignored_at_the_start_is_heard_if_it_is_named(job: Job) -> None:
+    agent = job.launch("--standalone", "--signals-to-handle", "HUP,TERM", prefix=["nohup"])
+    job.world(1)
+    agent.signal(signal.SIGHUP)
+    assert agent.wait() == 128 + signal.SIGHUP
+    assert "stays ignored" not in agent.output
+
+
+# What a host lacks.
+
+WITHOUT_PIDFD = """
+import ctypes, struct, sys, os
+step = lambda code, jump, k: struct.pack("HBBI", code, 0, jump, k)
+# Load the number of the call; 434, pidfd_open, fails with ENOSYS; all others are allowed (seccomp(2)).
+code = step(0x20, 0, 0) + step(0x15, 1, 434) + step(0x06, 0, 0x50026) + step(0x06, 0, 0x7FFF0000)
+program = ctypes.create_string_buffer(code)
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(program)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("front_end", ["elastic_launch", "elastic_launch.composer"])
+def test_a_kernel_without_pidfds_is_said_at_the_start(front_end: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PIDFD, sys.executable, "-m", front_end, str(script)],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 2
+    first, hint = done.stderr.splitlines()
+    assert "lets no process be watched: pidfd_open(2) fails: Function not implemented" in first
+    assert hint.startswith("  Linux 5.3 or newer is needed")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
