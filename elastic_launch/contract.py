@@ -7,15 +7,20 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``N
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 __all__ = [
     "ENV_LOCAL_RANK",
     "ENV_ROUND",
     "ENV_SOCKET",
     "ENV_START_REASON",
+    "FROM_WORKERS",
     "MAX_LINE",
+    "SLOTS",
     "Copied",
     "Drained",
     "Fetched",
@@ -52,10 +57,27 @@ ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 MAX_LINE = 64 * 1024
 """Bytes of a message at most."""
 
+SLOTS = 3
+"""Slots of a node: one with a complete snapshot, one being written, one being copied."""
+
+# What the fields of messages hold; _CHECKS has what each of these types admits.
+Count = int
+Positive = int
+SlotNumber = int
+SlotOrNone = int
+Seconds = float
+Text = str
+OsText = str
+Nonce = str
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What agent and worker say: one JSON object a line, its ``type`` being the class' name."""
+    """What agent and worker say: one JSON object a line, its ``type`` being the class' name.
+
+    A worker runs the user's code, so the agent believes nothing that it says: :func:`unpack` checks every field, by its
+    type's name, and is the only place that does.
+    """
 
     TYPES: ClassVar[dict[str, type[Message]]] = {}
 
@@ -67,9 +89,9 @@ class Message:
 class Hello(Message):
     """First message; the agent answers with ``Slots``."""
 
-    round: int
-    rank: int
-    local_rank: int
+    round: Count
+    rank: Count
+    local_rank: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +103,9 @@ class Ready(Message):
         restore_s: seconds that restoring the state took.
     """
 
-    step: int
-    total: int = 0
-    restore_s: float = 0.0
+    step: Count
+    total: Count = 0
+    restore_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +123,21 @@ class Stored(Message):
         nonce: of the copy's name, the same on all these nodes.
     """
 
-    slot: int
-    sequence: int
-    step: int
-    round: int
+    slot: SlotNumber
+    sequence: Count
+    step: Count
+    round: Count
     durable: bool
-    directory: str
-    keep: int
-    owner: str = ""
-    shares: int = 1
-    share: int = 0
-    nonce: str = ""
+    directory: OsText
+    keep: Positive
+    owner: OsText = ""
+    shares: Positive = 1
+    share: Count = 0
+    nonce: Nonce = ""
+
+    def __post_init__(self) -> None:
+        if self.share >= self.shares:
+            raise ValueError(f"Stored.share is {self.share} of {self.shares}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +148,7 @@ class StepDone(Message):
     cannot be written, of all.
     """
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +159,16 @@ class Drained(Message):
         seconds: that saving took.
     """
 
-    step: int
-    seconds: float
+    step: Count
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Saved(Message):
     """A durable checkpoint is written, with so many optimizer steps in it; or is not, and the error says why."""
 
-    step: int
-    error: str
+    step: Count
+    error: Text
 
 
 # Agent to worker.
@@ -159,9 +185,9 @@ class Slots(Message):
         fetching: whether a snapshot is being fetched from another node, and Fetched follows.
     """
 
-    slots: int
-    use: int
-    sequence: int
+    slots: Count
+    use: SlotOrNone
+    sequence: Count
     fetching: bool
 
 
@@ -169,15 +195,15 @@ class Slots(Message):
 class Fetched(Message):
     """A snapshot from another node is in a slot now, or is not to be had; the fields are those of Slots."""
 
-    use: int
-    sequence: int
+    use: SlotNumber
+    sequence: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Use(Message):
     """The slot to write next: the others hold the newest snapshot, or one that is being copied."""
 
-    slot: int
+    slot: SlotNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +215,21 @@ class Copied(Message):
         error, hint: why there is none, or, with a path, why old ones could not be removed; empty without an error.
     """
 
-    step: int
-    round: int
-    seconds: float
-    path: str
-    digest: str
-    bytes: int
-    error: str
-    hint: str
+    step: Count
+    round: Count
+    seconds: Seconds
+    path: OsText
+    digest: Text
+    bytes: Count
+    error: Text
+    hint: Text
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Message):
     """Stop after the same step as all other ranks, save and end."""
 
-    cause: str
+    cause: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,38 +242,94 @@ class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-_KINDS: tuple[type[Message], ...] = (
-    *(Hello, Ready, StepDone, Stored, Drained, Saved),
-    *(Slots, Fetched, Use, Copied, Stop, Save, Noted),
-)
-Message.TYPES.update({kind.__name__.lower(): kind for kind in _KINDS})
+FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, Stored, Drained, Saved})
+"""What a worker may say to its agent."""
+
+_FROM_AGENTS = frozenset({Slots, Fetched, Use, Copied, Stop, Save, Noted})
+
+Message.TYPES.update({kind.__name__.lower(): kind for kind in FROM_WORKERS | _FROM_AGENTS})
 
 
 def pack(message: Message) -> bytes:
-    """Encode a message as one line."""
-    return json.dumps({"type": type(message).__name__.lower(), **asdict(message)}).encode() + b"\n"
+    """Encode a message as one line. What is no text in it, as a file's name in an error may be, is escaped."""
+    value: dict[str, object] = {"type": type(message).__name__.lower(), **asdict(message)}
+    for item in fields(message):
+        if item.type == "Text":
+            value[item.name] = str(value[item.name]).encode(errors="backslashreplace").decode().replace("\0", r"\x00")
+    return json.dumps(value).encode() + b"\n"
 
 
-def unpack(line: bytes) -> Message:
-    """Read one line.
+def unpack(line: bytes, kinds: Collection[type[Message]] = frozenset(Message.TYPES.values())) -> Message:
+    """Read one line, whoever wrote it.
+
+    Args:
+        kinds: of messages that are expected.
 
     Raises:
-        ValueError: if it is no message that is known here, or a field is missing or has another type.
+        ValueError: if it is no message of such a kind, or a field is missing or not what its type admits.
     """
-    value = json.loads(line)
-    kind = Message.TYPES.get(str(value.get("type"))) if isinstance(value, dict) else None
-    if kind is None:
+    if len(line) > MAX_LINE:
+        raise ValueError(f"a line of {len(line)} bytes, the limit is {MAX_LINE}")
+    try:
+        value = _DECODER.decode(line.decode())
+    except RecursionError:
+        raise ValueError(f"JSON that is nested too deeply: {line[:100]!r}") from None
+    name = value.get("type") if isinstance(value, dict) else None
+    kind = Message.TYPES.get(name) if isinstance(name, str) else None
+    if kind is None or kind not in kinds:
         raise ValueError(f"no message that is known: {line[:100]!r}")
-    return kind(**{item.name: _checked(kind, item.name, str(item.type), value) for item in fields(kind)})
+    found: dict[str, Any] = {}
+    for item in fields(kind):
+        one = value.get(item.name)
+        check, admitted = _CHECKS[str(item.type)]
+        if not check(one):
+            shown = str(one)[:100] if isinstance(one, str | int | float | None) else type(one).__name__
+            raise ValueError(f"{kind.__name__}.{item.name} is {shown!r}, not {admitted}")
+        found[item.name] = float(one) if item.type == "Seconds" and one is not None else one
+    return kind(**found)
 
 
-def _checked(kind: type[Message], name: str, hint: str, value: dict[str, Any]) -> Any:
-    found = value.get(name)
-    if hint == "float" and type(found) is int:
-        return float(found)
-    if type(found).__name__ != hint:
-        raise ValueError(f"{kind.__name__}.{name} is {str(found)[:100]!r}, not of type {hint}")
-    return found
+_MOST = 2**53
+"""Numbers from here on are not exact in JSON as others read it, and are no count of anything."""
+
+_NONCE = re.compile(r"[0-9a-f]{0,64}")
+
+
+def _whole(value: object, low: int, end: int = _MOST) -> bool:
+    return type(value) is int and low <= value < end
+
+
+def _is_text(value: object, admitted: str = "strict") -> bool:
+    """Whether a value is text without a zero byte that can be encoded."""
+    try:
+        return isinstance(value, str) and b"\0" not in value.encode(errors=admitted)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MOST and math.isfinite(value)  # type: ignore[operator,arg-type]
+
+
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "bool": (lambda value: type(value) is bool, "true or false"),
+    "Count": (lambda value: _whole(value, 0), "a number from 0 to 2**53"),
+    "Positive": (lambda value: _whole(value, 1), "a number from 1 to 2**53"),
+    "SlotNumber": (lambda value: _whole(value, 0, SLOTS), "the number of a slot"),
+    "SlotOrNone": (lambda value: _whole(value, -1, SLOTS), "the number of a slot, or -1"),
+    "Seconds": (_is_seconds, "a number of seconds"),
+    "Text": (_is_text, "text"),
+    # A path, or what stands in the environment, may be other bytes than UTF-8 (PEP 383).
+    "OsText": (lambda value: _is_text(value, "surrogateescape"), "a path"),
+    "Nonce": (lambda value: isinstance(value, str) and bool(_NONCE.fullmatch(value)), "hexadecimal digits"),
+}
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from elastic_launch.clock import MonotonicClock
 __all__ = ["Progress", "Reached"]
 
 _FIELDS = struct.Struct("<QQd")
+_MOST = 2**53
 _RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
 
 TRIES = 3
@@ -34,6 +35,11 @@ class Reached(NamedTuple):
     round: int
     step: int
     at: float
+
+    @property
+    def possible(self) -> bool:
+        """Whether a worker can have come so far: the memory is open to its script, which may write anything."""
+        return max(self.round, self.step) < _MOST and 0 <= self.at <= MonotonicClock().now()
 
 
 class Progress:
@@ -77,7 +83,8 @@ class Progress:
                 return None
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
-                return Reached(*_FIELDS.unpack(fields))
+                reached = Reached(*_FIELDS.unpack(fields))
+                return reached if reached.possible else None
         return None
 
     def close(self) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import os
 import re
 import textwrap
+from dataclasses import asdict, fields
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as TorchAgent
 
 from elastic_launch import contract as c
@@ -100,6 +105,11 @@ def test_our_names_have_our_prefix() -> None:
     assert names == {c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
 
 
+def stored(**odd: object) -> bytes:
+    """A line about a snapshot with some odd fields."""
+    return json.dumps({**json.loads(c.pack(c.Stored(2, 9, 101, 7, True, "/checkpoints", 3))), **odd}).encode()
+
+
 MESSAGES = [
     c.Hello(7, 5, 1),
     c.Ready(100, 900, 0.25),
@@ -136,12 +146,107 @@ def test_every_message_has_an_example() -> None:
         (b"{}", "no message that is known"),
         (b'{"type": "explode"}', "no message that is known"),
         (b'{"type": ["stop"]}', "no message that is known"),
-        (b'{"type": "stepdone"}', "StepDone.step is 'None', not of type int"),
-        (b'{"type": "stepdone", "step": "9"}', "StepDone.step is '9', not of type int"),
-        (b'{"type": "stepdone", "step": true}', "StepDone.step is 'True', not of type int"),
-        (b'{"type": "drained", "step": 1, "seconds": "x"}', "Drained.seconds is 'x', not of type float"),
+        (b'{"type": "stepdone"}', "StepDone.step is 'None', not a number from 0"),
+        (b'{"type": "stepdone", "step": "9"}', "StepDone.step is '9', not a number from 0"),
+        (b'{"type": "stepdone", "step": true}', "StepDone.step is 'True', not a number from 0"),
+        (b'{"type": "stepdone", "step": 1.0}', "StepDone.step is '1.0', not a number from 0"),
+        (b'{"type": "stepdone", "step": -1}', "StepDone.step is '-1', not a number from 0"),
+        (b'{"type": "stepdone", "step": [1]}', "StepDone.step is 'list', not a number from 0"),
+        (b'{"type": "ready", "step": 1, "total": 1%s, "restore_s": 0.0}' % (b"0" * 400), "Ready.total is '1000"),
+        (b'{"type": "stepdone", "step": 1%s}' % (b"0" * 5000), "digits"),
+        (b'{"type": "drained", "step": 1, "seconds": "x"}', "Drained.seconds is 'x', not a number of seconds"),
+        (b'{"type": "drained", "step": 1, "seconds": -0.5}', "Drained.seconds is '-0.5', not a number of seconds"),
+        (b'{"type": "drained", "step": 1, "seconds": true}', "Drained.seconds is 'True', not a number of seconds"),
+        (b'{"type": "drained", "step": 1, "seconds": NaN}', "NaN is no number"),
+        (b'{"type": "drained", "step": 1, "seconds": 1e400}', "Drained.seconds is 'inf', not a number of seconds"),
+        (b'{"type": "drained", "step": 1, "seconds": 1%s}' % (b"0" * 400), "Drained.seconds is '1000"),
+        (b'{"type": "saved", "step": 1, "error": "\\u0000"}', "not text"),
+        (b'{"type": "saved", "step": 1, "error": "\\udcff"}', "not text"),
+        (b'{"type": "saved", "step": 1, "error": "\xff"}', "can't decode byte"),
+        (stored(slot=c.SLOTS), "Stored.slot is '3', not the number of a slot"),
+        (stored(slot=-1), "Stored.slot is '-1', not the number of a slot"),
+        (stored(keep=0), "Stored.keep is '0', not a number from 1"),
+        (stored(shares=2, share=2), "Stored.share is 2 of 2"),
+        (stored(durable=1), "Stored.durable is '1', not true or false"),
+        (stored(directory="/a\0b"), "not a path"),
+        (stored(directory="/\ud800"), "not a path"),
+        (stored(nonce="../../x"), "Stored.nonce is '../../x', not hexadecimal"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b" " * (c.MAX_LINE + 1), "a line of 65537 bytes"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
 def test_a_line_that_is_no_message_is_refused(line: bytes, complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
         c.unpack(line)
+
+
+def test_what_only_agents_say_is_refused_from_a_worker() -> None:
+    with pytest.raises(ValueError, match="no message that is known"):
+        c.unpack(c.pack(c.Use(1)), c.FROM_WORKERS)
+    assert c.unpack(c.pack(c.StepDone(1)), c.FROM_WORKERS) == c.StepDone(1)
+
+
+def test_an_error_with_a_file_name_that_is_no_text_can_be_told() -> None:
+    told = c.unpack(c.pack(c.Saved(1, "no room in /a\udcff\0")))
+    assert told == c.Saved(1, r"no room in /a\udcff\x00")
+
+
+def test_a_path_of_other_bytes_than_utf_8_survives() -> None:
+    message = c.Stored(0, 1, 1, 1, True, "/a\udcff", 1)
+    assert c.unpack(c.pack(message)) == message
+
+
+# Lines that are nearly right: a message with some fields replaced.
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=0, max_value=9),
+    st.sampled_from([2**53, 2**63, 2**64, 10**400, -1]),
+    st.floats(),
+    st.text(st.characters(exclude_categories=())),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+_LINES = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        lambda message, odd: json.dumps({**json.loads(c.pack(message)), **odd}).encode(),
+        st.sampled_from(MESSAGES),
+        st.dictionaries(
+            st.sampled_from(sorted({field.name for kind in c.Message.TYPES.values() for field in fields(kind)})),
+            _ODD,
+            max_size=4,
+        ),
+    ),
+)
+
+
+def _read(line: bytes) -> None:
+    """A line is refused by a ValueError, or is a message whose every field can be reckoned with and written down."""
+    try:
+        message = c.unpack(line)
+    except ValueError:
+        return
+    for value in asdict(message).values():
+        if isinstance(value, str):
+            assert "\0" not in value
+            os.fsencode(value)
+        else:
+            assert -1 <= float(value) < 2**53
+    assert c.unpack(c.pack(message)) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(_LINES)
+def test_whatever_a_worker_says_is_a_message_or_refused(line: bytes) -> None:
+    _read(line)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@settings(max_examples=300_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(_LINES)
+def test_whatever_a_worker_says_is_a_message_or_refused_at_length(line: bytes) -> None:
+    _read(line)

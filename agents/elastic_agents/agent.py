@@ -123,7 +123,7 @@ class LocalElasticAgent(ElasticAgent):
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
         keeper.start()
-        self._control = Control(self._clock, keeper, self._inbox.put, self._events)
+        self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
         # In this order, each also where one before has failed.

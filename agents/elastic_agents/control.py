@@ -28,7 +28,7 @@ from elastic_launch.threads import VitalThread
 
 __all__ = ["Control", "WorkerSaved"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("elastic_launch.agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class WorkerSaved:
     error: str
     asked: bool
 
+
+PEERS_PER_WORKER = 4
+"""Connections at once for each worker of the node: those of the last round may not be closed yet."""
+
+SPARE_PEERS = 16
+"""Connections at once beside these."""
 
 Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved], None]
 
@@ -65,16 +71,18 @@ class Control:
         keeper: of the node's snapshots.
         say: called from that thread; must not block.
         events: where it is noted what they say of their steps.
+        workers: how many this node has.
 
     Attributes:
         address: what workers find in their environment.
         pace: how long their steps take.
     """
 
-    def __init__(self, clock: Clock, keeper: Keeper, say: Say, events: EventSink) -> None:
+    def __init__(self, clock: Clock, keeper: Keeper, say: Say, events: EventSink, workers: int) -> None:
         self._clock = clock
         self._keeper = keeper
         self._say = say
+        self._workers = workers
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = Progress.make("elastic-launch-progress")
         self.pace = Pace(self._progress.read)
@@ -90,6 +98,7 @@ class Control:
         self._lock = threading.Lock()
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
+        self._crowded = False
         self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
@@ -168,6 +177,12 @@ class Control:
         if _user_of(sock) not in (os.getuid(), 0):
             sock.close()
             return
+        if len(self._peers) >= SPARE_PEERS + PEERS_PER_WORKER * self._workers:
+            if not self._crowded:
+                self._crowded = True
+                _log.warning("a worker's connection is closed: there are %d already (said once)", len(self._peers))
+            sock.close()
+            return
         with self._lock:
             self._peers[sock] = _Peer(sock)
         self._selector.register(sock, selectors.EVENT_READ)
@@ -182,7 +197,7 @@ class Control:
         *lines, peer.pending = (peer.pending + data).split(b"\n")
         try:
             for line in lines:
-                self._hear(peer, c.unpack(line))
+                self._hear(peer, c.unpack(line, c.FROM_WORKERS))
             if len(peer.pending) > c.MAX_LINE:
                 raise ValueError(f"a line of more than {c.MAX_LINE} bytes")
         except ValueError as error:
@@ -199,6 +214,8 @@ class Control:
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
+            if peer.hello is not None or message.local_rank >= self._workers:
+                raise ValueError(f"{message} where {self._workers} workers are expected to say so once")
             self._offer(peer, message)
             return
         if peer.hello is None:

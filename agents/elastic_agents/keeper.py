@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_agents.helpers import helper_command, helper_environment
-from elastic_agents.slots import SLOTS, Book, Held
+from elastic_agents.slots import Book, Held
 from elastic_agents.transfer import Fetch, Server
-from elastic_launch.contract import Copied, Fetched, Save, Slots, Stored
+from elastic_launch.contract import SLOTS, Copied, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.slot import Header, Slot

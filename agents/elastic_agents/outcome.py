@@ -10,6 +10,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agents.workers import Reaped
+from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
 
@@ -52,8 +53,10 @@ def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int,
 
 def _failure(reaped: Reaped, error_file: str) -> ProcessFailure:
     local_rank, pid, code = reaped.placement.local_rank, reaped.pid, reaped.exit_code
+    if read_error_file(Path(error_file)) is None:
+        error_file = ""  # torch would read whatever the worker has put there
     try:
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         # torch reads the file there and then; the worker may have had no room for the whole of it.
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file="")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SLOTS", "Book", "Held"]
+from elastic_launch.contract import SLOTS
 
-SLOTS = 3
-"""One complete, one being written, one being copied."""
+__all__ = ["Book", "Held"]
 
 
 @dataclass(frozen=True, slots=True)

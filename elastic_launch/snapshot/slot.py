@@ -21,6 +21,7 @@ _FIELDS = struct.Struct("<8sQQQQQQ")  # magic, round, step, training, bytes of t
 _HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")  # sequence, fields, their CRC-32
 _STATE_AT = 4096
 _CHUNK = 8 * 1024 * 1024
+_MOST = 2**53  # Numbers beyond are none that a worker has counted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,11 @@ class Slot:
         magic, *numbers = _FIELDS.unpack(fields)
         if not sequence or magic != _MAGIC or zlib.crc32(fields) != check:
             return None
-        return Header(sequence, *numbers)
+        header = Header(sequence, *numbers)
+        # Whoever has the descriptors may write what it likes: what is not there could not be read.
+        sizes = [os.fstat(descriptor).st_size for descriptor in (self.tensors, self.head)]
+        whole = header.tensors <= sizes[0] and _STATE_AT + header.state + header.meta <= sizes[1]
+        return header if whole and max(sequence, *numbers) < _MOST else None
 
     def begin(self) -> None:
         """Say that the slot is being written."""

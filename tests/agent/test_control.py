@@ -44,7 +44,7 @@ def events() -> Events:
 def control(said: Said, events: Events) -> Iterator[Control]:
     keeper = Keeper(lambda: True, lambda copied: True)
     keeper.start()
-    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, events)) as control:
+    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, events, 2)) as control:
         yield control
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from elastic_agents import keeper as keepers
 from elastic_agents.keeper import Keeper
-from elastic_agents.slots import SLOTS, Book, Held
+from elastic_agents.slots import Book, Held
 from elastic_launch import snapshot
-from elastic_launch.contract import Copied, Save
+from elastic_launch.contract import SLOTS, Copied, Save
 from elastic_launch.snapshot import owner
 from elastic_launch.snapshot.memory import Draft, SlotWriter
 from elastic_launch.snapshot.slot import Slot

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_launch.snapshot.errors import UnsupportedStateError
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
@@ -35,6 +39,29 @@ def write(slot: Slot, state: Any, **numbers: int) -> bool:
     first = writer.write(Draft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
     writer.close()
     return first
+
+
+_NUMBER = st.one_of(st.integers(0, 5000), st.integers(0, 2**64 - 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(_NUMBER, min_size=7, max_size=7))
+def test_a_header_that_somebody_made_up_is_none_or_can_be_read(numbers: list[int]) -> None:
+    """A worker runs the user's code, and has the slot's descriptors."""
+    made = Slot.make("test")
+    try:
+        os.ftruncate(made.tensors, 1000)
+        os.ftruncate(made.head, 5000)
+        fields = struct.pack("<8s6Q", b"elsnap01", *numbers[1:])
+        os.pwrite(made.head, struct.pack("<Q", numbers[0]) + fields + struct.pack("<I", zlib.crc32(fields)), 0)
+        header = made.header()
+        if header is not None:
+            assert [header.sequence, header.round, header.step, header.training] == numbers[:4]
+            assert max(numbers) < 2**53
+            assert len(b"".join(made.tensor_parts(header))) == header.tensors
+            assert (len(made.state(header)), len(made.meta(header))) == (header.state, header.meta)
+    finally:
+        made.close()
 
 
 def test_a_new_slot_is_empty(slot: Slot) -> None:

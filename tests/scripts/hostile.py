@@ -1,0 +1,83 @@
+"""A worker that says odd things to its agent: ``hostile.py DIRECTORY``; leaves a FIFO as error file, and exits with 3.
+
+It says each over a connection of its own, and then writes garbage into the memory that the agent shares with it.
+DIRECTORY/heard has a line for each: what was said, and whether the agent hung up.
+"""
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+import zlib
+from pathlib import Path
+
+work = Path(sys.argv[1])
+hello = {"type": "hello", "round": 1, "rank": 0, "local_rank": 0}
+ready = {"type": "ready", "step": 1, "total": 5, "restore_s": 0.0}
+stored = {
+    "type": "stored",
+    "slot": 0,
+    "sequence": 1,
+    "step": 1,
+    "round": 1,
+    "durable": False,
+    "directory": "",
+    "keep": 1,
+}
+stored |= {"owner": "", "shares": 1, "share": 0, "nonce": ""}
+
+
+def line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def connected() -> tuple[socket.socket, list[int]]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(30)
+    sock.connect("\0" + os.environ["ELASTIC_LAUNCH_SOCKET"][1:])
+    sock.sendall(line(hello))
+    _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+    return sock, descriptors
+
+
+ODD = {
+    "deep": b"[" * 60_000 + b"\n",
+    "long float": line({**ready, "restore_s": 10**400}),
+    "long total": line({**ready, "total": 10**400}) + line({"type": "stepdone", "step": 2}),
+    "slot": line({**stored, "slot": 99}),
+    "sequence": line({**stored, "sequence": 2**64}),
+    "zero byte": line({**stored, "durable": True, "directory": "/a\0b"}),
+    "infinite": line(ready).replace(b"0.0", b"1e999"),
+    "not a number": line(ready).replace(b"0.0", b"NaN"),
+    "rank": line({**hello, "local_rank": 77}),
+    "agent's": line({"type": "use", "slot": 1}),
+    "bytes": bytes(range(256)) + b"\n",
+}
+for name, odd in ODD.items():
+    sock, descriptors = connected()
+    sock.sendall(odd)
+    try:
+        hung_up = not sock.recv(100)
+    except OSError as error:
+        hung_up = isinstance(error, ConnectionResetError)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with (work / "heard").open("a") as file:
+        file.write(f"{name}: {hung_up}\n")
+
+sock, descriptors = connected()
+sock.sendall(line(ready))
+fields = struct.pack("<8sQQQQQQ", b"elsnap01", 1, 2**64 - 1, 0, 2**63, 2**63, 2**63)
+for head in descriptors[1:-1:2]:
+    os.pwrite(head, struct.pack("<Q", 2**64 - 1) + fields + struct.pack("<I", zlib.crc32(fields)), 0)
+fields = struct.pack("<QQd", 1, 2**64 - 1, float("nan"))
+os.pwrite(descriptors[-1], fields + struct.pack("<I", zlib.crc32(fields)), 0)
+sock.sendall(line({"type": "stepdone", "step": 3}))
+time.sleep(1.5)  # the agent looks at all of it for its beat
+
+error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+error_file.unlink(missing_ok=True)
+os.mkfifo(error_file)
+sys.exit(3)

@@ -1,0 +1,12 @@
+"""``elastic-launch``, but that the thread that listens to workers is ended by an error at a worker's first word."""
+
+from elastic_agents.control import Control
+from elastic_launch.cli import console_main
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError("a fault of the agent's own")
+
+
+Control._hear = fail  # type: ignore[method-assign]
+console_main()
