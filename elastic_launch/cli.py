@@ -23,7 +23,7 @@ from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
 from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
-from elastic_launch.output_flags import read_log_dir, read_output
+from elastic_launch.output_flags import make_run_directory, read_log_dir, read_output
 from elastic_launch.pod import found_out, sentence
 from elastic_launch.process import PROGRAM, check_kernel, exiting, reported
 from elastic_launch.secret import read_token
@@ -88,6 +88,7 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
         return ExitCode.DONE
     config = _configure(job)
     check_kernel()
+    config = make_run_directory(config)
     os.environ.update(job.added)
     begun = None
     if whole:

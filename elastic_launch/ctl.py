@@ -24,6 +24,7 @@ from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, R
 from elastic_launch.events import counted
 from elastic_launch.flags import Values
 from elastic_launch.meeting import BACKENDS
+from elastic_launch.private import untrusted
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous.inquiry import Address, Inquiry, RunEndedError
 from elastic_launch.rendezvous.whereabouts import Whereabouts, find
@@ -145,6 +146,8 @@ def _given(options: argparse.Namespace, name: str) -> str | None:
 def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> Whereabouts:
     """The run that left its whereabouts in the directory; by default in the user's state directory, and alive."""
     base = Path(log_dir) if log_dir else state_directory(environ)
+    if not log_dir and (reason := untrusted(base, exclusive=True)):
+        raise EndpointError(f"No run is looked for in {base}: {reason}.", "Name the run's directory with --log-dir.")
     runs, alive = find(base, run_id, depth=1 if log_dir else 2)
     if log_dir and not runs:
         runs, alive = find(base, run_id, depth=0)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from elastic_launch.config import state_directory, writable
+from elastic_launch.config import LaunchConfig, state_directory, writable
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
 from elastic_launch.output import LOGS_SPECS_GROUP, TORCH_HEADER, Output, Std, Streams, parse_ranks, parse_streams
+from elastic_launch.private import make_private, untrusted
 
-__all__ = ["read_log_dir", "read_output"]
+__all__ = ["make_run_directory", "read_log_dir", "read_output"]
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,40 @@ def read_log_dir(values: Values) -> tuple[Path, Path | None]:
         return path, base
     # Workers may change their directory, and still have to find their error files.
     return _writable(Path(os.path.abspath(text))), None
+
+
+def make_run_directory(config: LaunchConfig) -> LaunchConfig:
+    """Make the run's directory, for this user alone, where no other user can have prepared it.
+
+    Returns:
+        the configuration; with another log directory if another user may control the default one.
+
+    Raises:
+        UsageError: if another user may control the run's directory in the given one.
+    """
+    if config.link_dir is None:
+        if reason := untrusted(config.run_directory, exclusive=False):
+            raise UsageError(
+                f"--log-dir {config.log_dir}: {reason}.",
+                "Name a directory of yours with --log-dir, or another --rdzv-id.",
+            )
+    else:
+        with contextlib.suppress(OSError):  # said where something is written
+            make_private(config.link_dir)
+        if reason := untrusted(config.link_dir, exclusive=True):
+            fresh = _fresh()
+            log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
+            config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
+    with contextlib.suppress(OSError):
+        make_private(config.log_dir if config.foreign else config.run_directory)
+    return config
+
+
+def _fresh() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
+    except OSError as error:
+        raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
 
 
 def _writable(path: Path) -> Path:

@@ -6,6 +6,7 @@ That module has these names, too.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from elastic_launch.clock import Clock
+from elastic_launch.private import make_private, open_private
 
 __all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 
@@ -66,8 +68,8 @@ class JsonLines:
         )
         with self._lock:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a") as file:
+                make_private(self.path.parent)
+                with open(open_private(self.path, os.O_WRONLY | os.O_APPEND), "a") as file:
                     file.write(line + "\n")
             except OSError as error:
                 on_error, self._on_error = self._on_error, None

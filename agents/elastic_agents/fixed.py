@@ -24,6 +24,7 @@ from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.private import make_private
 from elastic_launch.rendezvous.verdict import own_code
 from elastic_launch.torch_options import STOP_SIGNALS
 
@@ -172,7 +173,7 @@ class _Agent:
             for path in (rank.error_file, rank.stdout, rank.stderr):
                 with _writing(path):
                     if path is not None:
-                        path.parent.mkdir(parents=True, exist_ok=True)
+                        make_private(path.parent)
             with _writing(rank.error_file):
                 rank.error_file.unlink(missing_ok=True)
             yield self._open(rank.stdout, 1, stack), self._open(rank.stderr, 2, stack)
@@ -181,7 +182,7 @@ class _Agent:
         if path is None:
             return console
         with _writing(path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, descriptor)
         self._before[path] = os.fstat(descriptor).st_size
         return descriptor

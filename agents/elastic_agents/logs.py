@@ -14,6 +14,7 @@ from elastic_agents.logs_specs import NamedLogs
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.output import LATEST, Route
+from elastic_launch.private import make_private
 
 __all__ = ["LogPlaces", "WorkerLogs", "link_latest"]
 
@@ -69,7 +70,7 @@ class LogPlaces:
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / str(placement.rank) / "error.json"
         try:
-            error_file.parent.mkdir(parents=True, exist_ok=True)
+            make_private(error_file.parent)
             error_file.unlink(missing_ok=True)
         except OSError as error:  # as with a full disk: the workers can do without
             _log.warning("no logs are kept of rank %d in round %d: %s", placement.rank, number, error)
@@ -85,7 +86,7 @@ def link_latest(config: LaunchConfig) -> None:
     link = base / LATEST
     temporary = base / f".{LATEST}-{secrets.token_hex(8)}"
     try:
-        config.run_directory.mkdir(parents=True, exist_ok=True)
+        make_private(config.run_directory)
         if link.is_symlink() or not link.exists():
             temporary.symlink_to(os.path.relpath(config.run_directory, base))
             temporary.replace(link)

@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from elastic_launch.private import make_private
+
 __all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "colour_of", "has_colours", "painted"]
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -67,8 +69,10 @@ class Appended:
     def write(self, data: bytes) -> None:
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
+                make_private(self._path.parent)
+                # Links are followed: the user may have named this file.
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                self._file = os.fdopen(descriptor, "ab", 0)
             self._file.write(data)
         except OSError as error:  # a full disk must not stop training
             self._complain(error)

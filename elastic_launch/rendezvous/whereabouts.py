@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from elastic_launch.errors import ProtocolError
+from elastic_launch.private import make_private, open_private, read_small
 from elastic_launch.rendezvous import codec
 
 __all__ = ["FILE", "RunFile", "Whereabouts", "find"]
@@ -24,6 +25,9 @@ __all__ = ["FILE", "RunFile", "Whereabouts", "find"]
 _log = logging.getLogger(__name__)
 
 FILE = "run.json"
+
+MAX_BYTES = 65536
+"""Of such a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class RunFile:
         self.close()
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            make_private(self._path.parent)
+            self._lock = open_private(new, os.O_WRONLY | os.O_EXCL)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.write(self._lock, json.dumps(asdict(whereabouts)).encode() + b"\n")
@@ -126,14 +130,14 @@ def _changed(path: Path) -> float:
 
 def _read(path: Path) -> Whereabouts | None:
     try:
-        return codec.decode(Whereabouts, codec.loads(path.read_bytes()))
-    except (OSError, ProtocolError):
+        return codec.decode(Whereabouts, codec.loads(read_small(path, MAX_BYTES)))
+    except (OSError, ValueError, ProtocolError):
         return None
 
 
 def _locked(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -78,8 +78,8 @@ def command(settings: dict[str, Any]) -> list[str]:
 def open_log(path: str) -> BinaryIO:
     """Open the file for what imports print, or nothing: a full disk must not stop training."""
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return open(path, "ab")
+        os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+        return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "ab")
     except OSError:
         return open(os.devnull, "ab")
 
