@@ -23,7 +23,17 @@ from elastic_launch.snapshot.files import FileSum, open_regular, read_small
 from elastic_launch.snapshot.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_name
 from elastic_launch.snapshot.place import Place, Url, place
 
-__all__ = ["SCANS", "CheckpointInfo", "OnDamaged", "check_size", "faults", "find", "inspect", "manifest_of"]
+__all__ = [
+    "SCANS",
+    "CheckpointInfo",
+    "OnDamaged",
+    "check_size",
+    "faults",
+    "find",
+    "inspect",
+    "manifest_of",
+    "positions",
+]
 
 SCANS = 10  # Somebody has to write or remove a checkpoint during each.
 
@@ -77,6 +87,20 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
         for error in damaged:
             on_damaged(error)
     return sorted(found, key=lambda info: (info.round, info.step, info.path.name), reverse=True)
+
+
+def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:
+    """Return round and step of everything that has a checkpoint's name, complete or not, by one listing.
+
+    Args:
+        directory: need not be there.
+
+    Raises:
+        CheckpointReadError: if the directory cannot be listed.
+    """
+    where = place(directory)
+    names = remote.names(where) if isinstance(where, Url) else _names(where)
+    return [(numbers[1], numbers[0]) for name in names if (numbers := parse_name(name)) is not None]
 
 
 def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
@@ -139,12 +163,15 @@ def _is_link(path: Place) -> bool:
 def _candidates(directory: Place) -> Sequence[Place]:
     if isinstance(directory, Url):
         return sorted(remote.candidates(directory))
+    return [directory / name for name in sorted(_names(directory)) if parse_name(name) is not None]
+
+
+def _names(directory: Path) -> list[str]:
     with reading(directory):
         try:
-            names = os.listdir(directory)
+            return os.listdir(directory)
         except FileNotFoundError:
             return []
-    return [directory / name for name in sorted(names) if parse_name(name) is not None]
 
 
 @contextmanager

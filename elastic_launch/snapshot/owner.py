@@ -18,7 +18,7 @@ from elastic_launch.snapshot.files import create, read_small
 from elastic_launch.snapshot.place import Place, Url
 from elastic_launch.snapshot.storage import Storage, saving
 
-__all__ = ["OWNER", "check", "claim", "owned_by"]
+__all__ = ["OWNER", "check", "claim", "other_owner", "owned_by"]
 
 OWNER = "owner.json"
 _FORMAT = "elastic-launch owner"
@@ -42,6 +42,16 @@ def claim(where: Place, run: str) -> str:
 def owned_by(run: str) -> str:
     """Return what :func:`check` asks for where this run took it before; its id must tell it from others."""
     return f" {run}"
+
+
+def other_owner(where: Place, run: str) -> str:
+    """Return the id of the run that took a directory or URL last; empty if that was this one, or none did.
+
+    Raises:
+        CheckpointWriteError: if the mark cannot be read.
+    """
+    found = _read(where)
+    return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
 
 
 def check(where: Place, owner: str, *, take: bool = False) -> None:

@@ -85,11 +85,17 @@ def load(info: CheckpointInfo) -> LoadedCheckpoint:
         return LoadedCheckpoint(info, tree.decode(state, tensors))
 
 
-def newest(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None) -> LoadedCheckpoint | None:
+def newest(
+    directory: str | os.PathLike[str],
+    on_damaged: OnDamaged | None = None,
+    *,
+    above: tuple[int, int] | None = None,
+) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that is sound; None if there is none.
 
     Args:
         directory: need not be there.
+        above: only what is newer than this round and step counts.
         on_damaged: is told once of each checkpoint that is skipped, or raises to refuse that; without it a warning is
             logged.
 
@@ -107,7 +113,8 @@ def newest(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = Non
     gone: CheckpointGoneError | None = None
     for _ in range(SCANS):
         try:
-            return _first_sound(find(directory, skip), skip)
+            found = find(directory, skip)
+            return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip)
         except CheckpointGoneError as error:
             # Whoever removed it has a newer one.
             gone = error

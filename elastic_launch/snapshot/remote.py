@@ -42,6 +42,7 @@ __all__ = [
     "candidates",
     "faults",
     "manifest_of",
+    "names",
     "probe",
     "remove",
     "remove_abandoned",
@@ -62,6 +63,16 @@ def candidates(url: Url) -> list[Url]:
     with loading(url):
         storage = Storage(url)
         return [path for path, entries in _directories(storage, url) if MANIFEST in entries]
+
+
+def names(url: Url) -> list[str]:
+    """Return the names of the directories there, by one request.
+
+    Raises:
+        CheckpointReadError: if the storage cannot be listed.
+    """
+    with loading(url):
+        return [entry.name for entry in Storage(url).entries(url) if entry.is_directory]
 
 
 def manifest_of(url: Url) -> tuple[Manifest, str]:

@@ -231,8 +231,9 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
 
     Args:
         directory: need not be there.
-        keep: so many of the newest by (round, step), of whatever round, stay; 1 or more.
-        up_to_round: checkpoints of later rounds stay: the caller may have been left out of these.
+        keep: so many of the newest by (round, step) stay, of those that count; 1 or more.
+        up_to_round: the caller's own. Checkpoints of later rounds stay, and do not count: the caller may have been left
+            out of these, and what it has just written is the only state of its branch.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -242,7 +243,7 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
     check_keep(keep)
     where = place(directory)
     found = find(where)
-    old = [info for info in found[keep:] if info.round <= up_to_round]
+    old = [info for info in found if info.round <= up_to_round][keep:]
     # The oldest first: whoever dies in between leaves what keep says.
     paths = [info.path for info in reversed(old)]
     newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.owner import claim, owned_by
-from elastic_launch.snapshot.place import Url, place
+from elastic_launch.snapshot.listing import positions
+from elastic_launch.snapshot.owner import claim, other_owner, owned_by
+from elastic_launch.snapshot.place import Place, Url, place
 from elastic_launch.snapshot.storage import check_driver
+from elastic_launch.training.branches import Branch, following, within
 from elastic_launch.training.directories import Writers, behind_url, in_directory
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
@@ -32,7 +35,7 @@ from elastic_launch.training.memory import Target
 from elastic_launch.training.urls import open_url
 from elastic_launch.training.world import World
 
-__all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "weights_sha256"]
+__all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "run_id", "weights_sha256"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,9 @@ SPLIT = 2**30
 
 FINAL_TIMEOUT = 600.0
 """Seconds for which the end of training waits until the last checkpoint is written."""
+
+LOOK_TIMEOUT = 10.0
+"""Seconds within which storage has to list what is there, where a training can go on from memory without it."""
 
 RESCUE_TIMEOUT = 5.0
 """Seconds for which a process that fails waits for a checkpoint that is being written."""
@@ -91,10 +97,11 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(split={split}): it is a number of bytes, 1 or more.")
         self.keep = keep
         self.split = split
-        self.round = 0
-        """Number under which it saves, higher than those of all that it was resumed from."""
+        self.branch = Branch()
+        """What it saves under."""
         self._owner = ""
         self._link: AgentLink | None = None
+        self._highest = 0
         self._awaited = 0
         self._lost: list[snapshot.Outcome] = []
         self._last_step = 0
@@ -104,27 +111,62 @@ class Checkpoint:
         self._error: snapshot.CheckpointError | None = None
         self._writers = Writers(True)
 
-    def open(self, world: World, identity: dict[str, int]) -> Resumed:
+    def has_newer(self, world: World, position: tuple[int, int]) -> bool:
+        """Whether something newer than a state in memory is there, by its name; called by all ranks.
+
+        Args:
+            position: round and step of that state.
+        """
+        mine: list[tuple[int, int]] = []
+        if world.rank == 0 or not isinstance(self.directory, Url):
+            try:
+                mine = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: positions(self.directory))
+            except (snapshot.CheckpointError, TimeoutError) as error:
+                _log.warning(
+                    "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
+                )
+        newest = max(_from_all(world, list(max(mine, default=(0, 0)))))
+        self._highest = max(position[0], newest[0])
+        return (newest[0], newest[1]) > position
+
+    def open(self, world: World, identity: dict[str, int], *, above: tuple[int, int] | None = None) -> Resumed | None:
         """Agree with all ranks on what to resume from, and read it.
 
         Args:
             identity: what must be equal in the checkpoint and in this training, by the names that errors use.
+            above: round and step of a state in memory: only what is newer counts, and is this run's own.
+
+        Returns:
+            None if nothing is newer than that state, and sound.
 
         Raises:
             UsageError: if the checkpoint belongs to another training; it names what differs.
             CheckpointError: if the directory cannot be read, or what a URL names not be used.
         """
         if isinstance(self.directory, Url):
-            return self._open_url(self.directory, world, identity)
+            return self._open_url(self.directory, world, identity, above)
         self._writers = in_directory(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
-        loaded = snapshot.newest(self.directory, on_damaged=lambda error: _skip(error, damaged))
+        loaded = None
+        try:
+            if above is None or not _of_another_run(self.directory):
+                skip = partial(_skip, damaged=damaged)
+                loaded = snapshot.newest(self.directory, on_damaged=skip, above=above)
+            known = max((number for number, _ in positions(self.directory)), default=0)
+        except snapshot.CheckpointError as error:
+            if above is None:
+                raise
+            _warn(error)
+            known = 0
         newest, holder, complete = _agree(world, loaded)
+        self._highest = max(newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1])
+        if holder is None and above is not None:
+            return None
         if holder is None and damaged:
             # To begin anew would overwrite, by and by, what may still be mended.
             raise damaged[0]
-        self._begin(world, newest[0])
         if holder is None:
+            self._begin(world, {})
             self._take(self.directory, world)
             return Resumed()
         state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
@@ -133,6 +175,7 @@ class Checkpoint:
         assert state is not None
         meta = state["meta"]
         check_identity(identity, meta, newest[1])
+        self._begin(world, meta)
         # Last: a training that does not belong here takes nothing from one that does.
         self._take(self.directory, world)
         return self._resumed(newest[1], state["parts"], meta)
@@ -141,19 +184,19 @@ class Checkpoint:
         """Return the step of the last save, and how many seconds ago it was; or, if this is one, its own."""
         return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
 
-    def go_on(self, world: World, round_number: int, standing: tuple[int, float]) -> None:
-        """Save from now on, in a training that was resumed from memory.
+    def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float]) -> None:
+        """Save from now on, in a training that was resumed from memory, after :meth:`has_newer`.
 
         Args:
+            meta: of that state.
             standing: as it was when that was written: faults that come more often than saves must not put these off.
         """
         # This run took it when it began: so that another one is noticed, it is not taken again.
-        self._owner = owned_by(_run_id())
+        self._owner = owned_by(run_id())
         url = isinstance(self.directory, Url)
         self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
-        self.round = round_number
+        self._begin(world, meta)
         self._last_step, self._last_time = standing[0], time.monotonic() - standing[1]
-        self._something_saved = True
 
     @property
     def writes(self) -> bool:
@@ -194,7 +237,7 @@ class Checkpoint:
         if step == self._awaited:
             self._awaited = 0
             error = snapshot.CheckpointWriteError(f"its snapshot could not be taken: {reason}")
-            self._lost.append(snapshot.Outcome(step, self.round, 0.0, None, error))
+            self._lost.append(snapshot.Outcome(step, self.branch.round, 0.0, None, error))
 
     def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
         """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
@@ -207,7 +250,7 @@ class Checkpoint:
             return
         if self._writer is None:
             self._writer = snapshot.BackgroundWriter(self.directory, keep=self.keep, owner=self._owner)
-        self._writer.submit(_copied(state), step=step, round=self.round, meta=meta)
+        self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
 
     def outcomes(self) -> list[snapshot.Outcome]:
         """Return the writes that have ended since the last call, having told of their errors; does not wait."""
@@ -241,8 +284,6 @@ class Checkpoint:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        if self._error is not None and self._something_saved:
-            _log.error("not all checkpoints could be saved; the last error: %s", self._error)
         return ended
 
     def rescue(self) -> None:
@@ -250,20 +291,40 @@ class Checkpoint:
         if self._writer is not None:
             self._writer.flush(RESCUE_TIMEOUT)
 
-    @property
-    def failure(self) -> snapshot.CheckpointError | None:
-        """Why nothing at all could be saved, if so."""
-        return None if self._something_saved else self._error
+    def failed(self) -> snapshot.CheckpointError | None:
+        """Return why nothing at all could be saved since the run began, if so; to be asked at the end."""
+        if self._error is None:
+            return None
+        if not self._something_saved and not self._saved_before():
+            cause, hint = self._error.message, self._error.hint
+            return snapshot.CheckpointError(
+                f"No checkpoint of this run could be saved in {self.directory}: {cause}", hint
+            )
+        _log.error("not all checkpoints could be saved; the last error: %s", self._error)
+        return None
 
-    def _open_url(self, url: Url, world: World, identity: dict[str, int]) -> Resumed:
+    def _saved_before(self) -> bool:
+        """Whether workers of an earlier round have saved something: not in memory, but where it was to be saved."""
+        try:
+            found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
+        except (snapshot.CheckpointError, TimeoutError):
+            return False
+        return any(info.round >= self.branch.since for info in found)
+
+    def _open_url(
+        self, url: Url, world: World, identity: dict[str, int], above: tuple[int, int] | None
+    ) -> Resumed | None:
         self._writers = behind_url(world)
 
         def check(meta: dict[str, Any], step: int) -> None:
             check_identity(identity, meta, step)
 
-        found = open_url(url, world, _run_id(), check, _warn)
+        found = open_url(url, world, run_id(), check, _warn, above)
         self._owner = found.owner
-        self._begin(world, found.round)
+        self._highest = max(found.highest, above[0] if above else 0)
+        if found.state is None and above is not None:
+            return None
+        self._begin(world, found.meta)
         return Resumed() if found.state is None else self._resumed(found.step, found.state, found.meta)
 
     def _take(self, directory: Path, world: World) -> None:
@@ -271,18 +332,17 @@ class Checkpoint:
         if not self.writes:
             return
         try:
-            self._owner = claim(directory, _run_id())
+            self._owner = claim(directory, run_id())
         except snapshot.CheckpointError:
             # The first save says so, and may find that there is room again.
-            self._owner = owned_by(_run_id()) if world.round else ""
+            self._owner = owned_by(run_id()) if world.round else ""
 
-    def _begin(self, world: World, newest: int) -> None:
-        # Every start writes under a higher round than all before, also where no agent of this project counts them.
-        self.round = max(world.round, newest + 1)
+    def _begin(self, world: World, meta: dict[str, Any]) -> None:
+        self.branch = following(world.round, run_id(), meta, self._highest)
         self._last_time = time.monotonic()
 
     def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> Resumed:
-        self._last_step, self._something_saved = step, True
+        self._last_step = step
         return Resumed(step, state, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
 
     def _outcome(self, copied: Copied) -> snapshot.Outcome:
@@ -306,8 +366,25 @@ def _warn(error: Exception) -> None:
     _log.warning("a checkpoint is skipped: %s", error)
 
 
-def _run_id() -> str:
+def _of_another_run(where: Place) -> bool:
+    """Whether another run has taken the place: what is newer there is no state of this one."""
+    other = other_owner(where, run_id())
+    if other:
+        _log.warning("training goes on from memory: %s was taken by run %s", where, other)
+    return bool(other)
+
+
+def run_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _from_all(world: World, numbers: list[int]) -> list[list[int]]:
+    """Return the numbers of all ranks, by rank."""
+    if world.world_size == 1:
+        return [numbers]
+    gathered = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(gathered, torch.tensor(numbers, dtype=torch.int64))
+    return [[int(x) for x in entry] for entry in gathered]
 
 
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
@@ -315,9 +392,7 @@ def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tupl
     mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
     if world.world_size == 1:
         return (mine[0], mine[1]), None if loaded is None else 0, True
-    all_of_them = [torch.zeros(3, dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(all_of_them, torch.tensor(mine, dtype=torch.int64))
-    found = [(int(entry[0]), int(entry[1]), int(entry[2])) for entry in all_of_them]
+    found = [(entry[0], entry[1], entry[2]) for entry in _from_all(world, mine)]
     best = max(found)
     if best == (0, 0, 0):
         return (0, 0), None, True

@@ -29,7 +29,7 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.rhythm import Cost, Rhythm
 from elastic_launch.training.world import World
 
-__all__ = ["MemorySnapshots", "Target", "restore", "settled"]
+__all__ = ["MemorySnapshots", "Newest", "Target", "newest", "restore", "settled"]
 
 _log = logging.getLogger(__name__)
 
@@ -172,18 +172,6 @@ class MemorySnapshots:
         beside = max(0.0, written.seconds - waited)
         self.rhythm.cost(Cost(self._stall + waited, beside), fresh=written.fresh)
 
-    def forget(self, step: int) -> None:
-        """Once this node's writer has no room any more: empty what is older than the checkpoint of a step.
-
-        Else a fault would have the training go on from there.
-        """
-        if self.writes or self._world.local_rank != 0:
-            return
-        for slot in self._slots:
-            header = slot.header()
-            if header is not None and header.step < step:
-                slot.begin()
-
     def close(self) -> None:
         """Give up what is being taken, and unmap."""
         if self._pool is not None:
@@ -230,12 +218,25 @@ def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], 
     return lambda tensor: tensor.data_ptr() in known()
 
 
-def restore(memory: MemorySnapshots | None, world: World, training: int) -> tuple[Header, Any, dict[str, Any]] | None:
-    """Return the newest snapshot that any node holds of a training; called by all ranks.
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest snapshot that any node holds, as all ranks agree.
 
-    Returns:
-        its round, step and so on, state and meta; None if no node has one.
+    Attributes:
+        position: its round and step.
+        mine: this node's, if it is that one.
+        holder: first rank whose node has it.
+        everywhere: whether all nodes do.
     """
+
+    position: tuple[int, int]
+    mine: tuple[Slot, Header] | None
+    holder: int
+    everywhere: bool
+
+
+def newest(memory: MemorySnapshots | None, world: World, training: int) -> Newest | None:
+    """Return the newest snapshot of a training, None if no node has one; called by all ranks."""
     found = memory.newest(training) if memory is not None else None
     mine = [0, 0] if found is None else [found[1].round, found[1].step]
     everybody = [mine]
@@ -246,12 +247,17 @@ def restore(memory: MemorySnapshots | None, world: World, training: int) -> tupl
     best = max(everybody)
     if best == [0, 0]:
         return None
-    holder = everybody.index(best)
+    everywhere = all(entry == best for entry in everybody)
+    return Newest((best[0], best[1]), found if mine == best else None, everybody.index(best), everywhere)
+
+
+def restore(newest: Newest, world: World) -> tuple[Any, dict[str, Any]]:
+    """Return a snapshot's state and meta; called by all ranks."""
     whole: Any = None
-    if found is not None and mine == best:
-        slot, header = found
+    if newest.mine is not None:
+        slot, header = newest.mine
         whole = {"state": read_state(slot, header), "meta": read_meta(slot, header)}
-    faults.reached("restore", best[1])
-    if any(entry != best for entry in everybody):
-        whole = broadcast_state(whole if world.rank == holder else None, holder, world.rank)
-    return Header(0, best[0], best[1], training, 0, 0, 0), whole["state"], dict(whole["meta"])
+    faults.reached("restore", newest.position[1])
+    if not newest.everywhere:
+        whole = broadcast_state(whole if world.rank == newest.holder else None, newest.holder, world.rank)
+    return whole["state"], dict(whole["meta"])

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from elastic_launch import snapshot
 from elastic_launch.training.agreement import Wishes
-from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_identity, meta_of
+from elastic_launch.training.branches import Branch, following
+from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.memory import MemorySnapshots, Target, restore
+from elastic_launch.training.memory import MemorySnapshots, Newest, Target, newest, restore
 from elastic_launch.training.state import TrainingState
 from elastic_launch.training.world import World
 
@@ -46,7 +47,7 @@ class Saver:
         self._memory = MemorySnapshots(link, world) if link is not None else None
         self._checkpoint: Checkpoint | None = None
         self._training = -1
-        self._round = world.round
+        self._branch = Branch()
         self._posted = Wishes()
         self._agreed = Wishes()
         self._kept = False
@@ -67,33 +68,44 @@ class Saver:
             self._listeners.remove(function)
 
     def restore(self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState) -> Resumed:
-        """Restore the next of the script's trainings; called by all ranks.
+        """Restore the next of the script's trainings from its newest state, wherever it is; called by all ranks.
 
-        Memory first: what it holds is newer than, or the same as, what was copied from it.
+        Mostly that is in memory, of which durable storage has copies. It is not where the node that went on alone is
+        gone, and another one comes back with an older state.
         """
         self.finish(wait=True)
         self._checkpoint = checkpoint
         self._training += 1
-        found = restore(self._memory, self._world, self._training) if self._world.round else None
-        if found is not None:
-            header, parts, meta = found
-            check_identity(identity, meta, header.step)
-            self._round = max(self._world.round, header.round + 1)
-            resumed = Resumed(header.step, parts, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
-            if checkpoint is not None:
-                step, seconds = meta.get("saved", (header.step, 0.0))
-                checkpoint.go_on(self._world, self._round, (int(step), float(seconds)))
-                worlds = [*resumed.worlds, self._world.world_size]
-                self._uncertain = partial(self._save_again, header.step, identity, state, worlds)
-        elif checkpoint is not None:
-            resumed = checkpoint.open(self._world, identity)
-            self._round = checkpoint.round
-        else:
+        kept = newest(self._memory, self._world, self._training) if self._world.round else None
+        resumed: Resumed | None = None
+        if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
+            resumed = checkpoint.open(self._world, identity, above=None if kept is None else kept.position)
+            self._branch = checkpoint.branch
+        if resumed is None and kept is not None:
+            resumed = self._from_memory(kept, checkpoint, identity, state)
+        elif resumed is None:
             resumed = Resumed()
+            self._branch = following(self._world.round, run_id(), {}, 0)
         if resumed.state is not None:
             state.restore(resumed.state, resumed.step)
         if self._memory is not None:
             self._memory.rhythm.begin(resumed.step)
+        return resumed
+
+    def _from_memory(
+        self, kept: Newest, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState
+    ) -> Resumed:
+        parts, meta = restore(kept, self._world)
+        number, step = kept.position
+        check_identity(identity, meta, step)
+        self._branch = following(self._world.round, run_id(), meta, number)
+        resumed = Resumed(step, parts, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+        if checkpoint is not None:
+            saved, ago = meta.get("saved", (step, 0.0))
+            checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
+            self._branch = checkpoint.branch
+            worlds = [*resumed.worlds, self._world.world_size]
+            self._uncertain = partial(self._save_again, step, identity, state, worlds)
         return resumed
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
@@ -122,8 +134,6 @@ class Saver:
             self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
-                if self._memory is not None and outcome.info is not None:
-                    self._memory.forget(outcome.step)
 
     def save(
         self,
@@ -157,7 +167,7 @@ class Saver:
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        meta = meta_of(dict(identity), worlds)
+        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id())}
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
@@ -168,8 +178,6 @@ class Saver:
             durably.requested(step, self._link)
         elif durable and checkpoint is not None:
             checkpoint.save(captured, step, meta)
-            if self._memory is not None and not checkpoint.writes:
-                self._memory.forget(step)  # the rank that writes does so when the checkpoint is there
         self.seconds = time.monotonic() - began
 
     def settle(self) -> None:
@@ -200,7 +208,8 @@ class Saver:
         for outcome in checkpoint.finish(wait=wait or not self._kept):
             self._tell(outcome)
         self.seconds += time.monotonic() - began
-        self.failure = self.failure or checkpoint.failure
+        if wait:
+            self.failure = self.failure or checkpoint.failed()
 
     def _save_again(
         self, step: int, identity: dict[str, int], state: TrainingState, worlds: list[int], checkpoint: Checkpoint
@@ -241,7 +250,7 @@ class Saver:
                 captured,
                 meta,
                 step=step,
-                round=self._round,
+                round=self._branch.round,
                 training=self._training,
                 stays=stays or (lambda tensor: True),
                 target=target,

@@ -16,6 +16,7 @@ from torch import Tensor
 from elastic_launch import faults, snapshot
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_START_REASON
+from elastic_launch.error_file import do_not_retry
 from elastic_launch.errors import UsageError
 from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
@@ -261,8 +262,8 @@ class Run:
             raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
     def finish_training(self) -> None:
-        """Wait until what was saved is written, unless the training goes on in other processes at once."""
-        self._saver.finish(wait=not self.draining)
+        """Wait until what was saved is written, unless the agent sees to it after a drain."""
+        self._saver.finish(wait=not self.draining or self._link is None)
 
     def settle(self) -> None:
         """To be called before parameters or the optimizer's state change: they may be just being copied."""
@@ -273,11 +274,15 @@ class Run:
 
         Raises:
             CheckpointError: if nothing at all could be saved: only now, so that the script has come to its results.
+            SystemExit: under an agent of this project, if so: with 93, which ends the run.
         """
         self.finish_training()
         if self._agreement is not None:
             self._agreement.settle()
         if self._saver.failure is not None:
+            if self.world.round:
+                # Another start would go on from the state in memory, and could not save it either.
+                do_not_retry(f"{self._saver.failure.message} {self._saver.failure.hint}".strip())
             raise self._saver.failure
         if self.draining and self._link is not None:
             faults.reached("leave", self._step)

@@ -9,6 +9,7 @@ from typing import Any
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import owner, remote
+from elastic_launch.snapshot.listing import positions
 from elastic_launch.snapshot.place import Url
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.world import World
@@ -27,6 +28,7 @@ class Found:
         state: of that checkpoint, by part; None if there is none.
         meta: of that checkpoint.
         owner: what copies are checked by, on the first rank.
+        highest: round of all that has a checkpoint's name.
     """
 
     round: int
@@ -34,15 +36,25 @@ class Found:
     state: dict[str, Any] | None
     meta: dict[str, Any]
     owner: str
+    highest: int
 
 
-def open_url(url: Url, world: World, run: str, check: Check, skip: Callable[[Exception], None]) -> Found:
+def open_url(
+    url: Url,
+    world: World,
+    run: str,
+    check: Check,
+    skip: Callable[[Exception], None],
+    above: tuple[int, int] | None = None,
+) -> Found:
     """Make sure that a URL works, read its newest checkpoint, and take it for this run; called by all ranks.
 
     Args:
         run: id of the run.
         check: raises for the meta and step of a checkpoint of another training.
-        skip: is told of damaged checkpoints.
+        skip: is told of damaged checkpoints, and of what stands against looking for one above.
+        above: round and step of a state in memory: only what is newer counts, and is this run's own. Without that
+            nothing is taken, and what does not work is no error.
 
     Raises:
         UsageError: as ``check``, or if there is no driver; on all ranks.
@@ -57,7 +69,7 @@ def open_url(url: Url, world: World, run: str, check: Check, skip: Callable[[Exc
     error: UsageError | snapshot.CheckpointError | None = None
     if world.rank == 0:
         try:
-            found = _open(url, run, check, skip)
+            found = _open(url, run, check, skip) if above is None else _open_newer(url, run, check, skip, above)
         except (UsageError, snapshot.CheckpointError) as failure:
             error = failure
     if world.world_size > 1:
@@ -85,10 +97,29 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -
     if loaded is not None:
         check(loaded.meta, loaded.step)
     # Last: a training that does not belong here takes nothing from one that does.
-    mine = owner.claim(url, run)
+    return _found(url, loaded, owner.claim(url, run))
+
+
+def _open_newer(url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int]) -> Found:
+    mine = owner.owned_by(run)
+    try:
+        if other := owner.other_owner(url, run):
+            raise snapshot.CheckpointError(f"{url} was taken by run {other}.")
+        loaded = snapshot.newest(url, on_damaged=skip, above=above)
+        if loaded is not None:
+            check(loaded.meta, loaded.step)
+            mine = owner.claim(url, run)
+        return _found(url, loaded, mine)
+    except snapshot.CheckpointError as error:
+        skip(error)
+        return Found(0, 0, None, {}, mine, 0)
+
+
+def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str) -> Found:
+    highest = max((number for number, _ in positions(url)), default=0)
     if loaded is None:
-        return Found(0, 0, None, {}, mine)
-    return Found(loaded.round, loaded.step, loaded.state, loaded.meta, mine)
+        return Found(0, 0, None, {}, mine, highest)
+    return Found(loaded.round, loaded.step, loaded.state, loaded.meta, mine, highest)
 
 
 def _share(world: World, found: Found | None, error: UsageError | snapshot.CheckpointError | None) -> Found | None:
@@ -96,7 +127,7 @@ def _share(world: World, found: Found | None, error: UsageError | snapshot.Check
     if error is not None:
         told = {"error": [isinstance(error, UsageError), error.message, error.hint]}
     elif found is not None:
-        told = {"numbers": [found.round, found.step], "state": found.state, "meta": found.meta}
+        told = {"numbers": [found.round, found.step, found.highest], "state": found.state, "meta": found.meta}
     told = broadcast_state(told, 0, world.rank)
     if world.rank == 0:
         return found
@@ -104,5 +135,5 @@ def _share(world: World, found: Found | None, error: UsageError | snapshot.Check
     if "error" in told:
         usage, message, hint = told["error"]
         raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
-    round, step = told["numbers"]
-    return Found(round, step, told["state"], told["meta"], "")
+    round, step, highest = told["numbers"]
+    return Found(round, step, told["state"], told["meta"], "", highest)

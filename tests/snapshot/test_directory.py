@@ -113,10 +113,10 @@ def test_names_that_are_no_checkpoints_are_no_business_of_ours(tmp_path: Path) -
 
 def test_prune_keeps_the_newest_and_later_rounds(tmp_path: Path) -> None:
     write_some(tmp_path, (1, 1), (1, 2), (1, 3), (2, 2), (3, 1), (4, 1))
-    assert numbers(prune(tmp_path, 1, 2)) == [(2, 2), (1, 3), (1, 2), (1, 1)]
-    assert numbers(find(tmp_path)) == [(4, 1), (3, 1)]
+    assert numbers(prune(tmp_path, 1, 2)) == [(1, 3), (1, 2), (1, 1)], "later ones do not count"
+    assert numbers(find(tmp_path)) == [(4, 1), (3, 1), (2, 2)]
     assert prune(tmp_path, 5, 9) == []
-    assert numbers(prune(tmp_path, 1, 9)) == [(3, 1)]
+    assert numbers(prune(tmp_path, 1, 9)) == [(3, 1), (2, 2)]
     assert prune(tmp_path, 1, 9) == []
     assert len(os.listdir(tmp_path)) == 1
     with pytest.raises(UsageError, match="keep=0"):

@@ -102,9 +102,9 @@ def test_the_newest_is_that_of_the_highest_round_and_old_ones_are_removed(url: s
         snapshot.write(url, state_of(step, round), step=step, round=round)
     assert steps(url) == [6, 5, 9, 1]
     removed = snapshot.prune(url, 1, up_to_round=1)
-    assert [info.step for info in removed] == [9, 1], "what other rounds wrote stays"
-    assert steps(url) == [6, 5]
-    assert len(files(url)) == 6
+    assert [info.step for info in removed] == [1], "what later rounds wrote stays, and does not count"
+    assert steps(url) == [6, 5, 9]
+    assert len(files(url)) == 9
 
 
 def test_one_without_its_manifest_is_none_and_nothing_to_warn_of(url: str) -> None:

@@ -60,7 +60,7 @@ def checkpoints(trained: tuple[Path, str], tmp_path: Path) -> Path:
 def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(job: Job) -> None:
     """In /sys nobody can make a directory, not even the superuser, whom modes don't hold."""
     agent, _ = _launch(job, 2, "/sys/elastic-launch-test", "--every", "5")
-    assert agent.wait(100) == 1, agent.output
+    assert agent.wait(100) == 93, agent.output
     assert "step 20 loss" in agent.output
     for step in (5, 23):
         assert f"checkpoint of step {step}: Could not write a checkpoint in /sys/elastic-launch-test" in agent.output

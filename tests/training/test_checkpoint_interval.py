@@ -12,23 +12,22 @@ from elastic_launch.training.world import World
 
 def test_steps_count_from_the_last_save_and_not_from_the_fault(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, every=50)
-    checkpoint.go_on(World(), 3, (20, 0.0))
+    checkpoint.go_on(World(), {}, (20, 0.0))
     assert not checkpoint.due(69)
     assert checkpoint.due(70)
     assert checkpoint.needs(30), "what was resumed from is in memory only"
-    assert checkpoint.round == 3
 
 
 @pytest.mark.parametrize(("ago", "due"), [(3600.0, True), (0.0, False)])
 def test_time_counts_from_the_last_save_and_not_from_the_fault(tmp_path: Path, ago: float, due: bool) -> None:
     checkpoint = Checkpoint(tmp_path, every="10min")
-    checkpoint.go_on(World(), 3, (20, ago))
+    checkpoint.go_on(World(), {}, (20, ago))
     assert checkpoint.due(21) is due
 
 
 def test_how_a_training_stands_survives_a_fault(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, every=50)
-    checkpoint.go_on(World(), 3, (20, 100.0))
+    checkpoint.go_on(World(), {}, (20, 100.0))
     step, ago = checkpoint.standing(33, now=False)
     assert step == 20
     assert ago >= 100.0

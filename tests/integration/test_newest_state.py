@@ -1,0 +1,111 @@
+"""The newest state wins, wherever it is: a node that stood aside has an older one in memory than is on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from changes import Changes, ctl
+from etcd_servers import Member, cluster, endpoints
+from harness import Agent, Job, wait_for
+
+pytestmark = pytest.mark.timeout(600)  # three rounds each, of workers that import torch
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Member]]:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as members:
+        yield members
+
+
+class Pair:
+    """Two nodes that save every fifth step; ``a`` leads, and comes first."""
+
+    def __init__(self, job: Job, servers: list[Member], checkpoint: Path) -> None:
+        self.changes = Changes(job, "--checkpoint", str(checkpoint), "--every", "5", step_time=0.2)
+        self.checkpoints = checkpoint
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
+        timing = ["--rdzv-conf", "dead_after=4,beat=0.5,join_settle=60"]
+        self.where = where
+        self._flags = ["--nnodes", "1:2", "--nproc", "1", *where, *timing]
+        self.a = self.node("a")
+        self.a.says("leads the run")
+        self.b = self.node("b")
+
+    def node(self, name: str) -> Agent:
+        cwd = self.changes.job.directory / name
+        cwd.mkdir(exist_ok=True)
+        options = {"name": name, "command": self.changes.command, "env": {"NODE": name}, "cwd": cwd}
+        return self.changes.job.launch(*self._flags, "--node-id", name, **options)
+
+    def saved(self, above: int, rounds: int = 0) -> list[int]:
+        """Steps above one that are durable under numbers above one, in order."""
+        found = [path.parent.name.split(".") for path in self.checkpoints.glob("step-*/manifest.json")]
+        steps = [int(step.removeprefix("step-")) for step, number, _ in found if int(number[1:]) > rounds]
+        return sorted(step for step in steps if step > above)
+
+
+def test_a_spare_with_an_older_state_in_memory_goes_on_from_the_durable_one(
+    job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
+) -> None:
+    pair = Pair(job, servers, tmp_path / "checkpoints")
+    both = pair.changes.trains(2, steps=10)
+    done = ctl("resize", "1:1", *pair.where)
+    assert done.returncode == 0, done
+    alone = pair.changes.trains(1, after=both)
+    left = pair.changes.resumed(alone)
+    saved = wait_for("a newer checkpoint", lambda: pair.saved(left + 10))
+    pair.a.kill()
+    last = pair.changes.trains(1, after=alone)
+    assert pair.changes.resumed(last, "b") >= saved[-1] > left
+    # What the new branch saves is the newest there is, and stays.
+    wait_for("its own checkpoint", lambda: pair.saved(saved[-1], alone))
+    result = pair.changes.finish(pair.b)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_a_node_that_thaws_with_an_older_state_in_memory_goes_on_from_the_durable_one(
+    job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
+) -> None:
+    pair = Pair(job, servers, tmp_path / "checkpoints")
+    both = pair.changes.trains(2, steps=10)
+    pids = pair.b.freeze()
+    alone = pair.changes.trains(1, after=both)
+    left = pair.changes.resumed(alone)
+    saved = wait_for("a newer checkpoint", lambda: pair.saved(left + 10))
+    pair.a.kill()
+    pair.b.thaw(pids)
+    last = pair.changes.trains(1, after=alone)
+    assert pair.changes.resumed(last, "b") >= saved[-1] > left
+    wait_for("its own checkpoint", lambda: pair.saved(saved[-1], alone))
+    result = pair.changes.finish(pair.b)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_with_directories_of_their_own_what_is_newest_on_either_node_is_the_branch_to_come(
+    job: Job, servers: list[Member], undisturbed: str
+) -> None:
+    """The state that b cannot see is left behind; when its node is back, the present branch wins on both."""
+    pair = Pair(job, servers, Path("checkpoints"))
+    both = pair.changes.trains(2, steps=10)
+    assert ctl("resize", "1:1", *pair.where).returncode == 0
+    alone = pair.changes.trains(1, after=both)
+    pair.checkpoints = job.directory / "a" / "checkpoints"
+    left = pair.changes.resumed(alone)
+    wait_for("a newer checkpoint", lambda: pair.saved(left + 10))
+    pair.a.kill()
+    older = pair.changes.trains(1, after=alone, steps=10)
+    assert pair.changes.resumed(older, "b") == left
+    assert ctl("resize", "1:2", *pair.where).returncode == 0
+    reached = pair.changes.resumed(older, "b")
+    back = pair.node("a")
+    again = pair.changes.trains(2, after=older)
+    assert pair.changes.resumed(again) >= reached + 10, "b's branch, not what a has on its disk"
+    wait_for("its checkpoint on a's disk", lambda: pair.saved(0, older))
+    result = pair.changes.finish(pair.b, back)
+    assert result["hash"] == undisturbed

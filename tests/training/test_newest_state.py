@@ -1,0 +1,189 @@
+"""Which of memory and durable storage a training goes on from, and under which number it saves then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch import snapshot
+from elastic_launch.snapshot import owner
+from elastic_launch.snapshot.memory import Draft, SlotWriter
+from elastic_launch.snapshot.slot import Slot
+from elastic_launch.training import checkpoint as checkpoints
+from elastic_launch.training.branches import Branch, following, within
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+RUN = "this run"
+
+
+class Node:
+    """A node's memory, and the worker of a round that resumes on it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.slots = [Slot.make(f"test-{number}") for number in range(3)]
+
+    def remembers(self, round: int, step: int, branch: Branch | None = None) -> None:
+        model = nn.Linear(2, 2)
+        writer = SlotWriter(self.slots[0])
+        meta = {"identity": {}, "worlds": [1], "branch": (branch or Branch(round, 0, 1)).meta(RUN)}
+        draft = Draft({"model": model.state_dict()}, meta, lambda tensor: True)
+        writer.write(draft, sequence=1, round=round, step=step, training=0)
+        writer.close()
+
+    def saved(self, round: int, step: int) -> snapshot.CheckpointInfo:
+        state = {"model": nn.Linear(2, 2).state_dict()}
+        meta = {"identity": {}, "worlds": [1], "branch": Branch(round, 0, 1).meta(RUN)}
+        return snapshot.write(self.directory, state, step=step, round=round, meta=meta)
+
+    def resumes(self, world_round: int) -> tuple[int, Branch]:
+        """Return the step that a round goes on from, and what it saves under."""
+        agent, worker = socket.socketpair()
+        with agent:
+            link = AgentLink(worker)
+            link.slots = [Slot(os.dup(slot.tensors), os.dup(slot.head)) for slot in self.slots]
+            run = Run(World(round=world_round), torch.device("cpu"), link)
+            run.register("model", nn.Linear(2, 2))
+            saving = el.Checkpoint(self.directory, every=1000)
+            try:
+                return run.resume(saving), saving.branch
+            finally:
+                run.release()
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", RUN)
+    made = Node(tmp_path / "checkpoints")
+    yield made
+    for slot in made.slots:
+        slot.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "durable", "resumed"),
+    [((2, 210), (3, 422), 422), ((3, 15), (2, 422), 15), ((3, 422), (3, 420), 422), ((3, 420), (3, 422), 422)],
+)
+def test_the_newest_by_round_and_step_wins(
+    node: Node, memory: tuple[int, int], durable: tuple[int, int], resumed: int
+) -> None:
+    node.remembers(*memory)
+    node.saved(*durable)
+    step, branch = node.resumes(4)
+    assert step == resumed
+    assert branch.round == 4
+
+
+def test_a_damaged_newer_one_leaves_what_is_in_memory_and_its_number_is_not_used_again(node: Node) -> None:
+    node.remembers(2, 210)
+    (node.saved(9, 422).path / "manifest.json").write_text("{}")
+    step, branch = node.resumes(4)
+    assert step == 210
+    assert branch.round == 10
+
+
+def test_what_another_run_has_saved_since_is_no_newer_state_of_this_one(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.remembers(2, 210)
+    node.saved(9, 422)
+    owner.claim(node.directory, "another run")
+    step, branch = node.resumes(4)
+    assert step == 210
+    assert branch.round == 10
+    assert "was taken by run 'another run'" in caplog.text
+
+
+def test_storage_that_hangs_keeps_nobody_from_going_on_from_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.remembers(2, 210)
+    hung = threading.Event()
+    monkeypatch.setattr(checkpoints, "LOOK_TIMEOUT", 0.2)
+    monkeypatch.setattr(checkpoints, "positions", lambda directory: hung.wait(60) and [])
+    try:
+        assert node.resumes(4) == (210, Branch(4, 0, 1))
+    finally:
+        hung.set()
+    assert "took more than 0.2 s" in caplog.text
+
+
+def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> None:
+    """Two rounds that go on from one state, and know nothing of each other, save under different numbers."""
+    node.saved(50, 9)
+    step, first = node.resumes(1)
+    assert (step, first) == (9, Branch(51, 50, 51))
+    node.remembers(51, 20, first)
+    shutil.rmtree(node.directory)
+    _, second = node.resumes(2)
+    _, third = node.resumes(3)
+    assert (second.round, third.round) == (52, 53)
+    assert (second.since, third.since) == (51, 51)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=8), st.integers(0, 30))
+def test_numbers_rise_along_each_line_and_are_not_shared(starts: list[tuple[int, int]], before: int) -> None:
+    """Each start is a round of the run, which goes on from any state that an earlier one has left."""
+    number, states = 1, [following(1, RUN, {}, before)]
+    for later, index in starts:
+        number += later
+        parent = states[min(index, len(states) - 1)]
+        child = following(number, RUN, {"branch": parent.meta(RUN)}, parent.round)
+        assert child.round > parent.round
+        assert child.since == states[0].since
+        states.append(child)
+    assert [state.round for state in states] == sorted({state.round for state in states})
+
+
+def test_what_hangs_is_left_and_what_fails_fails() -> None:
+    assert within(60, "nothing", lambda: 3) == 3
+    with pytest.raises(FileNotFoundError):
+        within(60, "to list", lambda: os.listdir("/nowhere"))
+    hung = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"to wait took more than 0\.1 s"):
+        within(0.1, "to wait", lambda: hung.wait(60))
+    assert time.monotonic() - began < 30
+    hung.set()
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_what_an_earlier_run_has_saved_is_no_save_of_this_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    """A run that goes on from memory has saved something if that is where it was to be saved, and under its numbers."""
+    node.saved(50, 9)
+    _, first = node.resumes(1)
+    node.remembers(51, 20, first)
+    if not earlier:
+        node.saved(51, 15)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise snapshot.CheckpointWriteError(f"Could not write a checkpoint in {node.directory}: no.")
+
+    monkeypatch.setattr("elastic_launch.snapshot.background.write", refused)
+    saving = el.Checkpoint(node.directory, every=1)
+    assert saving.has_newer(World(round=2), (51, 20)) is False
+    saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0))
+    saving.save({}, 21, {})
+    saving.finish()
+    failed = saving.failed()
+    if earlier:
+        assert failed is not None
+        assert f"No checkpoint of this run could be saved in {node.directory}: Could not write" in str(failed)
+    else:
+        assert failed is None
