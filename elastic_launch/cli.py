@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ from elastic_launch.options import devices_of, read_notices, read_signals, read_
 from elastic_launch.output_flags import make_run_directory, read_log_dir, read_output
 from elastic_launch.pod import found_out, sentence
 from elastic_launch.process import PROGRAM, check_kernel, exiting, reported
-from elastic_launch.secret import read_token
+from elastic_launch.secret import Token, read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.torch_options import visible_device
 
@@ -89,6 +90,8 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
     config = _configure(job)
     check_kernel()
     config = make_run_directory(config)
+    if config.alone and config.token is None:
+        config = replace(config, token=Token.made(), own_token=True)
     os.environ.update(job.added)
     begun = None
     if whole:

@@ -173,6 +173,7 @@ class LaunchConfig:
         link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
         output: what becomes of the workers' output.
         token: the run's secret, or None; part of no output and of no digest.
+        own_token: whether this agent has made it, and keeps it in a file for elasticctl.
         warm: fork workers from a process that has their imports done, where possible.
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
         notices: what may tell this node that it is to go soon.
@@ -202,6 +203,7 @@ class LaunchConfig:
     link_dir: Path | None = None
     output: Output = field(default_factory=Output)
     token: Token | None = field(default=None, repr=False)
+    own_token: bool = False
     warm: bool = True
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()
@@ -233,6 +235,12 @@ class LaunchConfig:
     def run_directory(self) -> Path:
         """Where this run's logs and events go."""
         return self.log_dir / self.run_id
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other node can come: the run has one, and its store is at a port that nobody is told."""
+        unknown = self.endpoint is None or self.endpoint.port == 0
+        return self.limits.max_nodes == 1 and unknown and self.foreign is None
 
     def digest(self) -> str:
         """SHA-256 over what must be equal on all nodes: the command and the limits."""

@@ -27,7 +27,7 @@ from elastic_launch.meeting import BACKENDS
 from elastic_launch.private import untrusted
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous.inquiry import Address, Inquiry, RunEndedError
-from elastic_launch.rendezvous.whereabouts import Whereabouts, find
+from elastic_launch.rendezvous.whereabouts import Found, Whereabouts, find
 from elastic_launch.secret import read_token
 from elastic_launch.settings import Setting
 
@@ -125,8 +125,10 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
     token = read_token(token_file, environ)
     found = None
     if endpoint is None:
-        found = _found(log_dir, run_id, environ)
+        left = _found(log_dir, run_id, environ)
+        found = left.run
         backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
+        token = token or left.token()
     leader = parse_endpoint(found.leader) if found is not None and found.leader else None
     backend = LaunchConfig.backend if backend in (None, "static") else backend
     if backend not in BACKENDS:
@@ -143,24 +145,28 @@ def _given(options: argparse.Namespace, name: str) -> str | None:
     return text
 
 
-def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> Whereabouts:
+def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> Found:
     """The run that left its whereabouts in the directory; by default in the user's state directory, and alive."""
     base = Path(log_dir) if log_dir else state_directory(environ)
     if not log_dir and (reason := untrusted(base, exclusive=True)):
         raise EndpointError(f"No run is looked for in {base}: {reason}.", "Name the run's directory with --log-dir.")
-    runs, alive = find(base, run_id, depth=1 if log_dir else 2)
-    if log_dir and not runs:
-        runs, alive = find(base, run_id, depth=0)
+    try:
+        runs, alive = find(base, run_id, depth=1 if log_dir else 2)
+        if log_dir and not runs:
+            runs, alive = find(base, run_id, depth=0)
+    except OSError as error:
+        hint = "Ask as the user that started the run."
+        raise EndpointError(f"No run can be looked for in {base}: {error.strerror}.", hint) from error
     which = f"run {run_id!r}" if run_id else "run"
     flags = "Name it with --rdzv-endpoint HOST:PORT and --rdzv-id ID, or with the --log-dir that it was given."
     if not runs:
         raise EndpointError(f"There is no {which} in {base}.", flags)
     if not alive and not log_dir and not run_id:
-        last = runs[0]
+        last = runs[0].run
         ended = "was killed" if last.code is None else f"ended with exit code {last.code}: {last.cause}"
         raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", flags)
     if len(runs) > 1 and (alive or not run_id):
-        names = ", ".join(f"{run.run_id} at {run.endpoint}" for run in runs[:10])
+        names = ", ".join(f"{run.run_id} at {run.endpoint}" for run, _ in runs[:10])
         raise UsageError(f"There are {len(runs)} runs in {base}: {names}.", "Say which with --rdzv-id ID.")
     return runs[0]
 

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from typing import NoReturn
@@ -69,6 +70,11 @@ class Token:
         if not text.isprintable():
             raise UsageError(f"{source} holds more than one line of printable characters.", _HINT_MAKE)
         self.__secret = text.encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def made(cls) -> Token:
+        """A random one, of 256 bits."""
+        return cls(secrets.token_hex(32), "what this process has made")
 
     def key(self, purpose: str, run_id: str) -> bytes:
         """Return a key of 32 bytes that holds for one purpose in one run."""

@@ -83,7 +83,7 @@ class LocalElasticAgent(ElasticAgent):
         self._events = events
         self._make_processes = processes
         self._store: WorkerStore | None = None
-        self._run_file = RunFile(config.run_directory)
+        self._run_file = RunFile(config.run_directory, config.token if config.own_token else None)
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         self._group = group_of(config, MembershipHandler(config, self._membership))
         self._view = v.View()

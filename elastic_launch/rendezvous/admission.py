@@ -19,7 +19,7 @@ def refusal(hello: Hello, record: ControlRecord, limits: Limits, command: str) -
         )
     if hello.run_id != record.run_id:
         return (
-            f"node {hello.node_id} belongs to run {hello.run_id!r}, this endpoint serves run {record.run_id!r}.",
+            f"node {hello.node_id} belongs to run {hello.run_id!r}, this endpoint serves another run.",
             "Give both the same --rdzv-id, or another --rdzv-endpoint.",
         )
     if 0 < hello.seen_term < record.first_term:

@@ -81,7 +81,8 @@ class Requests:
             reason = f"elasticctl speaks version {caller.version} of the protocol, the leader {m.PROTOCOL_VERSION}."
             return self._refuse(link, reason, "Use the version of elastic-launch that the run uses.")
         if caller.run_id != run_id:
-            return self._refuse(link, f"it is run {run_id!r} that is led here, not {caller.run_id!r}.", "")
+            # Which one it is, only those are told that know it: without a token it is all that a request takes.
+            return self._refuse(link, f"another run than {caller.run_id!r} is led here.", "Check --rdzv-id.")
         if len(self._callers) >= MAX_CALLERS:
             return self._refuse(link, f"{MAX_CALLERS} others are asking already.", "Try again later.")
         self._callers[link] = None

@@ -1,7 +1,7 @@
 """Where a run can be reached, as each agent leaves it in its run's directory: the file ``run.json``.
 
 An agent locks the file for as long as it lives, and no lock outlives its process: that tells a run that is there
-from one that was. The file holds no secret.
+from one that was. The file holds no secret. A token that the agent has made itself is beside it, in the file ``token``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic_launch.errors import ProtocolError
 from elastic_launch.private import make_private, open_private, read_small
 from elastic_launch.rendezvous import codec
+from elastic_launch.secret import Token, read_token
 
-__all__ = ["FILE", "RunFile", "Whereabouts", "find"]
+__all__ = ["FILE", "TOKEN_FILE", "Found", "RunFile", "Whereabouts", "find"]
 
 _log = logging.getLogger(__name__)
 
 FILE = "run.json"
+
+TOKEN_FILE = "token"
+"""The token of a run that was given none, for its user alone; there as long as the run is."""
 
 MAX_BYTES = 65536
 """Of such a file."""
@@ -55,10 +60,14 @@ class RunFile:
     """An agent's file in its run's directory; a directory that cannot be written stops nothing.
 
     Where nodes share the directory, the last one's file stays.
+
+    Args:
+        token: of a run that nobody else could know it of; None: the user has it, if there is one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, token: Token | None = None) -> None:
         self._path = directory / FILE
+        self._token = token
         self._lock = -1
         self._written: Whereabouts | None = None
 
@@ -68,6 +77,8 @@ class RunFile:
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
             make_private(self._path.parent)
+            if self._token is not None and self._written is None:
+                self._put_token(self._token)
             self._lock = open_private(new, os.O_WRONLY | os.O_EXCL)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,9 +86,16 @@ class RunFile:
             os.rename(new, self._path)
             self._written = whereabouts
         except OSError as error:
-            _log.warning("%s cannot be written, so elasticctl needs the run's endpoint: %s", self._path, error)
+            then = "elasticctl needs the run's endpoint" if self._token is None else "elasticctl cannot reach this run"
+            _log.warning("%s cannot be written, so %s: %s", self._path, then, error)
             with contextlib.suppress(OSError):
                 new.unlink()
+
+    def _put_token(self, token: Token) -> None:
+        path = self._path.with_name(TOKEN_FILE)
+        path.unlink(missing_ok=True)  # of an agent that was killed
+        with open(open_private(path, os.O_WRONLY | os.O_EXCL), "w") as file:
+            file.write(token.reveal() + "\n")
 
     def led_from(self, leader: str) -> None:
         """Note where the leader is."""
@@ -88,7 +106,11 @@ class RunFile:
         """Note how this agent ended, unless another agent's file is there by now."""
         mine, self._written = self._written, None
         if mine is not None and _read(self._path) == mine:
+            token, self._token = self._token, None
             self.write(replace(mine, code=code, cause=cause))
+            if token is not None:
+                with contextlib.suppress(OSError):
+                    self._path.with_name(TOKEN_FILE).unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -98,7 +120,23 @@ class RunFile:
                 os.close(lock)
 
 
-def find(base: Path, run_id: str | None, depth: int) -> tuple[list[Whereabouts], bool]:
+class Found(NamedTuple):
+    """A run by the file that an agent has left in a directory."""
+
+    run: Whereabouts
+    directory: Path
+
+    def token(self) -> Token | None:
+        """The token that the run's agent has made, if it has.
+
+        Raises:
+            UsageError: if this user may not read it.
+        """
+        path = self.directory / TOKEN_FILE
+        return read_token(str(path), {}) if os.path.lexists(path) else None
+
+
+def find(base: Path, run_id: str | None, depth: int) -> tuple[list[Found], bool]:
     """Return the runs whose files are in ``<base>/<depth - 1 directories>/<run id>/run.json``, each once.
 
     Those with a live agent on a host whose locks are seen here, if there are any; else all, the newest first.
@@ -111,14 +149,16 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[Whereabouts],
     """
     paths = list(base.glob("/".join(["*"] * depth + [FILE])))
     dated = sorted(((_changed(path), path) for path in paths), reverse=True)
-    found = [(path, run) for _, path in dated if (run := _read(path)) and run_id in (None, run.run_id)]
-    alive = _distinct(run for path, run in found if _locked(path))
-    return (alive, True) if alive else (_distinct(run for _, run in found), False)
+    read = [(_read(path), path) for _, path in dated]
+    found = [Found(run, path.parent) for run, path in read if run and run_id in (None, run.run_id)]
+    alive = _distinct(each for each in found if _locked(each.directory / FILE))
+    return (alive, True) if alive else (_distinct(found), False)
 
 
-def _distinct(runs: Iterable[Whereabouts]) -> list[Whereabouts]:
+def _distinct(runs: Iterable[Found]) -> list[Found]:
     """Several agents of a run on one host have a file each."""
-    return list({(run.run_id, run.backend, run.endpoint): run for run in reversed(list(runs))}.values())[::-1]
+    seen = {(each.run.run_id, each.run.backend, each.run.endpoint): each for each in reversed(list(runs))}
+    return list(seen.values())[::-1]
 
 
 def _changed(path: Path) -> float:

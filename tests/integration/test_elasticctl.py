@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Agent, Job, free_port, wait_for
+
+from elastic_launch.config import parse_endpoint
+from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.asking import Caller
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 TOKEN = "correct-horse-battery-staple"
@@ -158,6 +163,26 @@ def test_a_run_with_a_token_answers_only_who_knows_it(job: Job) -> None:
     assert TOKEN not in "".join(path.read_text() for path in job.logs.rglob("run.json"))
     job.finish()
     assert agent.wait(60) == 0
+
+
+def test_a_run_of_one_node_obeys_its_user_alone(job: Job) -> None:
+    """Its port is open to all users of the host: it has a token that none of them can read, though none was given."""
+    agent = job.launch("--standalone")
+    job.world(1)
+    (path,) = job.logged("run.json")
+    found = wait_for("the leader's address", lambda: (read := json.loads(path.read_text()))["leader"] and read)
+    assert path.with_name("token").stat().st_mode & 0o777 == 0o600
+    where = parse_endpoint(found["leader"])
+    for run_id in ("?", found["run_id"]):
+        with socket.create_connection((where.host, where.port), timeout=20) as stranger:
+            stranger.sendall(m.pack(Caller(m.PROTOCOL_VERSION, run_id)))
+            answer = stranger.makefile("rb").readline()
+        assert b"the token is missing" in answer
+        assert found["run_id"].encode() not in answer
+    assert f"run {found['run_id']} at" in told(job, "status")
+    assert ctl("drain", "--log-dir", str(job.logs)).returncode == 1  # broken, since this script saves nothing
+    assert agent.wait(60) == 143
+    assert not path.with_name("token").exists()
 
 
 def test_watching_ends_with_the_run(job: Job) -> None:

@@ -231,7 +231,7 @@ def test_newcomers_are_the_first_to_be_left_out() -> None:
     ("fields", "found"),
     [
         ({"version": 99}, "speaks version 99 of the protocol, the run's leader version"),
-        ({"run_id": "other"}, "belongs to run 'other', this endpoint serves run 'run'"),
+        ({"run_id": "other"}, "belongs to run 'other', this endpoint serves another run"),
         (
             {"digest": "x", "limits": "--nnodes 1:9 --max-restarts 3"},
             "came with --nnodes 1:9 --max-restarts 3, run 'run' has --nnodes 1:2 --max-restarts 3",

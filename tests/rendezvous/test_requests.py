@@ -166,6 +166,7 @@ def test_a_caller_of_another_version_or_run_is_sent_away() -> None:
         (refused,) = run.answers[link]
         assert isinstance(refused, m.Refused)
         assert word in refused.reason
+        assert "'run'" not in refused.reason  # who asks might ask again with it
     assert run.closed == [CALLER + 1, CALLER + 2]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.rendezvous.whereabouts import FILE, RunFile, Whereabouts, find
+from elastic_launch.rendezvous.whereabouts import FILE, TOKEN_FILE, Found, RunFile, Whereabouts, find
+from elastic_launch.secret import Token
 
 
 def whereabouts(run_id: str, node_id: str = "a") -> Whereabouts:
@@ -20,10 +21,10 @@ def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
     for name, file in files.items():
         file.write(whereabouts(name))
     runs, alive = find(tmp_path, None, depth=1)
-    assert ({run.run_id for run in runs}, alive) == ({"one", "two"}, True)
+    assert ({run.run_id for run, _ in runs}, alive) == ({"one", "two"}, True)
     files["one"].close()
-    assert find(tmp_path, None, depth=1) == ([whereabouts("two")], True)
-    assert find(tmp_path, "one", depth=1) == ([whereabouts("one")], False)
+    assert find(tmp_path, None, depth=1) == ([Found(whereabouts("two"), tmp_path / "two")], True)
+    assert find(tmp_path, "one", depth=1) == ([Found(whereabouts("one"), tmp_path / "one")], False)
     files["two"].close()
     assert find(tmp_path, None, depth=1)[1] is False
 
@@ -32,10 +33,26 @@ def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
     file = RunFile(tmp_path)
     file.write(whereabouts("one"))
     file.led_from("10.0.0.1:4000")
-    assert find(tmp_path, None, depth=0)[0][0].leader == "10.0.0.1:4000"
+    assert find(tmp_path, None, depth=0)[0][0].run.leader == "10.0.0.1:4000"
     file.end(91, "all 3 restarts spent")
-    ((run,), alive) = find(tmp_path, None, depth=0)
+    (((run, _),), alive) = find(tmp_path, None, depth=0)
     assert (run.leader, run.code, run.cause, alive) == ("10.0.0.1:4000", 91, "all 3 restarts spent", False)
+
+
+def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_run_is(tmp_path: Path) -> None:
+    token, path = Token.made(), tmp_path / TOKEN_FILE
+    path.write_text("left by an agent that was killed")
+    path.chmod(0o644)
+    file = RunFile(tmp_path, token)
+    file.write(whereabouts("one"))
+    file.led_from("10.0.0.1:4000")
+    ((found,), _) = find(tmp_path, None, depth=0)
+    assert found.token() == token
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert token.reveal() not in (tmp_path / FILE).read_text()
+    file.end(0, "finished")
+    assert found.token() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
 
 
 def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
@@ -46,7 +63,7 @@ def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
     file.led_from("10.0.0.1:4000")
     os.close(file._lock)
     file.end(0, "finished")
-    assert find(tmp_path, None, depth=0)[0][0].code == 0
+    assert find(tmp_path, None, depth=0)[0][0].run.code == 0
 
 
 def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None:
@@ -54,7 +71,7 @@ def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None
     first.write(whereabouts("one", "a"))
     second.write(whereabouts("one", "b"))
     first.end(143, "stopped by SIGTERM")
-    assert find(tmp_path, None, depth=0) == ([whereabouts("one", "b")], True)
+    assert find(tmp_path, None, depth=0) == ([Found(whereabouts("one", "b"), tmp_path)], True)
     second.close()
 
 
