@@ -22,6 +22,7 @@ __all__ = [
     "MAX_LINE",
     "SLOTS",
     "Copied",
+    "Copying",
     "Drained",
     "Fetched",
     "Hello",
@@ -226,6 +227,11 @@ class Copied(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Copying(Message):
+    """A copy makes progress; its end follows, however long it takes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop(Message):
     """Stop after the same step as all other ranks, save and end."""
 
@@ -245,7 +251,7 @@ class Noted(Message):
 FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, Stored, Drained, Saved})
 """What a worker may say to its agent."""
 
-_FROM_AGENTS = frozenset({Slots, Fetched, Use, Copied, Stop, Save, Noted})
+_FROM_AGENTS = frozenset({Slots, Fetched, Use, Copied, Copying, Stop, Save, Noted})
 
 Message.TYPES.update({kind.__name__.lower(): kind for kind in FROM_WORKERS | _FROM_AGENTS})
 

@@ -120,6 +120,7 @@ MESSAGES = [
     c.Fetched(1, 9),
     c.Use(1),
     c.Copied(101, 7, 1.5, "/checkpoints/step-101", "abc", 1000, "", ""),
+    c.Copying(),
     c.Stop("node b leaves"),
     c.Save(),
     c.Saved(7, "the disk is full"),

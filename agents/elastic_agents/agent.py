@@ -35,7 +35,7 @@ from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_op
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
-from elastic_launch.contract import Copied, Placement, Save
+from elastic_launch.contract import Copied, Copying, Placement, Save
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import EventSink, LinkChanged, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
@@ -156,7 +156,7 @@ class LocalElasticAgent(ElasticAgent):
             if not self._keeper.wait(left or self._config.shutdown_timeout):
                 _log.warning("the last snapshot could not be copied to durable storage in time")
 
-    def _copied(self, copied: Copied | Save | None) -> bool:
+    def _copied(self, copied: Copied | Copying | Save | None) -> bool:
         """Called from the keeper's thread."""
         told = copied is not None and self._control.tell_copied(copied)
         if self._keeper.idle:

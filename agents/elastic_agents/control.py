@@ -109,8 +109,8 @@ class Control:
                 if peer.hello is not None and peer.hello.round == round_number:
                     self._send(peer, c.Stop(cause))
 
-    def tell_copied(self, copied: c.Copied | c.Save) -> bool:
-        """Tell the workers that write snapshots how a copy ended, or ask for one that all nodes can make together.
+    def tell_copied(self, copied: c.Copied | c.Copying | c.Save) -> bool:
+        """Tell the workers that write snapshots how a copy ended or that it goes on, or ask for one that all can make.
 
         Returns:
             whether there was anybody to tell.

@@ -1,8 +1,9 @@
 """Copies one snapshot from a slot to a directory or URL, or a share of it: a process of its own, which storage that
 hangs cannot keep the agent with. Needs no torch.
 
-Its arguments are in one JSON object; before it commits, it says ``ready`` and waits for a line that starts with
-``yes``; in the end it says how it went, as another JSON object.
+Its arguments are in one JSON object. While it makes progress it says ``progress`` about once a second. Before it
+commits, it says ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is there, and at last, it
+says how it went: a JSON object, see ``copier.Answer``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
@@ -22,21 +24,44 @@ from elastic_launch.snapshot.slot import Header, Slot
 
 __all__ = ["copy", "main"]
 
+SILENCE = 1.0
+"""Seconds between two words on the progress."""
 
-def copy(order: dict[str, Any], may_commit: Callable[[], bool]) -> dict[str, Any]:
-    """Copy a snapshot and prune, if it may; return what ``elastic_launch.contract.Copied`` says of it.
 
-    ``final`` says beside that whether it is of no use to try again.
+class _Followed(Slot):
+    """A slot whose reader makes progress: what it has asked for before is written by then."""
+
+    def __init__(self, tensors: int, head: int, progress: Callable[[], None]) -> None:
+        super().__init__(tensors, head)
+        self._progress = progress
+
+    def tensor_bytes(self, begin: int, end: int) -> Iterator[bytes]:
+        for part in super().tensor_bytes(begin, end):
+            self._progress()
+            yield part
+
+
+def copy(
+    order: dict[str, Any],
+    may_commit: Callable[[], bool],
+    progress: Callable[[], None],
+    there: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Copy a snapshot and prune, if it may; return what is said of it at last.
+
+    Args:
+        progress: called now and then, from any thread.
+        there: called with what is to be said when the checkpoint is there, before old ones are removed.
     """
     began = time.monotonic()
-    slot = Slot(order["tensors"], order["head"])
+    slot = _Followed(order["tensors"], order["head"], progress)
     done: dict[str, Any] = {"path": "", "digest": "", "bytes": 0, "error": "", "hint": "", "final": False}
     header = slot.header()
     if header is None or header.sequence != order["sequence"]:
         return {**done, "error": "the snapshot is not in its slot any more", "seconds": 0.0}
     numbers = {"step": header.step, "round": header.round}
     try:
-        split = _split(order, slot, header)
+        split = _split(order, slot, header, progress)
         if order["share"]:
             if split is not None and order["share"] < len(split.division):
                 write_share(order["directory"], split.division, order["share"], **numbers, nonce=split.nonce)
@@ -52,6 +77,7 @@ def copy(order: dict[str, Any], may_commit: Callable[[], bool]) -> dict[str, Any
             take=order["take"],
         )
         done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
+        there({**done, "seconds": time.monotonic() - began, "pruning": True})
         prune(order["directory"], order["keep"], header.round)
     except (NotCommittedError, TakenError) as error:
         done.update(error=error.message, hint=error.hint, final=True)
@@ -60,12 +86,12 @@ def copy(order: dict[str, Any], may_commit: Callable[[], bool]) -> dict[str, Any
     return {**done, "seconds": time.monotonic() - began}
 
 
-def _split(order: dict[str, Any], slot: Slot, header: Header) -> Split | None:
+def _split(order: dict[str, Any], slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:
     """Return what is to be written by several nodes; None if it cannot be divided: one tensor may be most of it."""
     if order["shares"] == 1:
         return None
     try:
-        division = Division(slot.tensor_bytes, header.tensors, order["shares"])
+        division = Division(slot.tensor_bytes, header.tensors, order["shares"], progress)
     except MalformedError as error:
         raise CheckpointError(f"What is in memory cannot be divided: {error}.") from error
     return Split(division, order["nonce"]) if len(division) > 1 else None
@@ -78,8 +104,22 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as agent:
         os.dup2(2, 1)
 
+        saying = threading.Lock()
+        said = 0.0
+
+        def say(text: str) -> None:
+            with saying:
+                print(text, file=agent, flush=True)
+
+        def progress() -> None:
+            nonlocal said
+            if time.monotonic() >= said + SILENCE:
+                said = time.monotonic()
+                say("progress")
+
         def may_commit() -> bool:
-            print("ready", file=agent, flush=True)
+            say("ready")
             return sys.stdin.readline().startswith("yes")
 
-        print(json.dumps(copy(json.loads(sys.argv[1]), may_commit)), file=agent, flush=True)
+        order = json.loads(sys.argv[1])
+        say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))

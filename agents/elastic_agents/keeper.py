@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import socket
-import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_agents.helpers import helper_command, helper_environment
+from elastic_agents.copier import Answer, Copier
 from elastic_agents.slots import Book, Held
 from elastic_agents.transfer import Fetch, Server
-from elastic_launch.contract import SLOTS, Copied, Fetched, Save, Slots, Stored
+from elastic_launch.contract import SLOTS, Copied, Copying, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.snapshot.place import Url, place
 from elastic_launch.snapshot.slot import Header, Slot
@@ -29,6 +27,9 @@ ATTEMPTS = 4
 
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
+
+COPYING_EVERY = 10.0
+"""Seconds after which workers are told again that a copy goes on."""
 
 CATCH_UP = 60.0
 """Seconds for which a copy of several nodes that comes late waits for the next snapshot that all of them know of."""
@@ -55,11 +56,11 @@ class Keeper:
 
     Args:
         may_commit: whether this node is still a member of the run; asked, from the thread, before a copy appears.
-        tell: called from the thread with how a copy ended, or None if there was nothing to copy; or with what to ask of
-            the workers. Returns whether any were there to be told.
+        tell: called from the thread with how a copy ended, or None if there was nothing to copy; that one goes on; or
+            with what to ask of the workers. Returns whether any were there to be told.
     """
 
-    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Save | None], bool]) -> None:
+    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Copying | Save | None], bool]) -> None:
         self._may_commit = may_commit
         self._tell = tell
         self._book = Book()
@@ -72,7 +73,8 @@ class Keeper:
         self._busy = False
         self._closing = False
         self._ended = False  # of the thread
-        self._process: subprocess.Popen[str] | None = None
+        self._copier: Copier | None = None
+        self._next_word = 0.0
         self._server: Server | None = None
         self._fetch: Fetch | None = None
         self._thread = VitalThread(self._run, "copier")
@@ -197,8 +199,8 @@ class Keeper:
         """Give up what is not copied yet, and free the memory."""
         with self._changed:
             self._closing = True
-            if self._process is not None:
-                self._process.kill()
+            if self._copier is not None:
+                self._copier.kill()
             self._changed.notify_all()
             fetch = self._fetch
         if fetch is not None:
@@ -271,8 +273,8 @@ class Keeper:
         if held is None or held.sequence != order.sequence:
             return
         answer = self._ask(order, held)
-        if answer.get("error"):
-            _log.warning("a share of the checkpoint of step %d: %s", held.step, answer["error"])
+        if answer.error:
+            _log.warning("a share of the checkpoint of step %d: %s", held.step, answer.error)
 
     def _copy(self, order: _Order) -> Copied | None:
         """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
@@ -303,17 +305,18 @@ class Keeper:
         copied = Copied(
             step=held.step,
             round=held.round,
-            seconds=float(answer.get("seconds", 0.0)),
-            path=str(answer.get("path", "")),
-            digest=str(answer.get("digest", "")),
-            bytes=int(answer.get("bytes", 0)),
-            error=str(answer.get("error", "")),
-            hint=str(answer.get("hint", "")),
+            seconds=answer.seconds,
+            path=answer.path,
+            digest=answer.digest,
+            bytes=answer.bytes,
+            error=answer.error,
+            hint=answer.hint,
         )
-        return copied, bool(answer.get("final", False))
+        return copied, answer.final
 
-    def _ask(self, order: _Order, held: Held) -> dict[str, str | int | float]:
+    def _ask(self, order: _Order, held: Held) -> Answer:
         slot = self._slots[held.slot]
+        url = isinstance(place(order.directory), Url)
         asked = {
             "tensors": slot.tensors,
             "head": slot.head,
@@ -325,52 +328,23 @@ class Keeper:
             "share": order.share,
             "nonce": order.nonce,
             # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
-            "take": order.directory not in self._took and not isinstance(place(order.directory), Url),
+            "take": order.directory not in self._took and not url,
         }
-        return self._answer(json.dumps(asked), (slot.tensors, slot.head))
-
-    def _answer(self, asked: str, descriptors: tuple[int, ...]) -> dict[str, str | int | float]:
-        code = "from elastic_agents.priority import give_way; give_way(); "  # before imports, which take long
-        code += "from elastic_agents.copying import main; main()"
         with self._changed:
             if self._closing:
-                return {"error": "the agent ends"}
+                return Answer(error="the agent ends")
             try:
-                process = subprocess.Popen(
-                    helper_command(code, asked),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    pass_fds=descriptors,
-                    start_new_session=True,
-                    env=helper_environment(),
-                )
+                copier = self._copier = Copier(asked, (slot.tensors, slot.head), url=url)
             except OSError as error:
-                return {"error": f"The process that copies it cannot be started: {error}."}
-            self._process = process
-        with process:
-            answer = self._converse(process)
-        with self._changed:
-            self._process = None
-        return answer
-
-    def _converse(self, process: subprocess.Popen[str]) -> dict[str, str | int | float]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if line == "ready\n":
-            try:
-                # Past the buffer: what stays there would break the pipe once more as it is closed.
-                os.write(process.stdin.fileno(), b"yes\n" if self._may_commit() else b"no\n")
-            except BrokenPipeError:
-                _log.debug("the copier is gone")
-            line = process.stdout.readline()
+                return Answer(error=f"The process that copies it cannot be started: {error}.")
         try:
-            answer: dict[str, str | int | float] = json.loads(line)
-        except ValueError:
-            process.kill()  # it may wait for a word
-            code = process.wait()
-            how = f"said {line[:80]!r}, which is not for it to say" if line else f"ended with {code}"
-            return {"error": f"The process that copies it {how}."}
-        return answer
+            return copier.hear_out(self._may_commit, self._progress)
+        finally:
+            with self._changed:
+                self._copier = None
+
+    def _progress(self) -> None:
+        """Have the workers know that a copy goes on: at the end of the training they wait for it."""
+        if time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + COPYING_EVERY
+            self._tell(Copying())

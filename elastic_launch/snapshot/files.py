@@ -16,6 +16,9 @@ __all__ = ["FileSum", "create", "open_regular", "read_small", "remove_tree", "su
 
 _CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and writing, so that what is written is still in the cache.
 
+_SYNC = 64 * 1024 * 1024
+"""Bytes after which a file is forced to the disk: all of it at its end could take minutes without any progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
@@ -37,7 +40,7 @@ def create(path: Path) -> int:
 
 def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
     """Write the parts one after another to an empty file, sync it, and return what was written."""
-    digest, size = hashlib.sha256(), 0
+    digest, size, synced = hashlib.sha256(), 0, 0
     for part in parts:
         for start in range(0, len(part), _CHUNK):
             chunk = memoryview(part)[start : start + _CHUNK]
@@ -45,6 +48,9 @@ def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
             size += len(chunk)
             while chunk:
                 chunk = chunk[os.write(descriptor, chunk) :]
+            if size - synced >= _SYNC:
+                os.fdatasync(descriptor)
+                synced = size
     os.fsync(descriptor)
     return FileSum(size, digest.hexdigest())
 

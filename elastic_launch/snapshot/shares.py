@@ -109,12 +109,14 @@ class Division:
         read: yields the bytes of the undivided file from one offset to another.
         size: of that file, in bytes.
         count: of nodes; there may be fewer shares.
+        waits: called about once a second while the shares of other nodes are waited for.
 
     Raises:
         MalformedError: if it is no tensor file.
     """
 
-    def __init__(self, read: Read, size: int, count: int) -> None:
+    def __init__(self, read: Read, size: int, count: int, waits: Callable[[], None] = lambda: None) -> None:
+        self.waits = waits
         self._read = read
         self._runs = _runs(read, size, min(count, MAX_SHARES))
 
@@ -180,6 +182,7 @@ def gather(
     deadline, pause = time.monotonic() + seconds, _PAUSES[0]
     waiting = list(range(1, len(division)))
     while waiting:
+        division.waits()
         for index, found in look(waiting).items():
             waiting.remove(index)
             if found is None or found != expected(index) or not take(index, found):

@@ -236,7 +236,7 @@ class Checkpoint:
         """The state after a step is not in memory after all, and is not copied."""
         if step == self._awaited:
             self._awaited = 0
-            error = snapshot.CheckpointWriteError(f"its snapshot could not be taken: {reason}")
+            error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.Outcome(step, self.branch.round, 0.0, None, error))
 
     def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
@@ -277,9 +277,9 @@ class Checkpoint:
         if self._writer is not None:
             self._writer.flush(FINAL_TIMEOUT)
         ended = self.outcomes()
-        deadline = time.monotonic() + FINAL_TIMEOUT
-        while wait and self._awaited and self._link is not None and self._link.alive and time.monotonic() < deadline:
-            self._link.wait_copied(deadline - time.monotonic())
+        while wait and self._awaited and self._link is not None:
+            if not self._link.wait_copied(FINAL_TIMEOUT):
+                self.lost(self._awaited, "the agent, which copies it, does not answer")
             ended += self.outcomes()
         writer, self._writer = self._writer, None
         if writer is not None:

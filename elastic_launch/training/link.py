@@ -63,6 +63,7 @@ class AgentLink:
         self._fetching = False
         self._noted = False
         self._copies: list[c.Copied] = []
+        self._copying_at = 0.0  # when the agent last said so
         self._save_asked = False
         self._tells_steps = True
         self._round = 0
@@ -143,11 +144,22 @@ class AgentLink:
         copies, self._copies = self._copies, []
         return copies
 
-    def wait_copied(self, timeout: float) -> None:
-        """Wait until a copy has ended, or the agent is gone."""
-        deadline = time.monotonic() + timeout
-        while not self._copies and self._sock is not None and time.monotonic() < deadline:
-            self._hear(deadline - time.monotonic())
+    def wait_copied(self, timeout: float) -> bool:
+        """Wait until a copy has ended, or the agent is gone.
+
+        Args:
+            timeout: seconds, anew whenever the agent says that a copy makes progress.
+
+        Returns:
+            False if the time was up, or the agent is gone.
+        """
+        self._copying_at = time.monotonic()
+        while not self._copies and self._sock is not None:
+            left = self._copying_at + timeout - time.monotonic()
+            if left <= 0:
+                return False
+            self._hear(left)
+        return bool(self._copies)
 
     @property
     def alive(self) -> bool:
@@ -258,6 +270,8 @@ class AgentLink:
                     self._use = use
                 case c.Copied() as copied:
                     self._copies.append(copied)
+                case c.Copying():
+                    self._copying_at = time.monotonic()
                 case c.Stop(cause=cause):
                     self._stop_asked = cause
                 case c.Save():

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from harness import alive, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_agents import copier as copiers
 from elastic_agents import keeper as keepers
 from elastic_agents.keeper import Keeper
 from elastic_agents.slots import Book, Held
 from elastic_launch import snapshot
-from elastic_launch.contract import SLOTS, Copied, Save
+from elastic_launch.contract import SLOTS, Copied, Copying, Save
 from elastic_launch.snapshot import owner
 from elastic_launch.snapshot.memory import Draft, SlotWriter
 from elastic_launch.snapshot.slot import Slot
@@ -54,7 +56,8 @@ class Node:
         self.nodes, self.rank = nodes, rank
         self.member = True
         self.told: list[Copied] = []
-        self.asked = 0
+        self.asked = self.going_on = 0
+        self.size = 1000
         self.may_commit = lambda: self.member
         self.keeper = Keeper(lambda: self.may_commit(), self._tell)
         self.keeper.start()
@@ -64,8 +67,9 @@ class Node:
         self.sequence = 0
         self.owner = ""
 
-    def _tell(self, told: Copied | Save | None) -> bool:
+    def _tell(self, told: Copied | Copying | Save | None) -> bool:
         self.asked += isinstance(told, Save)
+        self.going_on += isinstance(told, Copying)
         if isinstance(told, Copied):
             self.told.append(told)
         return True
@@ -73,7 +77,7 @@ class Node:
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
         self.sequence += 1
         writer = SlotWriter(self.slots[self.use])
-        state = {"x": torch.full((1000,), float(step)), "y": torch.full((1000,), float(step))}
+        state = {name: torch.full((self.size,), float(step)) for name in "xy"}
         writer.write(Draft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
         writer.close()
         target = Target(str(self.directory), keep, durable, self.owner, self.nodes, self.rank, split=4000, drawn=9)
@@ -429,3 +433,78 @@ def test_a_small_state_is_copied_by_the_first_node_alone() -> None:
     assert (other.durable, other.directory) == (False, "")
     assert replace(small, now=False).stored(0, 1, 7, 1, 9000).shares == 1
     assert small.stored(0, 1, 7, 1, 9000).shares == 2
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that hangs is given up soon, and the next attempt follows at once."""
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(copiers, "WARN_AFTER", 2.0)
+    monkeypatch.setattr(copiers, "STALL", 15.0)
+    monkeypatch.setattr(copiers, "KILLED_WITHIN", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_copying_process_that_hangs_is_warned_of_and_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.store(1)
+    hanging = wait_for("the copying process", _copier)
+    os.kill(hanging, signal.SIGSTOP)
+    wait_for("the warning", lambda: f"{node.directory} does not respond" in caplog.text)
+    assert alive(hanging)
+    assert node.copied() == [1]
+    assert f"{node.directory} does not respond: the copy made no progress for 15 s. Tried again" in caplog.text
+    assert not alive(hanging)
+
+
+def test_storage_that_hangs_each_time_is_told_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(keepers, "ATTEMPTS", 2)
+    monkeypatch.setattr(copiers, "STALL", 0.01)
+    node.store(1)
+    assert node.copied() == []
+    assert [told.error for told in node.told] == [
+        f"{node.directory} does not respond: the copy made no progress for 0.01 s."
+    ]
+    assert "does not respond" in node.keeper.failed
+    monkeypatch.undo()
+    node.store(2)
+    assert node.copied() == [2], "copies go on once it responds"
+
+
+HELD = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+if libc.ptrace(0x4206, int(sys.argv[1]), 0, 0) != 0:  # PTRACE_SEIZE
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel reports the end of a traced process to its tracer first: until then it is as one in a dead mount."""
+    node.store(1)
+    stuck = wait_for("the copying process", _copier)
+    os.kill(stuck, signal.SIGSTOP)
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, str(stuck)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as by:
+        assert by.stdout is not None
+        assert by.stdout.readline() == b"held\n"
+        assert node.copied() == [1]
+        assert f"process {stuck}, which copies to {node.directory}, cannot be killed" in caplog.text
+        assert Path(f"/proc/{stuck}").exists()
+        node.keeper.close()
+    wait_for("its end", lambda: all(process.poll() is not None for process in copiers.Copier._left))
+
+
+def test_a_copy_that_is_slow_and_makes_progress_is_not_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes in all; and workers that wait for it are told."""
+    monkeypatch.setattr(copiers, "STALL", 30.0)
+    monkeypatch.setattr(keepers, "COPYING_EVERY", 0.0)
+    node.size = 4_000_000  # four parts of 8 MiB
+    node.store(1)
+    assert node.copied() == [1]
+    assert node.going_on >= 1

@@ -96,7 +96,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     run._saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
     run._saver.settle()
     run._saver.poll(1, checkpoint)
-    assert "checkpoint of step 1: its snapshot could not be taken: A checkpoint cannot hold" in caplog.text
+    assert "checkpoint of step 1: its snapshot is lost: A checkpoint cannot hold" in caplog.text
     assert any(
         isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
     )
@@ -111,3 +111,32 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     assert loaded.step == 2
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
     run.release()
+
+
+def test_a_copy_is_waited_for_as_long_as_the_agent_says_that_it_goes_on(ends: tuple[socket.socket, AgentLink]) -> None:
+    agent, link = ends
+    copied = c.Copied(1, 1, 9.0, "/d/step-1", "abc", 10, "", "")
+
+    def tell() -> None:
+        for message in (*[c.Copying()] * 6, copied):
+            time.sleep(0.5)
+            agent.sendall(c.pack(message))
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    assert link.wait_copied(2.0)
+    assert link.copies() == [copied]
+    teller.join()
+    assert not link.wait_copied(0.1)
+
+
+def test_a_final_checkpoint_whose_agent_is_gone_is_not_taken_for_saved(
+    ends: tuple[socket.socket, AgentLink], tmp_path: Path
+) -> None:
+    agent, link = ends
+    checkpoint = el.Checkpoint(tmp_path, every=1)
+    checkpoint.requested(7, link)
+    agent.close()
+    (outcome,) = checkpoint.finish(wait=True)
+    assert (outcome.step, outcome.info) == (7, None)
+    assert "the agent, which copies it, does not answer" in str(outcome.error)
