@@ -69,6 +69,39 @@ raise Drained""",
     "abort": "import os\nos.abort()",
     "fault": "import ctypes\nctypes.string_at(0)",
     "warning": "import warnings\nwarnings.warn('careful')",
+    "exit with an object": "import sys\nclass A:\n    def __str__(self): return 'an object'\nsys.exit(A())",
+    "exit -1": "import sys; sys.exit(-1)",
+    "exit with a large number": "import sys; sys.exit(2 ** 70)",
+    "hook that fails": "import sys\nsys.excepthook = lambda *a: 1 / 0\nraise ValueError('first')",
+    "hook that exits": "import sys\nsys.excepthook = lambda *a: sys.exit(6)\nraise ValueError",
+    "interrupt raised": "raise KeyboardInterrupt",
+    "last words of an exception": "import atexit, sys\natexit.register(lambda: print(sys.last_value))\n1 / 0",
+    "last words by exit": "import atexit, sys\natexit.register(lambda: sys.exit(4))",
+    "destructor": "class A:\n    def __del__(self): print(f'{B.name} is destroyed')\nclass B: name = 'a'\na = A()",
+    "destructor in a cycle": "class A:\n    def __del__(self): print('destroyed')\na = A()\na.a = a\nb = [a]",
+    "destructor after an exception": """class A:
+    def __del__(self): print('destroyed')
+def f():
+    a = A()
+    try:
+        {}['a']
+    except KeyError as error:
+        raise ValueError from error
+f()""",
+    "finalizer": "import weakref\nclass A: pass\na = A()\nweakref.finalize(a, print, 'finalized')",
+    "temporary directory": "import tempfile\nd = tempfile.TemporaryDirectory()",
+    "daemon that would notice": """import threading, time
+x = [1]
+def f():
+    while True: time.sleep(0.001), x[0]
+threading.Thread(target=f, daemon=True).start()""",
+    "closed output": "import sys\nsys.stdout.close()",
+    "no output": "import sys\nsys.stdout = None\nsys.exit(2)",
+    "output that cannot be flushed": """import io, sys
+class A(io.StringIO):
+    def flush(self): raise OSError('full')
+sys.stdout = A()""",
+    "C's buffers": "import ctypes\nctypes.CDLL(None).printf(b'kept back by C')",
     "log": "import logging\nlogging.warning('careful')",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
     "source": "import inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))",

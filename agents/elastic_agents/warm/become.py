@@ -6,10 +6,7 @@ Followed is the interpreter's own order of things (https://docs.python.org/3.11/
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
-import gc
 import importlib.machinery
 import importlib.util
 import io
@@ -20,12 +17,13 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+from elastic_agents.warm.ending import end
 
 __all__ = ["BLOCKED", "Orders", "become", "entry_point", "leave_parent", "show"]
 
@@ -35,10 +33,10 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 MOST_BYTES = 8 * 1024 * 1024
 
 
-def become(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> None:
-    """Wait for orders, perhaps for days, and carry them out; returns, or raises, as the worker's script does.
+def become(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+    """Wait for orders, perhaps for days, and carry them out, to the end of the process.
 
-    Ends the process if the agent hangs up.
+    Ends it before if the agent hangs up.
 
     Args:
         agent: descriptor of the socket to it, which is closed before the script starts.
@@ -88,8 +86,8 @@ class Orders:
     stdout: int
     stderr: int
 
-    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> None:
-        """Become the worker; returns, or raises, as its script does. See :func:`become`."""
+    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+        """Become the worker, to its end. See :func:`become`."""
         _take_streams(self.stdout, self.stderr)
         os.environ.clear()
         os.environ.update(self.env)
@@ -105,7 +103,7 @@ class Orders:
         # What has arrived since it said that it begins was for the worker.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.orig_argv[:] = self.argv
-        _run(self.argv[2:])  # after the interpreter and -u
+        end(_run(self.argv[2:]), self.env)  # after the interpreter and -u
 
 
 def leave_parent(parent: int, leave: int, agent: int) -> None:
@@ -219,9 +217,8 @@ def show(argv: list[str]) -> None:
     ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)
 
 
-def _run(argv: list[str]) -> None:
-    """Run a script, module or directory as the interpreter would."""
-    hide = _Frames()
+def _run(argv: list[str]) -> BaseException | None:
+    """Run a script, module or directory as the interpreter would; return what it has raised."""
     try:
         if argv[0] == "-m":
             sys.argv[:] = argv[:1] + argv[2:]
@@ -229,13 +226,13 @@ def _run(argv: list[str]) -> None:
                 sys.path.insert(0, os.getcwd())
             _clean_main()
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-            return
+            return None
         sys.argv[:] = argv
         if pkgutil.get_importer(argv[0]) is not None:  # a directory or an archive
             sys.path.insert(0, argv[0])
             _clean_main()
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-            return
+            return None
         if not sys.flags.safe_path:
             sys.path.insert(0, entry_point(argv)[1])
         main = _clean_main()
@@ -245,22 +242,9 @@ def _run(argv: list[str]) -> None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
-    except BaseException as error:
-        if isinstance(error, SystemExit) and getattr(error, "at_once", False):
-            _leave(error.code)
-        hide.from_now_on()
-        raise
-
-
-def _leave(code: object) -> NoReturn:
-    """End as an interpreter does, without taking modules to pieces: after a fork that alone takes 0.3 s."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for file in gc.get_objects():  # what was loaded ahead is frozen, and not among them
-        if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper) and not file.closed:
-            with contextlib.suppress(OSError, ValueError):
-                file.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    except BaseException as error:  # noqa: BLE001 - it ends the process, and is reported there
+        return error
+    return None
 
 
 def _clean_main() -> types.ModuleType:
@@ -278,23 +262,3 @@ def _clean_main() -> types.ModuleType:
         __builtins__=builtins,
     )
     return main
-
-
-class _Frames:
-    """Leaves this package's frames out of the traceback of an exception that ends the process."""
-
-    def from_now_on(self) -> None:
-        """Wrap whatever hook the script has set."""
-        hook = sys.excepthook
-
-        def shortened(kind: type[BaseException], error: BaseException, tb: types.TracebackType | None) -> None:
-            here = os.path.dirname(os.path.abspath(__file__))
-            while tb is not None and _ours(tb.tb_frame.f_code.co_filename, here):
-                tb = tb.tb_next
-            hook(kind, error.with_traceback(tb), tb)
-
-        sys.excepthook = shortened
-
-
-def _ours(filename: str, here: str) -> bool:
-    return filename == "<string>" or os.path.dirname(filename) == here

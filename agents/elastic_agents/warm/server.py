@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from elastic_agents.warm.become import BLOCKED, become, leave_parent
+from elastic_agents.warm.groups import outlive_users
 from elastic_agents.warm.loading import Loaded, Loading
 from elastic_agents.warm.planning import Plan, plan
 
@@ -62,6 +63,7 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
     if isinstance(loaded, str):
         _say(settings, {"cold": loaded})
         os._exit(0)
+    outlive_users()
     _say(settings, {"ready": sorted(loaded.read)})
     with socket.socket(fileno=settings["orders"]) as sock:
         agent = _fork_on_demand(sock)

@@ -1,0 +1,168 @@
+"""How a forked worker ends: as the interpreter ends ``python script.py``, but for its own destruction.
+
+Followed are _PyErr_PrintEx and Py_FinalizeEx (https://github.com/python/cpython/tree/3.11/Python, pythonrun.c and
+pylifecycle.c): the exception that ends the script, threads, exit functions, what ``__main__`` holds, standard
+streams. Then the process exits at once. To take all modules to pieces takes 0.3 s after a fork, and is where C++
+destructors meet threads that wait for the GIL: some hang, others end the process by a signal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from typing import NoReturn
+
+__all__ = ["SOCKET", "end", "last_words"]
+
+SOCKET = "ELASTIC_LAUNCH_SOCKET"
+"""The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing for its end."""
+
+FLUSH_FAILED = 120
+"""Exit code of an interpreter that could not flush its standard streams."""
+
+_PARTS = (types.ModuleType, types.FunctionType, type)
+"""What objects need to be destroyed in order."""
+
+
+def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
+    """End this process.
+
+    Args:
+        error: with which its script has ended, if any; to be called when it is no longer being handled.
+        env: of the worker when it began.
+    """
+    at_once = isinstance(error, SystemExit) and getattr(error, "at_once", False)
+    interrupted = type(error) is KeyboardInterrupt
+    code = 0 if error is None else _report(error)
+    # The first to run; what it raises is reported as what an exit function raises is.
+    atexit.register(threading._shutdown)  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _tell(env.get(SOCKET, ""), -signal.SIGINT if interrupted else code)
+    _let_go(error)
+    if not at_once:
+        _destroy_globals()
+    if not _flush():
+        code = FLUSH_FAILED
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        code = 128 + signal.SIGINT
+    os._exit(code)
+
+
+def last_words(code: int) -> bytes:
+    """Return what the agent is told once only destructors are left: elastic_launch.contract.Ended."""
+    return b'{"type": "ended", "exit_code": %d}\n' % code
+
+
+def _report(error: BaseException) -> int:
+    """Have the exception printed that ends the script; return the exit code."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error.code)
+    kind, tb = type(error), _without_ours(error.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, tb
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    try:
+        sys.excepthook(kind, error.with_traceback(tb), tb)
+    except SystemExit as leaving:
+        return _exit_code(leaving.code)
+    except BaseException as another:  # noqa: BLE001 - whatever a hook raises is printed, too
+        _print("Error in sys.excepthook:")
+        _display(another.with_traceback(_without_ours(another.__traceback__)))
+        _print("\nOriginal exception was:")
+        _display(error)
+    return 1
+
+
+def _display(error: BaseException) -> None:
+    sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+    _print(str(code))
+    return 1
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr)
+
+
+def _without_ours(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """Leave this package's frames out."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename, here):
+        tb = tb.tb_next
+    return tb
+
+
+def _is_ours(filename: str, here: str) -> bool:
+    return filename == "<string>" or os.path.dirname(filename) == here
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Let the frames go in which an exception was raised, and with them their variables."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _tell(address: str, code: int) -> None:
+    """Tell the agent that the script has ended: if this process hangs from now on, the agent ends it."""
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.send(last_words(code))
+
+
+def _destroy_globals() -> None:
+    """Destroy what ``__main__`` holds, its functions, classes and modules last: files are written to their end."""
+    # In an interpreter that ends, no other thread runs any more.
+    threading.excepthook = lambda args: None
+    held = sys.modules["__main__"].__dict__
+    for name in [name for name in held if not name.startswith("__")]:
+        if name in held and not issubclass(type(held[name]), _PARTS):
+            del held[name]
+    gc.collect()  # what was loaded ahead is frozen, and not looked at
+
+
+def _flush() -> bool:
+    """Flush all files; say whether the standard streams could be."""
+    flushed = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError) as error:
+            flushed = False
+            if stream is sys.stdout:
+                _print(f"Exception ignored in: {stream!r}")
+                _display(error.with_traceback(_without_ours(error.__traceback__)))
+    for file in gc.get_objects():
+        if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper) and not file.closed:
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+    ctypes.CDLL(None).fflush(None)  # what C has buffered
+    return flushed
