@@ -92,7 +92,7 @@ class Timing:
         join_settle: how long the first round waits, with at least min nodes, for a further arrival.
         dead_after: silence after which a node counts as dead.
         min_wait: how long a run below min nodes stays parked before it ends with 94.
-        return_after: how long a live member may take to stop its workers after a break.
+        return_after: how long a live member may take to stop its workers after a break, beyond its shutdown timeout.
         resize_delay: quiet time after an arrival before a running round is resized.
         beat: interval of the beats on a link.
         join_timeout: how long to look for the endpoint, and for members to start a round's workers.
@@ -102,7 +102,7 @@ class Timing:
     join_settle: float = 2.0
     dead_after: float = 5.0
     min_wait: float = 600.0
-    return_after: float = 30.0
+    return_after: float = 15.0
     resize_delay: float = 1.0
     beat: float = 1.0
     join_timeout: float = 600.0

@@ -101,7 +101,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             _timing("join_settle", "wait of the first round for more nodes"),
             _timing("resize_delay", "quiet before arrivals resize a round"),
             _timing("dead_after", "silence that makes a node dead"),
-            _timing("return_after", "to stop workers after a break"),
+            _timing("return_after", "to stop workers, beyond their timeout"),
             _timing("min_wait", "to wait below the minimum of nodes"),
             Flag(
                 ("--shutdown-timeout",),

@@ -143,8 +143,8 @@ class LeaderMachine(Rounds):
         timing = self._timing
         if self._broken and not self._broken.judged:
             due.append(self._broken.at + COLLECT)
-        elif self._broken and any(node.active for node in self.nodes.values()):
-            due.append(self._broken.at + timing.return_after)
+        elif self._broken:
+            due += [self._due_back(node, self._broken) for node in self.nodes.values() if node.active]
         if not self._running:
             due.append(self._last_arrival + timing.join_settle)
             if self._parked_at is not None:

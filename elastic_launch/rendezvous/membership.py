@@ -219,6 +219,7 @@ class Membership:
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
             work=config.work(),
+            shutdown_timeout=config.shutdown_timeout,
         )
 
     def _stay(self) -> None:

@@ -69,6 +69,7 @@ class Hello:
         leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
         held: as of Stopped.
+        shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
 
     version: int
@@ -93,6 +94,7 @@ class Hello:
     work: str = ""
     importing: bool = False
     held: Held | None = None
+    shutdown_timeout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_launch.config import Limits, Timing
+from elastic_launch.config import LONGEST_WAIT, Limits, Timing
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import (
     Event,
@@ -196,17 +196,24 @@ class Rounds:
             self._judge(broken, now)
             if self.ended:
                 return
-        if active and broken and now - broken.at >= self._timing.return_after:
-            for node in active:
-                reason = f"its workers were not stopped within return_after ({self._timing.return_after:g} s)"
+        if broken:
+            for node in [node for node in active if now >= self._due_back(node, broken)]:
+                limit = self._due_back(node, broken) - broken.at
+                reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
                 self._send(node.link, m.Evicted(self.record.term, reason))
                 self._out.append(Close(node.link))
                 self._lose(node, reason, now)
-            active = []
+                active.remove(node)
         if not active and not self._owed and (broken is None or broken.judged):
             self._gather(now)
             if not self._running:
                 self._release()
+
+    def _due_back(self, node: Node, broken: Broken) -> float:
+        """When a member must have stopped its workers: it may give them all of its shutdown timeout."""
+        grace = node.hello.shutdown_timeout
+        # What a node says may be anything.
+        return broken.at + self._timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
     def _consider_running(self, now: float) -> None:
         members = [node for node in self.nodes.values() if node.active]

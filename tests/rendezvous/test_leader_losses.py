@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from leader_run import Run, running
 
@@ -130,8 +132,36 @@ def test_a_live_member_that_does_not_stop_is_left_out_after_return_after() -> No
     assert (run.number, run.members) == (2, "a")
     (order,) = run.orders("b", m.Evicted)
     assert not order.final
-    assert "return_after (10 s)" in order.reason
+    assert "not stopped within 10 s" in order.reason
     assert "b" not in run.links
+
+
+def test_a_member_may_give_its_workers_all_of_its_shutdown_timeout() -> None:
+    """Before, two nodes whose workers ignore SIGTERM were left out in turn, without end."""
+    run = Run("1:2", return_after=10)
+    run.hello("a", shutdown_timeout=30.0)
+    run.hello("b", shutdown_timeout=110.0)
+    run.join("a", "b")
+    run.fail("a")
+    run.advance(39.5)
+    run.stop("a")
+    run.advance(119.5 - 39.5)
+    assert not run.orders("b", m.Evicted)
+    run.stop("b")
+    assert (run.number, run.members) == (2, "ab")
+
+
+@pytest.mark.parametrize("said", [-1.0, math.inf, math.nan, 1e300])
+def test_a_shutdown_timeout_that_cannot_be_is_none(said: float) -> None:
+    run = Run("1:2", return_after=10)
+    run.hello("a")
+    run.hello("b", shutdown_timeout=said)
+    run.join("a", "b")
+    run.fail("a")
+    run.stop("a")
+    run.advance(10.5)
+    assert run.orders("b", m.Evicted)
+    assert (run.number, run.members) == (2, "a")
 
 
 def test_who_was_left_out_comes_back_by_a_resize() -> None:
