@@ -1,75 +1,137 @@
-"""Kills the workers' sessions if their agent is killed: a small process of its own that waits for the agent's end.
+"""The agent's side of the guard: a small process of its own that kills the workers' sessions if their agent is killed.
 
 The agent writes ``+SID`` and ``-SID`` lines; end of file without ``bye`` means that it died.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import os
-import signal
 import subprocess
 import sys
+import threading
+import time
 
-__all__ = ["Guard", "watch"]
+from elastic_launch.threads import VitalThread
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+SETTLED = 1.0
+"""Seconds for which a guard must have lived for another to take its place at once."""
+
+LONGEST_DELAY = 10.0
+"""Seconds between two attempts to start a guard at most."""
 
 
-def watch(source: int) -> None:
-    """Follow the agent's lines on a descriptor until its end; the guard's main function."""
-    from elastic_agents.sessions import kill_sessions
-
-    # Whoever signals the agent's process group must not take the guard with it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    sids: set[int] = set()
-    with os.fdopen(source, "r") as lines:
-        for line in lines:
-            if line.startswith("+"):
-                sids.add(int(line[1:]))
-            elif line.startswith("-"):
-                sids.discard(int(line[1:]))
-            else:
-                return
-    kill_sessions(sids)
+PATIENCE = 10.0
+"""Seconds for which a guard that was dismissed is waited for; then it is killed."""
 
 
 class Guard:
-    """The agent's side of the guard."""
+    """Owns the guard's process: one that dies, or reads nothing, is replaced, and learns what the former one knew.
+
+    Raises:
+        OSError: if the first cannot be started.
+    """
 
     def __init__(self) -> None:
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        code = f"import sys; sys.path.append({root!r}); from elastic_agents.guard import watch; watch(0)"
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            # It needs to find its libraries, and none of the agent's secrets.
-            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            start_new_session=True,
-        )
+        self._lock = threading.Lock()
+        self._sids: set[int] = set()
+        self._closing = threading.Event()
+        self._process = _start()
+        self._thread = VitalThread(self._replace_dead, "guard")
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the present process."""
+        return self._process.pid
 
     def add(self, sid: int) -> None:
         """Kill this session if the agent dies."""
-        self._write(f"+{sid}\n")
+        with self._lock:
+            self._sids.add(sid)
+            self._write(f"+{sid}\n")
 
     def remove(self, sid: int) -> None:
         """The session has ended."""
-        self._write(f"-{sid}\n")
+        with self._lock:
+            self._sids.discard(sid)
+            self._write(f"-{sid}\n")
 
     def close(self) -> None:
         """Dismiss the guard."""
-        self._write("bye\n")
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(10)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
+        with self._lock:
+            self._closing.set()
+            self._write("bye\n")
+            _stdin(self._process).close()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
             self._process.kill()
-            self._process.wait()
+            self._thread.join(PATIENCE)
+
+    def _replace_dead(self) -> None:
+        delay = 0.0
+        while True:
+            began = time.monotonic()
+            code = self._process.wait()
+            if self._closing.is_set():
+                return
+            _log.warning("the guard, pid %d, ended with %d; another one takes its place", self._process.pid, code)
+            delay = 0.0 if time.monotonic() - began >= SETTLED else max(SETTLED, delay)
+            while not self._replaced(delay):
+                delay = min(max(SETTLED, 2 * delay), LONGEST_DELAY)
+                if self._closing.is_set():
+                    return
+
+    def _replaced(self, delay: float) -> bool:
+        """Start another guard after so many seconds; say whether there is one."""
+        if self._closing.wait(delay):
+            return False
+        try:
+            process = _start()
+        except OSError as error:
+            _log.warning("no guard can be started (%s): if this agent is killed, its workers run on", error)
+            return False
+        with self._lock:
+            dead, self._process = self._process, process
+            if self._closing.is_set():  # the goodbye was for the former one
+                _stdin(process).write(b"bye\n")
+                _stdin(process).close()
+            else:
+                _stdin(dead).close()
+                for sid in self._sids:
+                    self._write(f"+{sid}\n")
+        return True
 
     def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            written = _stdin(self._process).write(line.encode())
         except BrokenPipeError:
-            return  # somebody killed the guard; the workers run on without it
+            return  # it has died; the next one is told all
+        if written is None:
+            self._process.kill()  # it is stopped, and has read nothing of what fills the pipe
+
+
+def _start() -> subprocess.Popen[bytes]:
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    code = f"import sys; sys.path.append({root!r}); from elastic_agents.guard_process import watch; watch(0)"
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        # It needs to find its libraries, and none of the agent's secrets.
+        env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
+        start_new_session=True,
+    )
+    os.set_blocking(_stdin(process).fileno(), False)
+    return process
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> io.RawIOBase:
+    assert isinstance(process.stdin, io.RawIOBase)
+    return process.stdin

@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 from harness import alive, wait_for
 
+from elastic_agents import guard as guard_module
 from elastic_agents import processes as processes_module
 from elastic_agents import sessions
 from elastic_agents.guard import Guard
@@ -139,6 +140,51 @@ def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> N
         os.kill(released, signal.SIGKILL)
         agent.stdin.close()
         agent.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_dies_or_stops_is_replaced(number: signal.Signals) -> None:
+    """Before, an agent that was killed after its guard left its workers running."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from elastic_agents.guard import Guard\n"
+        "guard = Guard()\n"
+        "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
+        "guard.add(kept); guard.add(gone)\n"
+        "first = guard.pid\n"
+        f"os.kill(first, {int(number)})\n"
+        "began = time.monotonic()\n"
+        "for _ in range(20000):\n"
+        "    guard.add(gone); guard.remove(gone)\n"
+        "assert time.monotonic() - began < 60, 'it waits for the guard'\n"
+        "while guard.pid == first:\n"
+        "    time.sleep(0.01)\n"
+        "guard.add(gone); guard.remove(gone)\n"
+        "print(kept, gone, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    assert agent.stdin is not None
+    guarded, released = map(int, agent.stdout.readline().split())
+    try:
+        agent.kill()
+        agent.wait()
+        wait_for("the guarded session's end", lambda: not alive(guarded))
+        assert alive(released)
+    finally:
+        os.kill(released, signal.SIGKILL)
+        agent.stdin.close()
+        agent.stdout.close()
+
+
+def test_a_guard_that_is_stopped_does_not_keep_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "PATIENCE", 0.2)
+    guard = Guard()
+    pid = guard.pid
+    os.kill(pid, signal.SIGSTOP)
+    guard.close()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_dismissed_guard_kills_nobody() -> None:
