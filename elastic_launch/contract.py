@@ -21,11 +21,13 @@ __all__ = [
     "FROM_WORKERS",
     "MAX_LINE",
     "SLOTS",
+    "Commit",
     "Copied",
     "Copying",
     "Drained",
     "Fetched",
     "Hello",
+    "MayCommit",
     "Message",
     "Noted",
     "Placement",
@@ -165,6 +167,13 @@ class Drained(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class MayCommit(Message):
+    """Asks whether a durable checkpoint that this worker has written itself may appear; ``Commit`` answers."""
+
+    number: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Saved(Message):
     """A durable checkpoint is written, with so many optimizer steps in it; or is not, and the error says why."""
 
@@ -232,6 +241,14 @@ class Copying(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """Answers ``MayCommit``, by its number: whether this node is a member of the run, and not cut off from it."""
+
+    number: Count
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stop(Message):
     """Stop after the same step as all other ranks, save and end."""
 
@@ -248,10 +265,10 @@ class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, Stored, Drained, Saved})
+FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved})
 """What a worker may say to its agent."""
 
-_FROM_AGENTS = frozenset({Slots, Fetched, Use, Copied, Copying, Stop, Save, Noted})
+_FROM_AGENTS = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
 
 Message.TYPES.update({kind.__name__.lower(): kind for kind in FROM_WORKERS | _FROM_AGENTS})
 

@@ -121,6 +121,8 @@ MESSAGES = [
     c.Use(1),
     c.Copied(101, 7, 1.5, "/checkpoints/step-101", "abc", 1000, "", ""),
     c.Copying(),
+    c.MayCommit(3),
+    c.Commit(3, True),
     c.Stop("node b leaves"),
     c.Save(),
     c.Saved(7, "the disk is full"),

@@ -236,6 +236,8 @@ class Control:
                     reached = Reached(number, step, self._clock.now())
                 self.pace.step(*reached)
                 self._diary.step(number, step, reached.at)
+            case c.MayCommit(number=asked):
+                self._send(peer, c.Commit(asked, self._keeper.may_commit()))
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Saved(step=step, error=error):

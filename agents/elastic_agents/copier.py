@@ -38,6 +38,7 @@ URL_STALL = 300.0
 KILLED_WITHIN = 5.0
 """Seconds within which a process that is killed ends, unless the kernel holds it."""
 
+_TURN = 1.0  # Seconds
 _MOST_BYTES = 65536
 
 
@@ -145,19 +146,20 @@ class Copier:
         """Return the next line, what there is of it at the end, or None if the process makes no progress."""
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
-        began, warned = time.monotonic(), False
+        silent, warned = 0.0, False
         with selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
             while b"\n" not in self._pending and len(self._pending) < _MOST_BYTES:
-                silent = time.monotonic() - began
                 if silent >= self._stall:
                     return None
                 if not warned and silent >= WARN_AFTER:
                     warned = True
                     text = "%s does not respond: a copy has made no progress for %g s; after %g s another one is tried"
                     _log.warning(text, self._directory, WARN_AFTER, self._stall)
-                until = self._stall if warned else min(WARN_AFTER, self._stall)
-                if not selector.select(max(0.0, until - silent)):
+                began = time.monotonic()
+                if not selector.select(min(_TURN, self._stall - silent)):
+                    # An agent that was itself frozen has not heard what the process has said meanwhile.
+                    silent += min(time.monotonic() - began, 2 * _TURN)
                     continue
                 if not (data := os.read(source, _MOST_BYTES)):
                     break

@@ -55,7 +55,7 @@ class Keeper:
     one. A first node that is too busy for it asks its workers to have all nodes keep another; the others let it be.
 
     Args:
-        may_commit: whether this node is still a member of the run; asked, from the thread, before a copy appears.
+        may_commit: whether this node is still a member of the run; asked, from any thread, before a copy appears.
         tell: called from the thread with how a copy ended, or None if there was nothing to copy; that one goes on; or
             with what to ask of the workers. Returns whether any were there to be told.
     """
@@ -110,6 +110,10 @@ class Keeper:
                 self._order = replace(order, share=stored.share, nonce=stored.nonce)
                 self._changed.notify_all()
             return self._book.use
+
+    def may_commit(self) -> bool:
+        """Whether a checkpoint that a worker has written itself, for want of memory, may appear; from any thread."""
+        return self._may_commit()
 
     def secure(self) -> None:
         """Have the newest snapshot copied if it was not: the run ends, and its memory with it."""

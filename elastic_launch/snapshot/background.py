@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -52,18 +53,26 @@ class BackgroundWriter:
     Args:
         directory: where checkpoints are, or a URL; made by the first write.
         keep: after each write all but so many of the newest are removed, see ``prune``; None removes nothing.
-        owner: as for ``write``.
+        owner, may_commit: as for ``write``.
 
     Raises:
         UsageError: if ``keep`` is less than 1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None, owner: str = "") -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        owner: str = "",
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> None:
         if keep is not None:
             check_keep(keep)
         self._directory = directory
         self._keep = keep
         self._owner = owner
+        self._may_commit = may_commit
         self._changed = threading.Condition()
         self._waiting: _Request | None = None
         self._busy = False
@@ -175,8 +184,15 @@ class BackgroundWriter:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         try:
-            numbers = {"step": request.step, "round": request.round}
-            info = write(self._directory, request.state, **numbers, meta=request.meta, owner=self._owner)
+            info = write(
+                self._directory,
+                request.state,
+                step=request.step,
+                round=request.round,
+                meta=request.meta,
+                owner=self._owner,
+                may_commit=self._may_commit,
+            )
             if self._keep is not None:
                 prune(self._directory, self._keep, request.round)
         except CheckpointError as error:

@@ -58,12 +58,12 @@ class CheckpointError(ElasticLaunchError):
 
 
 class NotCommittedError(CheckpointError):
-    """A checkpoint was written and then not committed: whoever wrote it is no member of the run any more."""
+    """A checkpoint was written and then not committed: its node may not be a member of the run any more."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"The checkpoint of step {step} was not committed: this node is no member of the run any more, or cut off "
-            "from it.",
+            f"The checkpoint of step {step} was not committed: this node is not a member of the run any more, is cut "
+            "off from it, or its agent does not answer.",
         )
 
 

@@ -48,6 +48,7 @@ def write(
     round: int,
     meta: dict[str, Any] | None = None,
     owner: str = "",
+    may_commit: Callable[[], bool] = lambda: True,
 ) -> CheckpointInfo:
     """Write a checkpoint; once this returns it survives the end of the process and a loss of power.
 
@@ -61,8 +62,10 @@ def write(
         round: number of the round that saves it, 0 or more.
         meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
         owner: who must have taken the directory last, see ``owner``; empty: anybody.
+        may_commit: asked once all is on the disk; the checkpoint appears only if so.
 
     Raises:
+        NotCommittedError: if it was not to be committed; nothing is left behind.
         UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
         CheckpointWriteError: if the directory is read-only, full, or none; TakenError if another run has taken it.
         UsageError: if step or round is no such number.
@@ -72,7 +75,10 @@ def write(
     tensors, rest = tree.encode(state)
     meta_json = encode_meta({} if meta is None else meta)
     parts = tensorfile.parts(tensors)
-    return write_parts(directory, parts, state_json(rest), meta_json, step=step, round=round, owner=owner)
+    state_data = state_json(rest)
+    return write_parts(
+        directory, parts, state_data, meta_json, step=step, round=round, may_commit=may_commit, owner=owner
+    )
 
 
 def write_parts(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,7 @@ class Checkpoint:
         self._link: AgentLink | None = None
         self._highest = 0
         self._awaited = 0
+        self._owed = 0  # step of a checkpoint that was put off
         self._lost: list[snapshot.Outcome] = []
         self._last_step = 0
         self._last_time = 0.0
@@ -230,26 +232,45 @@ class Checkpoint:
     def requested(self, step: int, link: AgentLink | None) -> None:
         """The agent copies the state after a step once it is in memory."""
         self._last_step, self._last_time = step, time.monotonic()
-        self._link, self._awaited = link, step
+        self._link, self._awaited, self._owed = link, step, 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether a checkpoint was put off, and none was made since."""
+        return self._owed > 0
 
     def lost(self, step: int, reason: str) -> None:
         """The state after a step is not in memory after all, and is not copied."""
-        if step == self._awaited:
-            self._awaited = 0
+        if step in (self._awaited, self._owed):
+            self._awaited = self._owed = 0
             error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.Outcome(step, self.branch.round, 0.0, None, error))
 
-    def save(self, state: dict[str, Any], step: int, meta: dict[str, Any]) -> None:
+    def put_off(self, step: int) -> None:
+        """The state after a step is not saved, a later one is to be; the interval begins anew, as on other ranks."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self._owed = step
+
+    def save(
+        self,
+        state: dict[str, Any],
+        step: int,
+        meta: dict[str, Any],
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
 
         Args:
             state, meta: only those of ranks that write count.
+            may_commit: asked, from another thread, before a checkpoint appears; the first call's counts.
         """
-        self._last_step, self._last_time = step, time.monotonic()
+        self._last_step, self._last_time, self._owed = step, time.monotonic(), 0
         if not self.writes:
             return
         if self._writer is None:
-            self._writer = snapshot.BackgroundWriter(self.directory, keep=self.keep, owner=self._owner)
+            self._writer = snapshot.BackgroundWriter(
+                self.directory, keep=self.keep, owner=self._owner, may_commit=may_commit
+            )
         self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
 
     def outcomes(self) -> list[snapshot.Outcome]:
@@ -276,6 +297,8 @@ class Checkpoint:
         """
         if self._writer is not None:
             self._writer.flush(FINAL_TIMEOUT)
+        if self._owed:
+            self.lost(self._owed, "the agent did not answer")
         ended = self.outcomes()
         while wait and self._awaited and self._link is not None:
             if not self._link.wait_copied(FINAL_TIMEOUT):

@@ -25,6 +25,15 @@ ANSWER_TIMEOUT = 2.0
 BUSY_TIMEOUT = 2.0
 """Seconds for which a message waits for an agent that does not read."""
 
+START_TIMEOUT = 60.0
+"""Seconds for which the agent's first answer is waited for."""
+
+PATIENCE = 600.0
+"""Seconds for which an agent that is slow is waited for where a state must not be lost."""
+
+COMMIT_TIMEOUT = 30.0
+"""Seconds within which the agent says whether a checkpoint may appear; else it does not."""
+
 FETCH_TIMEOUT = 600.0
 """Seconds for which a snapshot that the agent fetches from another node is waited for."""
 
@@ -41,7 +50,7 @@ class AgentLink:
     """Tells the agent how training goes, and learns what it asks; nothing here can fail the training.
 
     What the agent says is read when something is asked of this object, at step boundaries mostly: no thread waits
-    for it. One thread asks; any may tell of snapshots.
+    for it. One thread asks; any may tell of snapshots, and the one that writes checkpoints asks :meth:`may_commit`.
 
     Args:
         sock: connected to the agent; taken over.
@@ -57,9 +66,12 @@ class AgentLink:
         sock.settimeout(BUSY_TIMEOUT)
         self._sock: socket.socket | None = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
+        self._hearing = threading.Lock()  # held by who reads
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
+        self._silent = False  # when it was last asked for the slot to use
+        self._commit = c.Commit(0, allowed=False)
         self._fetching = False
         self._noted = False
         self._copies: list[c.Copied] = []
@@ -126,13 +138,38 @@ class AgentLink:
         while self._fetching and self._sock is not None and time.monotonic() < deadline:
             self._hear(deadline - time.monotonic())
 
-    def slot_to_use(self) -> int | None:
-        """The slot to write next, to be asked once for each snapshot; None if the agent does not say."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        while self._use is None and self._sock is not None and time.monotonic() < deadline:
+    def slot_to_use(self, *, patient: bool = False) -> int | None:
+        """The slot to write next, to be asked once for each snapshot; None if the agent does not say.
+
+        Args:
+            patient: wait for an agent that is slow; else it is waited for once, and then no more until it has answered.
+        """
+        deadline = time.monotonic() + (PATIENCE if patient else 0.0 if self._silent else ANSWER_TIMEOUT)
+        while self._use is None and self._sock is not None:
             self._hear(deadline - time.monotonic())
+            if time.monotonic() >= deadline:
+                break
         use, self._use = self._use, None
+        self._silent = use is None
         return use
+
+    @property
+    def silent(self) -> bool:
+        """Whether the agent is there, and has not answered when it was last asked for a slot. Does not wait."""
+        self._hear(0.0)
+        return self._silent and self._use is None and self._sock is not None
+
+    def may_commit(self) -> bool:
+        """Whether a checkpoint that this process has written may appear: the agent knows what has become of the node.
+
+        For one thread, beside the one that asks all else. Without an answer it may not.
+        """
+        number = self._commit.number + 1
+        self._say(c.MayCommit(number))
+        deadline = time.monotonic() + COMMIT_TIMEOUT
+        while self._commit.number < number and self._sock is not None and time.monotonic() < deadline:
+            self._hear(0.1)
+        return self._commit.number == number and self._commit.allowed
 
     def stored(self, stored: c.Stored) -> None:
         """A snapshot is in a slot."""
@@ -205,7 +242,7 @@ class AgentLink:
     def _take_slots(self) -> None:
         if self._sock is None:
             return
-        self._sock.settimeout(ANSWER_TIMEOUT)
+        self._sock.settimeout(START_TIMEOUT)
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._sock, 4096, _DESCRIPTORS)
         except OSError as error:
@@ -242,21 +279,25 @@ class AgentLink:
 
     def _hear(self, timeout: float) -> None:
         """Take in what comes within the seconds."""
-        if self._sock is None:
+        sock = self._sock
+        if sock is None or (number := sock.fileno()) < 0:
             return
         # Not by the socket's own timeout, which is for those who send.
         arrivals = select.poll()
-        arrivals.register(self._sock, select.POLLIN)
+        arrivals.register(number, select.POLLIN)
         if not arrivals.poll(max(0.0, timeout) * 1000):
             return
-        try:
-            data = self._sock.recv(65536)
-        except OSError:
-            data = b""
-        if data:
-            self._understand(data)
-        else:
-            self._hang_up()
+        with self._hearing:
+            if self._sock is None or not arrivals.poll(0):
+                return  # another thread has heard it
+            try:
+                data = self._sock.recv(65536)
+            except OSError:
+                data = b""
+            if data:
+                self._understand(data)
+            else:
+                self._hang_up()
 
     def _understand(self, data: bytes) -> None:
         *lines, self._pending = (self._pending + data).split(b"\n")
@@ -270,6 +311,8 @@ class AgentLink:
                     self._use = use
                 case c.Copied() as copied:
                     self._copies.append(copied)
+                case c.Commit() as commit:
+                    self._commit = commit
                 case c.Copying():
                     self._copying_at = time.monotonic()
                 case c.Stop(cause=cause):

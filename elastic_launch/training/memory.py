@@ -116,6 +116,7 @@ class MemorySnapshots:
         stays: Callable[[Tensor], bool],
         target: Target,
         wait: bool,
+        patient: bool = False,
         spent: float = 0.0,
     ) -> bool:
         """Begin to take a snapshot, in a thread; :meth:`settle` ends it.
@@ -123,6 +124,7 @@ class MemorySnapshots:
         Args:
             stays: whether a tensor keeps its values until then.
             wait: end it here.
+            patient: wait for an agent that is slow, for as long as for a last checkpoint.
             spent: seconds that it took to ask for the state.
 
         Returns:
@@ -132,7 +134,7 @@ class MemorySnapshots:
         began = time.monotonic()
         draft = Draft(state, meta, stays)
         self.writes = self._has_room(draft.tensor_bytes + self._json)
-        number = self._link.slot_to_use() if self.writes else None
+        number = self._link.slot_to_use(patient=patient) if self.writes else None
         if number is None:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))

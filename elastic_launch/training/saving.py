@@ -115,11 +115,27 @@ class Saver:
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
         first = self._world.rank == 0
         wishes = Wishes(
-            save=first and save and not self._posted.save,
+            save=(first and save and not self._posted.save) or self._owes(checkpoint),
             keep=first and keep and not self._posted.keep,
         )
         self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
         return wishes
+
+    def _owes(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether a checkpoint that was put off can be made now."""
+        return (
+            checkpoint is not None
+            and checkpoint.owes
+            and not self._posted.save
+            and not (self._link and self._link.silent)
+        )
+
+    def _agent_is_there(self) -> bool:
+        """Whether the agent lives, and takes snapshots: if it does not answer, it is slow."""
+        return self._memory is not None and self._memory.writes and self._link is not None and self._link.alive
+
+    def _may_commit(self) -> bool:
+        return self._link is None or self._link.may_commit()
 
     def agree(self, agreed: Wishes) -> None:
         """Take note of what all ranks have agreed on; it is done at the next boundary with a step."""
@@ -173,11 +189,16 @@ class Saver:
         if in_memory:
             target = checkpoint.target(self._world, now=durable) if checkpoint is not None else Target()
             spent = time.monotonic() - began
-            self._kept = self._keep(captured, meta, step, stays, target, wait=last or stays is None, spent=spent)
+            self._kept = self._keep(captured, meta, step, stays, target, last=last, spent=spent)
         if durable and self._kept and durably:
             durably.requested(step, self._link)
+        elif durable and durably and in_memory and self._agent_is_there() and not last:
+            # Memory must not fall behind what is durable: all ranks save again once the agent answers.
+            if not durably.owes:
+                _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
+            durably.put_off(step)
         elif durable and checkpoint is not None:
-            checkpoint.save(captured, step, meta)
+            checkpoint.save(captured, step, meta, self._may_commit)
         self.seconds = time.monotonic() - began
 
     def settle(self) -> None:
@@ -240,7 +261,7 @@ class Saver:
         stays: Stays | None,
         target: Target,
         *,
-        wait: bool,
+        last: bool,
         spent: float,
     ) -> bool:
         assert self._memory is not None
@@ -254,7 +275,8 @@ class Saver:
                 training=self._training,
                 stays=stays or (lambda tensor: True),
                 target=target,
-                wait=wait,
+                wait=last or stays is None,
+                patient=last,
                 spent=spent,
             )
         except snapshot.CheckpointError as error:

@@ -76,6 +76,20 @@ def test_what_the_agent_says_is_heard_while_another_thread_tells(ends: tuple[soc
     assert link.stop_asked() == "resize"
 
 
+def _asked(agent: socket.socket) -> c.MayCommit:
+    """Wait until the worker asks whether it may commit."""
+    agent.settimeout(60)
+    data = b""
+    while not (asked := [x for x in map(c.unpack, data.splitlines()) if isinstance(x, c.MayCommit)]):
+        data += agent.recv(4096)
+    return asked[0]
+
+
+def _allow(agent: socket.socket) -> None:
+    """Answer as the agent of a member, once."""
+    agent.sendall(c.pack(c.Commit(_asked(agent).number, True)))
+
+
 def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     ends: tuple[socket.socket, AgentLink],
     tmp_path: Path,
@@ -101,10 +115,13 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
         isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
     )
     monkeypatch.undo()
+    allowing = threading.Thread(target=_allow, args=(agent,))
+    allowing.start()
     run._saver.save(2, checkpoint, **save)
     began = time.monotonic()
     run._saver.poll(2, checkpoint)
     run._saver.finish(wait=True)
+    allowing.join()
     assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
     loaded = newest(tmp_path)
     assert loaded is not None
@@ -140,3 +157,102 @@ def test_a_final_checkpoint_whose_agent_is_gone_is_not_taken_for_saved(
     (outcome,) = checkpoint.finish(wait=True)
     assert (outcome.step, outcome.info) == (7, None)
     assert "the agent, which copies it, does not answer" in str(outcome.error)
+
+
+@pytest.fixture
+def saver(
+    ends: tuple[socket.socket, AgentLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Run, el.Checkpoint]]:
+    """A run of one process, of one step between checkpoints, with an agent that says nothing by itself."""
+    _, link = ends
+    monkeypatch.setattr("elastic_launch.training.link.ANSWER_TIMEOUT", 0.1)
+    link.slots = [Slot.make(f"test-{number}") for number in range(3)]
+    run = Run(World(), torch.device("cpu"), link)
+    run.register("model", nn.Linear(2, 2))
+    checkpoint = el.Checkpoint(tmp_path / "checkpoints", every=1)
+    run.resume(checkpoint)
+    yield run, checkpoint
+    run.release()
+
+
+def _heard(agent: socket.socket, kind: type[c.Message]) -> list[c.Message]:
+    agent.settimeout(0.2)
+    data = b""
+    try:
+        while part := agent.recv(65536):
+            data += part
+    except TimeoutError:
+        pass
+    return [message for message in map(c.unpack, data.splitlines()) if isinstance(message, kind)]
+
+
+def _save(run: Run, checkpoint: el.Checkpoint, step: int, *, last: bool = False) -> None:
+    options = {"identity": {}, "state": run.state, "worlds": [1], "draining": False, "stays": None}
+    run._saver.agree(run._saver.wishes(step, checkpoint))
+    run._saver.save(step, checkpoint, last=last, **options)
+
+
+def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
+    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, el.Checkpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Written by the worker itself, they would be newer than memory, and perhaps those of a node that is out."""
+    agent, _ = ends
+    run, checkpoint = saver
+    for step in (1, 2, 3):
+        _save(run, checkpoint, step)
+    assert not checkpoint.directory.exists() or newest(checkpoint.directory) is None
+    assert _heard(agent, c.Stored) == []
+    assert caplog.text.count("the agent does not answer; it is put off until it does") == 1
+    agent.sendall(c.pack(c.Use(1)))
+    checkpoint._interval = el.Checkpoint(checkpoint.directory, every=1000)._interval  # but for what is owed
+    _save(run, checkpoint, 4)
+    (told,) = _heard(agent, c.Stored)
+    assert isinstance(told, c.Stored)
+    assert (told.step, told.durable, told.slot) == (4, True, 1)
+    assert not checkpoint.owes
+
+
+def test_the_last_checkpoint_waits_for_an_agent_that_is_slow(
+    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, el.Checkpoint]
+) -> None:
+    agent, _ = ends
+    run, checkpoint = saver
+    _save(run, checkpoint, 1)
+    answer = threading.Timer(1.0, lambda: agent.sendall(c.pack(c.Use(2))))
+    answer.start()
+    _save(run, checkpoint, 2, last=True)
+    answer.join()
+    (told,) = _heard(agent, c.Stored)
+    assert isinstance(told, c.Stored)
+    assert (told.step, told.durable) == (2, True)
+
+
+def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run, el.Checkpoint]) -> None:
+    run, checkpoint = saver
+    _save(run, checkpoint, 1)
+    (outcome,) = checkpoint.finish(wait=True)
+    assert "the agent did not answer" in str(outcome.error)
+
+
+@pytest.mark.parametrize("allowed", [True, False, None], ids=["member", "cut off", "silent"])
+def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
+    ends: tuple[socket.socket, AgentLink],
+    saver: tuple[Run, el.Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: bool | None,
+) -> None:
+    monkeypatch.setattr("elastic_launch.training.link.COMMIT_TIMEOUT", 1.0 if allowed is None else 60.0)
+    agent, _ = ends
+    run, checkpoint = saver
+    run._saver._give_up_memory("there is none.")
+    _save(run, checkpoint, 1)
+    asked = _asked(agent)
+    assert newest(checkpoint.directory) is None
+    if allowed is not None:
+        agent.sendall(c.pack(c.Commit(asked.number, allowed)))
+    (outcome,) = checkpoint.finish(wait=True)
+    found = newest(checkpoint.directory)
+    assert (found is not None) == bool(allowed)
+    assert (outcome.error is None) == bool(allowed)
+    if not allowed:
+        assert "was not committed" in str(outcome.error)
