@@ -14,12 +14,14 @@ So what was altered on the way is noticed; with a token also what was altered on
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,19 +35,29 @@ from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.snapshot.manifest import MAX_STATE_BYTES
 from elastic_launch.snapshot.room import free_memory
 from elastic_launch.snapshot.slot import Header, Slot
+from elastic_launch.threads import VitalThread
 
 __all__ = ["Fetch", "Server"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
 IDLE = 10.0
-"""Seconds without a byte after which either side gives up."""
+"""Seconds without a byte, or without the whole of a message, after which either side gives up."""
+
+SLOWEST = 512 * 1024
+"""Bytes a second with which a snapshot comes at least."""
 
 FETCHERS = 4
-"""Connections at once; a further one is closed."""
+"""Nodes that are served at once; a further one is closed."""
+
+STRANGERS = 32
+"""Connections at once that have not yet asked for what is served, and proven with a token that they may: each has IDLE
+for that. For a further one the oldest is closed of those from the address that has most."""
 
 _LINE = 64 * 1024
 _CHUNK = 1024 * 1024
+_MOST = 2**53  # Numbers beyond are no counts.
+_TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO)
 
 T = TypeVar("T")
 
@@ -81,15 +93,17 @@ class _Wire:
         self._sock = sock
         self._channel = channel
         self._lines: list[bytes] = []
-        sock.settimeout(IDLE)
 
     def say(self, message: object) -> None:
         self._channel.send(codec.dumps(message) + b"\n")
         self._flush()
 
-    def hear(self, kind: type[T]) -> T:
+    def hear(self, kind: type[T], seconds: float = IDLE) -> T:
+        """Return the next message; all of it, with what a token adds, has to come within the seconds."""
+        deadline = time.monotonic() + seconds
         self._flush()
         while not self._lines:
+            self._wait(deadline)
             data = self._sock.recv(_LINE)
             if not data:
                 raise ProtocolError("The other side hung up.")
@@ -98,12 +112,15 @@ class _Wire:
         return codec.decode(kind, codec.loads(self._lines.pop(0)))
 
     def send(self, part: bytes) -> None:
-        self._sock.sendall(part)
+        self._sock.settimeout(IDLE)
+        self._sock.sendall(part)  # all of it within that time
 
     def receive(self, size: int) -> Iterator[memoryview]:
         """Yield so many bytes in parts, each of which is good until the next."""
+        deadline = time.monotonic() + IDLE + size / SLOWEST
         buffer = memoryview(bytearray(min(size, _CHUNK)))
         while size:
+            self._wait(deadline)
             count = self._sock.recv_into(buffer[: min(size, _CHUNK)])
             if not count:
                 raise ProtocolError("The other side hung up before all was there.")
@@ -113,11 +130,31 @@ class _Wire:
     def await_end(self) -> None:
         """Wait until the other side hangs up: it has read all."""
         with suppress(OSError):
+            self._sock.settimeout(IDLE)
             self._sock.recv(1)
 
+    def _wait(self, deadline: float) -> None:
+        """Have the next call wait for IDLE at most, and no longer than until a moment."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(min(left, IDLE))
+
     def _flush(self) -> None:
+        self._sock.settimeout(IDLE)
         self._sock.sendall(self._channel.unsent)
         self._channel.unsent.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection to the server; a stranger until it has asked for what is served, with proof if there is a token."""
+
+    sock: socket.socket
+    address: str
+    thread: threading.Thread | None = None
+    stranger: bool = True
+    evicted: bool = False
 
 
 class Server:
@@ -136,72 +173,106 @@ class Server:
         self._key = key
         self._rests = rests
         self._lock = threading.Lock()
-        self._peers: dict[socket.socket, threading.Thread] = {}
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name="serve", daemon=True)
+        self._peers: list[_Peer] = []  # the oldest first
+        self._complained = False
+        self._closing = threading.Event()
+        self._thread = VitalThread(self._accept, "serve")
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether somebody fetches."""
+        """Whether a node is being served."""
         with self._lock:
-            return bool(self._peers)
+            return any(not peer.stranger for peer in self._peers)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not yet asked for anything."""
+        with self._lock:
+            return sum(peer.stranger for peer in self._peers)
 
     def close(self) -> None:
         """Hang up."""
+        self._closing.set()
         with self._lock:
-            self._closing = True
-            peers = dict(self._peers)
-            for sock in peers:
-                _shut(sock)
+            peers = list(self._peers)
+            for peer in peers:
+                _shut(peer.sock)
         _shut(self._listener)
-        for thread in (self._thread, *peers.values()):
-            thread.join(IDLE)
+        for thread in (self._thread, *(peer.thread for peer in peers)):
+            if thread is not None:
+                thread.join(IDLE)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except OSError as error:
-                if not self._closing:
+                if error.errno in _TEMPORARY:
+                    self._closing.wait(0.2)
+                    continue
+                if not self._closing.is_set():
                     _log.warning("the snapshot is not served any more: %s", error)
                 return
-            with self._lock:
-                if self._closing or len(self._peers) >= FETCHERS:
-                    sock.close()
-                    continue
-                thread = threading.Thread(target=self._attend, args=(sock,), name="serve-one", daemon=True)
-                self._peers[sock] = thread
-                thread.start()
+            self._admit(_Peer(sock, str(address[0])))
 
-    def _attend(self, sock: socket.socket) -> None:
+    def _admit(self, peer: _Peer) -> None:
+        while len(self._peers) >= 2 * (STRANGERS + FETCHERS) and not self._closing.wait(0.01):
+            pass  # until the threads of those that were evicted have run
+        with self._lock:
+            if self._closing.is_set():
+                peer.sock.close()
+                return
+            strangers = [other for other in self._peers if other.stranger and not other.evicted]
+            if len(strangers) >= STRANGERS:
+                most = Counter(other.address for other in strangers).most_common(1)[0][0]
+                oldest = next(other for other in strangers if other.address == most)
+                oldest.evicted = True
+                _shut(oldest.sock)
+            peer.thread = VitalThread(self._attend, "serve-one", (peer,))
+            self._peers.append(peer)
+            try:
+                peer.thread.start()
+            except RuntimeError:  # no more threads
+                self._peers.remove(peer)
+                peer.sock.close()
+
+    def _attend(self, peer: _Peer) -> None:
         try:
-            self._give(_Wire(sock, Channel.of_leader(self._key, _LINE)), sock)
+            self._give(_Wire(peer.sock, Channel.of_leader(self._key, _LINE)), peer)
         except (OSError, ProtocolError) as error:
-            if not self._closing:
-                _log.warning("a snapshot was not given to who asked for it: %s", error)
+            with self._lock:
+                tell = not self._closing.is_set() and not (peer.stranger and self._complained)
+                self._complained = self._complained or peer.stranger
+            if tell:
+                once = " (said once of those that do not ask as nodes of this run do)" if peer.stranger else ""
+                _log.warning("a snapshot was not given to %s: %s%s", peer.address, error, once)
         finally:
             with self._lock:
-                del self._peers[sock]
-                sock.close()
-                rests = not self._peers and not self._closing
-            if rests:
+                self._peers.remove(peer)
+                peer.sock.close()
+                busy = any(not other.stranger for other in self._peers)
+            if not peer.stranger and not busy and not self._closing.is_set():
                 self._rests()
 
-    def _give(self, wire: _Wire, sock: socket.socket) -> None:
+    def _give(self, wire: _Wire, peer: _Peer) -> None:
         wanted = wire.hear(_Wanted)
         header = self._slot.header()
         if header is None or (header.round, header.step) != (wanted.round, wanted.step):
             raise ProtocolError(f"The snapshot of step {wanted.step} of round {wanted.round} is not here.")
+        with self._lock:
+            if sum(not other.stranger for other in self._peers) >= FETCHERS:
+                raise ProtocolError(f"{FETCHERS} others fetch it already.")
+            peer.stranger = False
         wire.say(_Offered(header.training, header.tensors, header.state, header.meta))
-        wire.hear(_Go)
+        wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # it finds the memory first
         digest = hashlib.sha256()
         for part in chain(self._slot.tensor_parts(header), [self._slot.state(header), self._slot.meta(header)]):
             digest.update(part)
             wire.send(part)
         wire.say(_Sum(digest.hexdigest()))
-        _log.info("the snapshot of step %d went to %s", header.step, sock.getpeername()[0])
+        _log.info("the snapshot of step %d went to %s", header.step, peer.address)
         wire.await_end()
 
 
@@ -235,7 +306,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+        self._thread = VitalThread(self._run, "fetch")
 
     def start(self) -> None:
         """Begin; done may be called at once."""
@@ -296,8 +367,9 @@ class Fetch:
         wire.say(_Wanted(source.round, source.step))
         offered = wire.hear(_Offered)
         sizes = (offered.tensors, offered.state, offered.meta)
-        if min(*sizes, offered.training) < 0 or max(offered.state, offered.meta) > MAX_STATE_BYTES:
-            raise ProtocolError(f"No snapshot has sizes of {sizes}.")
+        numbers = (source.round, source.step, offered.training, *sizes)
+        if min(numbers) < 0 or max(numbers) >= _MOST or max(offered.state, offered.meta) > MAX_STATE_BYTES:
+            raise ProtocolError("No snapshot has such numbers and sizes.")
         slot = self._slot
         if offered.tensors - slot.allocated > 0.9 * free_memory():
             raise ProtocolError(f"there is no memory for its {offered.tensors / 2**30:.2f} GiB.")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from harness import wait_for
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from elastic_agents import transfer
 from elastic_agents.keeper import Keeper
 from elastic_agents.transfer import Server
 from elastic_launch.contract import Fetched, Stored
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous.auth import Channel
 from elastic_launch.rendezvous.keeping import Source
 from elastic_launch.rendezvous.net import listen
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
@@ -215,7 +221,115 @@ def test_strangers_do_not_keep_a_server_from_closing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        wait_for("strangers", lambda: server.busy)
+        wait_for("strangers", lambda: server.strangers == 6)
+        assert not server.busy
         server.close()
     assert not server.busy
     slot.close()
+
+
+@contextmanager
+def dripping(port: int, number: int) -> Iterator[Callable[[], int]]:
+    """Connections that send a byte every now and then; yields how many the server has hung up on."""
+    ended, hung_up = threading.Event(), 0
+
+    def drip(socks: list[socket.socket]) -> None:
+        nonlocal hung_up
+        while not ended.wait(0.2):
+            for sock in list(socks):
+                try:
+                    sock.sendall(b"x")
+                except OSError:
+                    socks.remove(sock)
+                    hung_up += 1
+
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(number)]
+        thread = threading.Thread(target=drip, args=(socks,))
+        thread.start()
+        try:
+            yield lambda: hung_up
+        finally:
+            ended.set()
+            thread.join(30)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no token", "token"])
+@pytest.mark.parametrize("number", [5, 100])
+def test_connections_that_drip_do_not_keep_a_node_from_its_snapshot(
+    nodes: tuple[Node, Node], key: bytes | None, number: int
+) -> None:
+    old, new = nodes
+    old.store(7)
+    source = old.serve(key)
+    with dripping(source.port, number):
+        new.fetch(source, key=key)
+        assert new.holds() == (1, 7)
+
+
+def test_a_connection_that_drips_is_closed_in_time(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer, "IDLE", 1.0)
+    old, _ = nodes
+    old.store(7)
+    source = old.serve(KEY)
+    with dripping(source.port, 5) as hung_up:
+        wait_for("their end", lambda: hung_up() == 5)
+    assert caplog.text.count("a snapshot was not given to 127.0.0.1") == 1
+    assert not old.rested.is_set(), "no node was served"
+
+
+def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
+    nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, new = nodes
+    offers: list[dict[str, object]] = [
+        {"training": 10**30, "tensors": 8, "state": 8, "meta": 8},
+        {"training": 0, "tensors": 2**70, "state": 8, "meta": 8},
+        {"training": 0, "tensors": 8, "state": -8, "meta": 8},
+        {"training": 0, "tensors": 8, "state": 10**400, "meta": 8},
+        {"training": 0, "tensors": 8.5, "state": 8, "meta": 8},
+    ]
+    with listen("127.0.0.1") as listener:
+
+        def lie() -> None:
+            for offer in offers:
+                sock, _ = listener.accept()
+                with sock:
+                    sock.recv(4096)
+                    sock.sendall(json.dumps(offer).encode() + b"\n")
+                    sock.recv(4096)
+
+        liar = threading.Thread(target=lie)
+        liar.start()
+        new.fetch(*[Source("127.0.0.1", listener.getsockname()[1], 1, 7 + number) for number in range(len(offers))])
+        assert new.holds() is None
+        liar.join(30)
+    assert caplog.text.count("could not be fetched") == len(offers)
+    assert [slot.header() for slot in new.slots] == [None] * len(new.slots)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300), st.booleans())
+def test_whatever_a_stranger_sends_is_refused_as_no_message(sent: bytes, token: bool) -> None:
+    _hear(sent, KEY if token else None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=3000), st.booleans())
+def test_whatever_a_stranger_sends_is_refused_as_no_message_at_length(sent: bytes, token: bool) -> None:
+    _hear(sent, KEY if token else None)
+
+
+def _hear(sent: bytes, key: bytes | None) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(sent + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        wire = transfer._Wire(ours, Channel.of_leader(key, 65536))
+        with suppress(ProtocolError):
+            assert isinstance(wire.hear(transfer._Wanted), transfer._Wanted)
+            assert key is None
