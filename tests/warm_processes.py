@@ -45,11 +45,18 @@ class Starter:
 
     def start(self, *argv: str, env: dict[str, str] | None = None, out: int = 1, err: int = 2) -> int:
         command = [sys.executable, "-u", *argv]
+        self.prepare()
         pid = self.processes.start(StartRequest(command, {**self.env, **(env or {})}, out, err))
         if isinstance(self.processes, WarmProcesses):
             self.started += 1
             assert self.processes.forked == self.started, "it was executed"
         return pid
+
+    def prepare(self) -> None:
+        """Wait until a process can be started."""
+        prepared = Event()
+        self.processes.prepare(1, prepared.set)
+        assert prepared.wait(60)
 
     def wait(self) -> tuple[int, int]:
         return self._exits.get(timeout=self.patience)

@@ -292,7 +292,7 @@ class LocalElasticAgent(ElasticAgent):
         match action:
             case v.StartWorkers(form=form):
                 self._awaited = form
-                self._processes.when_ready(lambda: self._inbox.put(CanStart(form.round.number)))
+                self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(form.round.number)))
             case v.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:

@@ -51,6 +51,10 @@ class WorkerProcesses(Protocol):
         """Call once starting a process takes no longer than it must; at once, or later from another thread."""
         ...
 
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        """Call once so many processes can be started without waiting; at once, or later from another thread."""
+        ...
+
     def start(self, request: StartRequest) -> int:
         """Start a process and return its pid, which is its session's id too.
 
@@ -90,6 +94,9 @@ class ExecProcesses:
         self._thread.start()
 
     def when_ready(self, call: Callable[[], None]) -> None:
+        call()
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
         call()
 
     def start(self, request: StartRequest) -> int:

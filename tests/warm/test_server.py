@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from warm_processes import Starter, config_for, warm_starter, write
 
 from elastic_agents.processes import StartRequest
 from elastic_agents.warm.client import WarmProcesses
+from elastic_agents.warm.parked import FORK_TIMEOUT
 
 FORKED = "import sys, os\nprint(int('yaml' in sys.modules))"
 LOADED = "print('yaml' in sys.modules, 'odd' in sys.modules)"
@@ -170,6 +172,7 @@ def test_a_worker_whose_environment_matters_at_import_is_executed(
         for number, env in enumerate([{}, {"HUB": "b"}, {"OMP_NUM_THREADS": "7"}, {"HF_HOME": "/x"}]):
             note = tmp_path / str(number)
             argv = [sys.executable, "-u", script, str(note)]
+            starter.prepare()
             pid = starter.processes.start(StartRequest(argv, {**starter.env, **env}, 1, 2))
             assert starter.wait() == (pid, 0)
             found.append((note.read_text(), starter.processes.forked))
@@ -272,6 +275,7 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
         server = _server(starter)
         os.kill(server, signal.SIGSTOP)
         assert isinstance(starter.processes, WarmProcesses)
+        starter.prepare()
         with (tmp_path / "out").open("wb") as out:
             command = [sys.executable, "-u", script]
             pid = starter.processes.start(StartRequest(command, starter.env, out.fileno(), 2))
@@ -284,7 +288,40 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
         wait_for("the next server", lambda: known)
         monkeypatch.undo()
         assert starter.run(script).stdout == "1\n"
-    assert caplog.text.count("a worker imports for itself") == 1
+    assert caplog.text.count("workers import for themselves: timed out") == 1
+
+
+def test_who_starts_workers_does_not_wait_for_a_server_that_is_stopped(tmp_path: Path) -> None:
+    """Before, the agent's main loop stood still for as long as a fork may take."""
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        os.kill(_server(starter), signal.SIGSTOP)
+        prepared: list[float] = []
+        began = time.monotonic()
+        starter.processes.prepare(1, lambda: prepared.append(time.monotonic()))
+        assert not prepared
+        wait_for("the time that a fork may take", lambda: prepared)
+        assert prepared[0] - began >= FORK_TIMEOUT
+        pid = starter.processes.start(StartRequest([sys.executable, "-u", script], starter.env, 1, 2))
+        assert starter.wait() == (pid, 0)
+
+
+def test_a_process_that_is_stopped_as_it_waits_for_work_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agents.warm.parked.ANSWER_TIMEOUT", 2.0)
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script), ahead=2) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        parked = wait_for("processes that wait", lambda: [x.pid for x in server._parked] * (len(server._parked) == 2))
+        for pid in parked:
+            os.kill(pid, signal.SIGSTOP)
+        starter.prepare()
+        ended = starter.run(script)
+        assert (ended.code, ended.stdout) == (0, "1\n")
+        assert ended.pid not in parked
+        assert not any(map(alive, parked))
 
 
 def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
 from elastic_agents.sessions import kill_sessions, reap_orphans
+from elastic_agents.warm import parked as waiting
 from elastic_agents.warm.anew import server_environment, server_settings, wants_server
 from elastic_agents.warm.imports import differs_at_import
-from elastic_agents.warm.parked import FORK_TIMEOUT, Parked
+from elastic_agents.warm.parked import Parked
 from elastic_agents.warm.server import command, open_log
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
@@ -99,7 +100,7 @@ class WarmServer:
         self.env = server_environment(env)
         self._process = process
         self._orders = orders
-        self._orders.settimeout(FORK_TIMEOUT)
+        self._orders.settimeout(waiting.FORK_TIMEOUT)
         self._source = source
         self._lock = threading.Lock()
         self._known = False
@@ -110,7 +111,7 @@ class WarmServer:
         self._closing = False
         self._deadline = time.monotonic() + PATIENCE  # of each import
         self._calls: list[Callable[[], None]] = []
-        self._forking = threading.Lock()  # held by who speaks to the server
+        self._wanted: list[tuple[int, Callable[[], None]]] = []  # so many processes, and what to call then
         self._reaping = threading.Lock()
         self._reaped = False
         self._parked: list[Parked] = []
@@ -167,26 +168,42 @@ class WarmServer:
                 return
         call()
 
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        """Call once so many processes wait for work, and run, or there will be none; at once or from the thread.
+
+        Only the thread waits for the server, and for those that it forks: each of them may be stopped.
+        """
+        with self._lock:
+            if not (self._known and not self._usable):
+                self._wanted.append((count, call))
+                os.eventfd_write(self._wake, 1)
+                return
+        call()
+
     def start(self, request: StartRequest) -> int:
         """Return the pid of a worker, which is a child of this process.
 
         Raises:
-            OSError: if there is none that waits, and the server cannot fork.
+            OSError: if none waits for work.
         """
-        with self._forking:
-            try:
-                while self._parked:
-                    try:
-                        return self._parked.pop().begin(request)
-                    except OSError as error:
-                        _log.debug("a process that waited for work is gone: %s", error)
-                return Parked.fork(self._orders).begin(request)
-            finally:
-                self._rest()  # last: the thread, woken, sees how many are left
+        try:
+            while (one := self._take()) is not None:
+                try:
+                    return one.begin(request)
+                except OSError as error:
+                    _log.debug("a process that waited for work is gone: %s", error)
+            raise OSError("no process waits for work")
+        finally:
+            self._rest()  # last: the thread, woken, sees how many are left
+
+    def _take(self) -> Parked | None:
+        with self._lock:
+            return self._parked.pop() if self._parked else None
 
     def give_up(self) -> None:
         """Have it count as lost: what was asked of it last must never come to life."""
-        self._usable, self.lost = False, True
+        with self._lock:
+            self._usable, self.lost = False, True
         self._process.kill()
         self._dismiss()
 
@@ -196,6 +213,7 @@ class WarmServer:
             return
         self._closing = True
         self._process.kill()
+        self._dismiss()  # the thread may be waiting for them
         self._thread.join(10)
         self._reap()
         self._dismiss()
@@ -214,13 +232,14 @@ class WarmServer:
                     os.eventfd_read(self._wake)
                 if not ready:
                     self._on_time()
-                if "server" not in ready:
-                    continue
-                if not (data := source.read(65536)):
-                    break
-                *lines, pending = (pending + data).split(b"\n")
-                for line in lines:
-                    self._hear(json.loads(line))
+                if "server" in ready:
+                    if not (data := source.read(65536)):
+                        break
+                    *lines, pending = (pending + data).split(b"\n")
+                    for line in lines:
+                        self._hear(json.loads(line))
+                if self._usable:
+                    self._provide()
         self._reap()
         self.lost = self.lost or self._usable
         if not self._known and not self._closing:
@@ -276,25 +295,67 @@ class WarmServer:
         self._ahead_at = time.monotonic() + REST
         os.eventfd_write(self._wake, 1)
 
+    def _provide(self) -> None:
+        """Have as many processes wait for work as are wanted by now, all of which run."""
+        with self._lock:
+            wanted, self._wanted = self._wanted, []
+        if not wanted:
+            return
+        try:
+            self._weed_out()
+            while len(self._parked) < max(count for count, _ in wanted) and self._usable and not self._closing:
+                self._park(Parked.fork(self._orders))
+        except OSError as error:
+            if not self._closing:
+                _log.warning("workers import for themselves: %s", error)
+            self.give_up()
+        for _, call in wanted:
+            call()
+
+    def _weed_out(self) -> None:
+        """End those that wait for work and have died, or are stopped."""
+        with self._lock:
+            parked = list(self._parked)
+        asked = []
+        for one in parked:
+            with suppress(OSError):
+                one.ask()
+                asked.append(one)
+        deadline = time.monotonic() + waiting.ANSWER_TIMEOUT
+        answer = [one for one in asked if one.answers(deadline)]
+        for one in parked:
+            if one not in answer:
+                with self._lock:
+                    mine = one in self._parked
+                    if mine:
+                        self._parked.remove(one)
+                if mine:
+                    one.end()
+
+    def _park(self, one: Parked) -> None:
+        with self._lock:
+            parked = self._usable and not self._closing
+            if parked:
+                self._parked.append(one)
+        if not parked:
+            one.end()
+
     def _fork_ahead(self) -> None:
         """Have one more process waiting, if workers have begun a while ago."""
-        with self._forking:
-            if not self._usable or self._closing or time.monotonic() < self._ahead_at:
-                return
-            if len(self._parked) < self._ahead:
-                try:
-                    self._parked.append(Parked.fork(self._orders))
-                except TimeoutError:
-                    # It hangs, and would keep from a start whoever waits for it.
-                    self._usable, self.lost = False, True
-                    self._process.kill()
-                except OSError as error:
-                    _log.debug("no process could be forked ahead: %s", error)
-                    self._rest()
+        if not self._usable or self._closing or time.monotonic() < self._ahead_at:
+            return
+        if len(self._parked) < self._ahead:
+            try:
+                self._park(Parked.fork(self._orders))
+            except TimeoutError:
+                self.give_up()  # it hangs, and would keep from a start whoever waits for it
+            except OSError as error:
+                _log.debug("no process could be forked ahead: %s", error)
+                self._rest()
 
     def _dismiss(self) -> None:
         """End the processes that wait for work."""
-        with self._forking:
+        with self._lock:
             parked, self._parked = self._parked, []
         for one in parked:
             one.end()
@@ -303,6 +364,9 @@ class WarmServer:
         with self._lock:
             self._known, self._usable = True, usable
             calls, self._calls = self._calls, []
+            if not usable:
+                calls += [call for _, call in self._wanted]
+                self._wanted = []
         for call in calls:
             call()
 
@@ -319,22 +383,39 @@ class WarmProcesses:
     def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
         _be_subreaper(True)
         self._server = server
+        self._former: list[tuple[WarmServer, VitalThread]] = []  # and who closes it
         self._make = make
         self._replaced = 0
-        self._exec = ExecProcesses(on_exit, lambda: self._server.waiting)
+        self._exec = ExecProcesses(on_exit, self._claimed)
         self._complained = False
         self.forked = 0
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        if self._server.lost and self._replaced < MOST_REPLACED:
-            self._replaced += 1
-            _log.warning("the warm server is gone; another one is started")
-            self._server.close()
-            try:
-                self._server = self._make()
-            except OSError as error:
-                _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+        self._replace_lost()
         self._server.when_known(call)
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        self._replace_lost()
+        self._server.prepare(count, call)
+
+    def _replace_lost(self) -> None:
+        if not self._server.lost or self._replaced >= MOST_REPLACED:
+            return
+        self._replaced += 1
+        _log.warning("the warm server is gone; another one is started")
+        try:
+            server = self._make()
+        except OSError as error:
+            _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+            return
+        # It may take a while: what it has forked may be stopped.
+        closing = VitalThread(self._server.close, "former warm server")
+        self._former.append((self._server, closing))
+        self._server = server
+        closing.start()
+
+    def _claimed(self) -> list[int]:
+        return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
 
     def start(self, request: StartRequest) -> int:
         if not self._server.usable or self._differs(request):
@@ -354,6 +435,8 @@ class WarmProcesses:
 
     def close(self) -> None:
         self._server.close()
+        for _, closing in self._former:
+            closing.join(30)
         self._exec.close()
         _be_subreaper(False)
 

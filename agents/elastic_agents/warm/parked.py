@@ -7,13 +7,17 @@ import json
 import os
 import signal
 import socket
+import time
 
 from elastic_agents.processes import StartRequest
 
 __all__ = ["Parked"]
 
-FORK_TIMEOUT = 20.0
-"""Seconds for a fork, and for its beginning, which take 0.03 s on a machine that does not swap."""
+FORK_TIMEOUT = 10.0
+"""Seconds for a fork, which takes 0.03 s on a machine that does not swap."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds for what takes a process that runs a millisecond: to answer, and to begin."""
 
 
 class Parked:
@@ -51,12 +55,29 @@ class Parked:
             undo.pop_all()
             return Parked(int(pid), mine)
 
+    def ask(self) -> None:
+        """Ask it whether it runs; see :meth:`answers`.
+
+        Raises:
+            OSError: if it has died.
+        """
+        self._sock.sendall(b"\n")
+
+    def answers(self, deadline: float) -> bool:
+        """Whether it answers before a moment of the monotonic clock: a process may be stopped."""
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            return bool(_line(self._sock))
+        except OSError:
+            return False
+
     def begin(self, request: StartRequest) -> int:
         """Make it a worker, which the caller reaps; return its pid.
 
         Raises:
             OSError: if it has died; then it is reaped.
         """
+        self._sock.settimeout(ANSWER_TIMEOUT)
         order = json.dumps({"argv": list(request.argv), "env": dict(request.env)}).encode() + b"\n"
         try:
             sent = socket.send_fds(self._sock, [order], [request.stdout, request.stderr])
