@@ -6,6 +6,8 @@ import contextlib
 import os
 import queue
 import socket
+import struct
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -108,3 +110,44 @@ def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_h
     assert isinstance(last, RoundSteps)
     assert (last.round, last.first, last.last) == (1, 5, 41)
     assert control.pace.done == 41
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_a_worker_that_writes_itself_is_told_whether_its_node_is_still_a_member(
+    control: Control, said: Said, member: bool
+) -> None:
+    control._keeper._may_commit = lambda: member
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.MayCommit(3)))
+        assert c.unpack(sock.recv(4096).strip()) == c.Commit(3, allowed=member)
+
+
+def test_more_connections_than_workers_have_are_closed(
+    control: Control, said: Said, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for _ in range(60):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.settimeout(30)
+            sock.connect("\0" + control.address[1:])
+            socks.append(sock)
+        assert socks[-1].recv(1) == b"", "hung up"
+        assert len(control._peers) == 24
+        assert caplog.text.count("there are 24 already") == 1
+    wait_for("their end", lambda: not control._peers)
+    worker(control, said, 0).close()
+
+
+@pytest.mark.parametrize(("number", "step", "at"), [(1, 2**60, 1.0), (1, 3, float("nan")), (1, 3, 1e300)])
+def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: float) -> None:
+    """A worker's script has the memory's descriptor."""
+    fields = struct.pack("<QQd", number, step, at)
+    with contextlib.closing(Progress.make("test")) as progress:
+        progress.write(1, 2)
+        os.pwrite(progress.descriptor, fields + struct.pack("<I", zlib.crc32(fields)), 0)
+        assert progress.read() is None
+        progress.write(1, 4)
+        reached = progress.read()
+        assert reached is not None
+        assert reached.step == 4

@@ -11,6 +11,7 @@ from dataclasses import replace
 from elastic_agents.notices.auto import cloud_of, read_dmi
 from elastic_agents.notices.notice import Notice, Source, Trouble
 from elastic_launch.notice_sources import NoticeSource
+from elastic_launch.threads import ThreadDied, VitalThread
 
 __all__ = ["Watch", "sources_of", "watching"]
 
@@ -32,8 +33,7 @@ class Watch:
         self._put = put
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(source,), name=f"notices-{source.name}", daemon=True)
-            for source in self._sources
+            VitalThread(self._run, f"notices-{source.name}", (source,), owner=_lost) for source in self._sources
         ]
 
     def __enter__(self) -> Watch:
@@ -101,6 +101,11 @@ class _Told:
             return False
         self._texts.add(text)
         return True
+
+
+def _lost(died: ThreadDied) -> None:
+    """Training goes on without this source."""
+    _log.error("%s: no more notices, because of an internal error: %s", died.name, died.error)
 
 
 def _troubled(source: Source, trouble: Trouble) -> str:
