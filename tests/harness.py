@@ -250,6 +250,10 @@ class Job:
         found = read_lines(self.work / file)
         return [x for x in found if node in (None, x["node"]) and number in (None, x["round"])]
 
+    def noted_steps(self) -> list[dict[str, Any]]:
+        """What the worker of ``own_loop.py`` noted of each step."""
+        return read_lines(self.work / "steps.jsonl")
+
     def trained(self, size: int, *, after: int = 0, timeout: float = 60.0) -> int:
         """Wait until workers of ``steps.py`` have made a step in a world of that size; return its round."""
 

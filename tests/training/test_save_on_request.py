@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from harness import wait_for
 from torch import nn
 
 import elastic_launch as el
@@ -20,11 +22,13 @@ from elastic_launch.training.world import World
 
 
 class Asking:
-    """A run in this process, and its agent's end of the link."""
+    """A run in this process, and its agent's end of the link: an agent of a member, which allows what is written."""
 
     def __init__(self, agent: socket.socket, worker: socket.socket) -> None:
         self._agent = agent
-        self._heard = b""
+        self._said: list[c.Saved] = []
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
         self.link = AgentLink(worker)
         self.run = Run(World(), torch.device("cpu"), self.link)
         self.run.register("model", nn.Linear(1, 1))
@@ -33,14 +37,22 @@ class Asking:
         self._agent.sendall(c.pack(c.Save()))
 
     def saved(self) -> list[c.Saved]:
-        """What the worker has said of checkpoints so far."""
-        try:
-            while data := self._agent.recv(4096, socket.MSG_DONTWAIT):
-                self._heard += data
-        except BlockingIOError:
-            pass
-        messages = [c.unpack(line) for line in self._heard.splitlines()]
-        return [message for message in messages if isinstance(message, c.Saved)]
+        """What the worker says of checkpoints, once it has said something."""
+        return wait_for("the worker's word", lambda: list(self._said))
+
+    def _answer(self) -> None:
+        with self._agent.makefile("rb") as lines:
+            for line in lines:
+                match c.unpack(line):
+                    case c.MayCommit(number=number):
+                        self._agent.sendall(c.pack(c.Commit(number, True)))
+                    case c.Saved() as saved:
+                        self._said.append(saved)
+
+    def close(self) -> None:
+        self.run.release()
+        self._agent.shutdown(socket.SHUT_RDWR)
+        self._thread.join(30)
 
 
 @pytest.fixture
@@ -49,7 +61,7 @@ def asking() -> Iterator[Asking]:
     with agent, worker:
         asking = Asking(agent, worker)
         yield asking
-        asking.run.release()
+        asking.close()
 
 
 def step_of(directory: Path) -> int:
