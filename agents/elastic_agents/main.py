@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_agents.console import announce, configure_logging
+from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.summary import last_words, root_cause
@@ -67,6 +68,7 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
         from elastic_agents.foreign import run_foreign
 
         return run_foreign(config)
+    set_dumpable(False)
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
     with signals, deaths_reported_to(inbox.put), _health(config, begun) as health:
         if begun is None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from etcd_servers import cluster, endpoints
-from harness import Agent, Job, free_port
+from harness import SCRIPTS, Agent, Job, free_port, tree, wait_for
 
 from elastic_launch.config import Endpoint
 from elastic_launch.rendezvous.c10d import connect_store
@@ -134,6 +136,34 @@ def test_a_record_forged_in_the_open_store_of_c10d_is_not_obeyed(job: Job) -> No
     assert len(job.started()) == 1
     first.signal(signal.SIGTERM)
     assert first.wait(60) == 143
+
+
+PLAIN = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() == 0 else []
+"""Starts a program without root's capabilities."""
+
+
+def seen(pid: int, file: str) -> str:
+    """What a process of the same user sees of another one."""
+    command = [*PLAIN, "cat", f"/proc/{pid}/{file}"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs setpriv")
+@pytest.mark.parametrize("script", ["loop.py", "meeting.py"])
+def test_other_processes_of_its_user_cannot_look_into_an_agent(job: Job, script: str) -> None:
+    """Whether it begins as one process with the warm server or not; workers are as open as any program."""
+    agent = job.launch(command=[str(SCRIPTS / script), str(job.work)], env={ENV_TOKEN: TOKEN}, prefix=PLAIN)
+    wait_for("a worker", lambda: len(tree(agent.process.pid)) > 2)
+    wait_for("the agent's start", lambda: "Permission denied" in seen(agent.process.pid, "environ"))
+    for file in ("environ", "maps", "fd/0"):
+        assert "Permission denied" in seen(agent.process.pid, file)
+    job.world(1) if script == "loop.py" else wait_for("a worker", lambda: list(job.work.glob("met-*")))
+    texts = [seen(pid, "environ") for pid in tree(agent.process.pid)[1:]]
+    assert any("TORCHELASTIC_RUN_ID=" in text or "PATH=" in text for text in texts)
+    assert not any("Permission denied" in text or TOKEN in text for text in texts)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
 
 
 @pytest.mark.parametrize(

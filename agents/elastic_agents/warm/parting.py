@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_agents.dumpable import set_dumpable
 from elastic_agents.warm.become import BLOCKED, show
 from elastic_agents.warm.imports import Import
 from elastic_agents.warm.loading import Loading
@@ -130,7 +131,7 @@ class Kept:
         sys.orig_argv[:] = self.command
         show(self.command)
         with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_bytes(self.name)
+            Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes(self.name)  # which a process may always do
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ def part(argument: str) -> Callable[[], object]:
             the agent keeps and of the socket that listens at its health port, or null).
     """
     settings = json.loads(argument)
+    set_dumpable(False)  # it keeps the token
     os.set_inheritable(settings["kept"], False)
     health = None if settings["health"] is None else socket.socket(fileno=settings["health"])
     if health is not None:
@@ -268,6 +270,7 @@ def _inherited() -> Iterator[int]:
 def _be_server(log: str, mask: list[int], inherited: list[int]) -> None:
     """Be to the agent, and have of it, what a process would that it has executed."""
     os.setsid()
+    set_dumpable(True)  # workers are the user's programs, and keep nothing from the user
     signal.pthread_sigmask(signal.SIG_SETMASK, {*BLOCKED, *mask})
     with open_log(log) as output:
         for descriptor in (1, 2):
