@@ -56,9 +56,11 @@ def test_what_would_be_applied_fits_the_schemas(directory: str) -> None:
         for version in VERSIONS:
             judge(manifest, version)
     for pod in (pod_of(manifest) for manifest in manifests if manifest["kind"] in TRAINING):
-        (container,) = pod["containers"]
-        assert container["image"] == "elastic-launch:latest"
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert container["image"] == "elastic-launch:latest"
         assert_grace_suffices(pod)
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
 
 
 @needs_kubectl
@@ -100,6 +102,64 @@ def test_the_schemas_know_no_other_fields(file: str, path: tuple[str | int, ...]
     inner[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         judge(manifest, VERSIONS[-1])
+
+
+def all_pods() -> list[Manifest]:
+    """Every pod that any file asks for, etcd's included; of patches what they have."""
+    files = [*WHOLE, *(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("components/*/job.yaml"))]
+    found = [manifest for file in files for manifest in documents(EXAMPLES / file)]
+    return [pod_of(manifest) for manifest in found if manifest["kind"] in (*TRAINING, "StatefulSet")]
+
+
+@pytest.mark.parametrize("pod", all_pods())
+def test_no_pod_has_rights_that_it_does_not_need(pod: Manifest) -> None:
+    whole = "securityContext" in pod
+    if whole:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+    for container in [*(pod["containers"] if whole else ()), *pod.get("initContainers", ())]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@pytest.mark.parametrize("pod", all_pods())
+def test_a_secret_whose_name_is_misspelt_starts_no_pod_without_it(pod: Manifest) -> None:
+    """Else the run would go on, open to all; only credentials for a bucket may be the pod's identity instead."""
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        secrets = [entry["valueFrom"].get("secretKeyRef") for entry in container.get("env", ()) if "valueFrom" in entry]
+        assert not any(secret.get("optional") for secret in secrets if secret)
+    text = PAGE.read_text()
+    for name in ("train", "etcd"):
+        assert f"kubectl create secret generic {name} " in text
+
+
+@pytest.mark.parametrize("pod", training_pods())
+def test_a_run_has_the_id_of_what_made_it_and_a_token(pod: Manifest) -> None:
+    env = {entry["name"]: entry.get("valueFrom", {}) for entry in pod["containers"][0]["env"]}
+    label = env["PET_RDZV_ID"]["fieldRef"]["fieldPath"]
+    of_operator = pod["containers"][0]["name"] == "pytorch"  # which gives its pods no uid of the job
+    wanted = "training.kubeflow.org/job-name" if of_operator else "batch.kubernetes.io/controller-uid"
+    assert label == f"metadata.labels['{wanted}']"
+    assert env["ELASTIC_LAUNCH_TOKEN"]["secretKeyRef"] == {"name": "train", "key": "token"}
+    assert env["PET_LOCAL_ADDR"]["fieldRef"] == {"fieldPath": "status.podIP"}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("directory", RENDERED)
+def test_each_run_is_closed_to_pods_of_others(directory: str) -> None:
+    manifests = rendered(directory)
+    policies = {found["metadata"]["name"]: found["spec"] for found in manifests if found["kind"] == "NetworkPolicy"}
+    spec = policies["train"]
+    assert spec["ingress"] == [{"from": [{"podSelector": spec["podSelector"]}]}]
+    assert set(spec["podSelector"]["matchLabels"].values()) == {"train"}
+    assert ("etcd" in policies) is any(found["kind"] == "StatefulSet" for found in manifests)
+    if "etcd" in policies:
+        ports = [[port["port"] for port in rule["ports"]] for rule in policies["etcd"]["ingress"]]
+        assert ports == [["client"], ["client", "peer"]]
 
 
 def assert_grace_suffices(pod: Manifest) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from changes import SCRIPT
 from harness import LOOP, Job
-from kubelet.cluster import Cluster, cluster
+from kubelet.cluster import UID, Cluster, cluster
 from kubelet.manifests import EXAMPLES, Manifest, documents, find, rendered
 from kubelet.operators import as_jobset, as_trainer, as_training_operator
 from netns import missing
@@ -41,7 +41,7 @@ def container(manifests: list[Manifest]) -> Manifest:
 
 def own_script(manifests: list[Manifest], script: str, *arguments: str, **env: str) -> None:
     """Do what a user does: give a script, its arguments and variables, and leave the rest."""
-    find(manifests, "ConfigMap")["data"]["train.py"] = Path(script).read_text()
+    find(manifests, "ConfigMap", "train")["data"]["train.py"] = Path(script).read_text()
     of_pod = container(manifests)
     of_pod["args"] += arguments
     of_pod["env"] += [{"name": name, "value": value} for name, value in env.items()]
@@ -151,6 +151,7 @@ def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operat
 
         made.until("two pods that train", train)
         ranks = sorted(env["RANK"] for env in workers())
+        assert {env["TORCHELASTIC_RUN_ID"] for env in workers()} == {"train" if directory == "pytorchjob" else UID}
         for path in notes("finish"):
             path.touch()
         made.until("the job's end", lambda: made.job.over)
@@ -230,6 +231,16 @@ def one_pod(command: list[str], **fields: Any) -> list[Manifest]:
     bare = {"name": "train", "command": command, "volumeMounts": [], "env": []}
     template["containers"] = [bare | fields.pop("container", {})]
     return [job]
+
+
+def test_the_stand_in_makes_the_root_read_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    tries = "for f in /x /usr/x /etc/x /tmp/x /dev/termination-log; do touch $f 2>/dev/null && echo $f; done"
+    command = ["sh", "-c", tries]
+    strict = {"securityContext": {"readOnlyRootFilesystem": True}, "volumeMounts": [{"name": "t", "mountPath": "/tmp"}]}
+    manifests = one_pod(command, volumes=[{"name": "t", "emptyDir": {}}], container=strict)
+    with cluster(manifests, tmp_path) as made:
+        made.until("its end", lambda: made.pods and made.pods[0].exit_code is not None)
+        assert made.pods[0].output.split() == ["/tmp/x", "/dev/termination-log"]
 
 
 def test_the_stand_in_kills_what_does_not_end_in_its_grace(tmp_path: Path) -> None:

@@ -19,10 +19,16 @@ from kubelet.manifests import Manifest, find
 from kubelet.pods import Pod, PodFiles, metadata_of
 from kubelet.probes import inside
 
-__all__ = ["Cluster", "cluster"]
+__all__ = ["UID", "Cluster", "cluster"]
 
 NAMESERVER = "10.77.0.254"
 DOMAIN = "default.svc.cluster.local"
+SECRETS = {
+    "train": {"token": "0123456789abcdef0123456789abcdef"},
+    "etcd": {"root-password": "of-root", "password": "of-the-run"},
+}
+"""Those that docs/how-to/kubernetes.md has the user make."""
+UID = "7d0c5a2e-1f0b-4a63-9d1c-0c7a1f5e2b64"
 
 T = TypeVar("T")
 
@@ -85,7 +91,7 @@ class Cluster:
 
     def _create(self, index: int) -> Pod:
         name = self._job["metadata"]["name"]
-        metadata = metadata_of(name, "7d0c5a2e-1f0b-4a63-9d1c-0c7a1f5e2b64", index, f"n{next(self._numbers)}")
+        metadata = metadata_of(name, UID, index, f"n{next(self._numbers)}")
         container = self._template["containers"][0]
         # Of an indexed job only; first, so that others can refer to it.
         env = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}] if self._indexed else []
@@ -99,7 +105,9 @@ class Cluster:
             f"{service}.{DOMAIN}" if service else "",
             self._net.add(),
             directory,
-            PodFiles({volume["name"]: self._volume(volume, directory) for volume in template.get("volumes", ())}),
+            PodFiles(
+                {volume["name"]: self._volume(volume, directory) for volume in template.get("volumes", ())}, SECRETS
+            ),
             NAMESERVER,
         )
         self.pods.append(pod)

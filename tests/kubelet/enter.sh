@@ -1,10 +1,11 @@
 # Makes a container's root of this host's, with its own /dev, /proc and /tmp and the mounts that are asked for, and
-# becomes the container's command. Runs as process 1 in new mount, UTS and pid namespaces.
-#   enter.sh ROOT HOSTNAME HOSTS RESOLV.CONF TERMINATION-LOG [SOURCE TARGET rw|ro]... -- COMMAND...
+# becomes the container's command. Runs as process 1 in new mount, UTS and pid namespaces. Mounts stay as they are asked for
+# when all else is made read-only.
+#   enter.sh ROOT ro|rw HOSTNAME HOSTS RESOLV.CONF TERMINATION-LOG [SOURCE TARGET rw|ro]... -- COMMAND...
 set -e
 exec 2>&1
-root=$1 name=$2 hosts=$3 resolv=$4 log=$5
-shift 5
+root=$1 access=$2 name=$3 hosts=$4 resolv=$5 log=$6
+shift 6
 hostname "$name"
 mount --bind "$hosts" "$(readlink -f /etc/hosts)"
 mount --bind "$resolv" "$(readlink -f /etc/resolv.conf)"
@@ -16,6 +17,7 @@ for entry in /*; do
     elif [ -d "$entry" ]; then
         mkdir "$root$entry"
         mount --rbind "$entry" "$root$entry"
+        [ "$access" = rw ] || mount -o remount,bind,ro "$root$entry"
     fi
 done
 mkdir "$root/dev" "$root/dev/shm" "$root/proc" "$root/tmp"
@@ -33,4 +35,5 @@ while [ "$1" != -- ]; do
     shift 3
 done
 shift
+[ "$access" = rw ] || mount -o remount,ro "$root"
 exec chroot "$root" "$@"

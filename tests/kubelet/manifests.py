@@ -51,10 +51,11 @@ def rendered(directory: str) -> list[Manifest]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def find(manifests: list[Manifest], kind: str) -> Manifest:
-    """Return the one object of a kind."""
-    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
-    return found
+def find(manifests: list[Manifest], kind: str, name: str = "") -> Manifest:
+    """Return the one object of a kind, or the one of them that has a name."""
+    found = [manifest for manifest in manifests if manifest["kind"] == kind]
+    (one,) = [manifest for manifest in found if name in ("", manifest["metadata"]["name"])]
+    return one
 
 
 def judge(manifest: Manifest, version: str) -> None:

@@ -1,4 +1,4 @@
-"""The kubelet, for one pod with one container: its start, its probes, its restarts, its end.
+"""The kubelet, for one pod with one container, and others that run before it: start, probes, restarts, end.
 
 As documented in https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ (container restarts, termination,
 probes), https://kubernetes.io/docs/concepts/containers/container-lifecycle-hooks/ and
@@ -71,7 +71,7 @@ def container_environment(container: Manifest, metadata: Manifest, address: str,
         fields |= {f"metadata.{kind}['{key}']": text for key, text in metadata[kind].items()}
     for source in container.get("envFrom", ()):
         secret = source["secretRef"]
-        assert secret.get("optional") or secret["name"] in files.secrets
+        assert secret.get("optional") or secret["name"] in files.secrets, f"CreateContainerConfigError: {secret}"
         env |= files.secrets.get(secret["name"], {})
     for entry in container.get("env", ()):
         source = entry.get("valueFrom", {})
@@ -80,7 +80,7 @@ def container_environment(container: Manifest, metadata: Manifest, address: str,
         elif "secretKeyRef" in source:
             secret = source["secretKeyRef"]
             found = files.secrets.get(secret["name"], {}).get(secret["key"])
-            assert found is not None or secret["optional"]
+            assert found is not None or secret.get("optional"), f"CreateContainerConfigError: {secret}"
             env |= {} if found is None else {entry["name"]: found}
         else:
             env[entry["name"]] = _expanded(entry.get("value", ""), env)
@@ -120,6 +120,7 @@ class Pod:
         self.hostname, self.domain, self.host = hostname, domain, host
         self._directory, self._files, self._haste = directory, files, haste
         self.env = container_environment(self._container, metadata, host.address, files)
+        self._before = list(template.get("initContainers", ()))  # those that have not come to their end
         self.exit_code: int | None = None
         """The container's, once the pod has ended."""
         self.disrupted = False
@@ -160,7 +161,7 @@ class Pod:
     @property
     def running(self) -> bool:
         """Whether its container runs, and nothing has happened to it yet."""
-        runs = self._process is not None and self._process.poll() is None
+        runs = self._process is not None and self._process.poll() is None and not self._before
         return runs and self.exit_code is None and not self._ends_at and not self._lost_at and not self._killed
 
     @property
@@ -180,23 +181,29 @@ class Pod:
         return False
 
     def _start(self) -> None:
-        words = [*self._container["command"], *self._container.get("args", ())]
-        command = [_expanded(text, self.env) for text in words]
-        mounts = [word for place in sorted(PROGRAMS) if place.startswith("/tmp/") for word in (place, place, "rw")]
-        for mount in self._container.get("volumeMounts", ()):
+        container, env = self._container, self.env
+        if self._before:
+            container = self._before[0]
+            env = container_environment(container, self.metadata, self.host.address, self._files)
+        words = [*container["command"], *container.get("args", ())]
+        command = [_expanded(text, env) for text in words]
+        mounts = []
+        for mount in container.get("volumeMounts", ()):
             mode = "ro" if mount.get("readOnly") else "rw"
             mounts += [str(self._files.volumes[mount["name"]]), mount["mountPath"], mode]
+        mounts += [word for place in sorted(PROGRAMS) if place.startswith("/tmp/") for word in (place, place, "rw")]
+        access = "ro" if container.get("securityContext", {}).get("readOnlyRootFilesystem") else "rw"
         root = self._directory / "root"
         root.mkdir(exist_ok=True)
         own = [str(self._directory / name) for name in ("hosts", "resolv", "termination-log")]
-        enter = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "sh", str(ENTER), str(root)]
+        enter = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "sh", str(ENTER), str(root), access]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self.host.prefix, *enter, self.hostname, *own, *mounts, "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.DEVNULL,  # what unshare says of its child's end; the container's is with its stdout
-                env=self.env,
+                env=env,
                 cwd="/",
                 start_new_session=True,
             )
@@ -269,6 +276,10 @@ class Pod:
             self._probe()
 
     def _ended(self, code: int) -> None:
+        if self._before and code == 0 and not self._ends_at:
+            del self._before[0]
+            self._start()
+            return
         policy = self._template.get("restartPolicy", "Always")
         again = policy == "Always" or (policy == "OnFailure" and code != 0)
         if self._hook is not None and self._hook.poll() is None:
@@ -298,6 +309,8 @@ class Pod:
             self._kill()
 
     def _probe(self) -> None:
+        if self._before:
+            return
         startup, liveness, readiness = (self._probes[kind] for kind in ("startup", "liveness", "readiness"))
         startup.turn()
         if startup.good:
@@ -313,4 +326,5 @@ def metadata_of(job: str, uid: str, index: int, suffix: str) -> dict[str, Any]:
     """Return what the job controller writes into a pod's metadata."""
     at = {"batch.kubernetes.io/job-completion-index": str(index)}
     labels = {"batch.kubernetes.io/job-name": job, "batch.kubernetes.io/controller-uid": uid, **at}
+    labels["training.kubeflow.org/job-name"] = job.removesuffix("-worker")  # of the training operator alone
     return {"name": f"{job}-{index}-{suffix}", "labels": labels, "annotations": at}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +245,31 @@ def test_users_and_passwords(etcd: Member) -> None:
         etcd.control("--user", "root:secret", "auth", "disable")  # which voids all tokens
         etcd.control("auth", "enable")
         assert store.load(TIMEOUT) == b"one"
+
+
+def test_the_manifests_script_closes_etcd_to_all_but_the_run(etcd: Member) -> None:
+    script = Path(__file__).parents[2] / "examples" / "kubernetes" / "components" / "etcd" / "users.py"
+
+    def users(password: str) -> subprocess.Popen[str]:
+        env = {"ENDPOINTS": etcd.url, "ROOT_PASSWORD": "of-root", "TRAIN_PASSWORD": password}
+        return subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True)
+
+    # As all pods of a job do at once, then a pod that replaces one, then those of a job with another secret.
+    for password, pods in [("first", 3), ("first", 1), ("second", 2)]:
+        started = [users(password) for _ in range(pods)]
+        for pod in started:
+            assert "train may use /elastic-launch/" in pod.communicate(timeout=60)[0]
+            assert pod.returncode == 0
+        with opened(etcd, "train", password) as store:
+            assert store.load(TIMEOUT) in (None, b"kept")
+            store.compare_and_set(None, b"kept", TIMEOUT)
+    for user in ([], ["--user", "train:first"]):
+        with pytest.raises(subprocess.CalledProcessError):
+            etcd.control(*user, "get", "/elastic-launch/runs/run/record")
+    assert "kept" in etcd.control("--user", "train:second", "get", "/elastic-launch/runs/run/record")
+    with pytest.raises(subprocess.CalledProcessError):
+        etcd.control("--user", "train:second", "get", "other")
+    assert etcd.healthy()
 
 
 def test_a_server_that_is_full_says_what_to_do(tmp_path: Path) -> None:
