@@ -24,6 +24,7 @@ from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, R
 from elastic_launch.events import counted
 from elastic_launch.flags import Values
 from elastic_launch.meeting import BACKENDS
+from elastic_launch.plain_text import plain
 from elastic_launch.private import untrusted
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous.inquiry import Address, Inquiry, RunEndedError
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
-        print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+        print(plain(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")), file=sys.stderr)
         return error.exit_code
 
 
@@ -194,7 +195,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
         except RunEndedError as error:
             if not seen:
                 raise
-            print(json.dumps({"ended": error.code}) if options.json else error.message, flush=True)
+            print(json.dumps({"ended": error.code}) if options.json else plain(error.message), flush=True)
             return ExitCode.DONE
         except RendezvousError:
             lost_at = time.monotonic() if lost_at is None else lost_at
@@ -231,7 +232,7 @@ def _resize(options: argparse.Namespace, address: Address) -> int:
 
 
 def _tell(answer: a.Answer) -> int:
-    print(answer.text)
+    print(plain(answer.text))
     return ExitCode.DONE if answer.done else ExitCode.TRAINING_FAILED
 
 
@@ -242,7 +243,7 @@ def _show(status: a.Status, address: Address, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"backend": address.backend, **asdict(status)}), flush=True)
         return
-    print("\n".join(shown(status, str(address))), flush=True)
+    print(plain("\n".join(shown(status, str(address)))), flush=True)
 
 
 def shown(status: a.Status, where: str) -> list[str]:

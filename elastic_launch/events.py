@@ -23,6 +23,7 @@ from elastic_launch.node_events import (
 from elastic_launch.sinks import Event, EventSink, JsonLines, event_name
 
 __all__ = [
+    "CauseFound",
     "Event",
     "EventSink",
     "FirstStep",
@@ -147,7 +148,9 @@ class RoundBroken(Event):
     """A round ended before its work was done.
 
     Attributes:
+        kind, cause: as first reported.
         lasted_s: seconds since it was formed.
+        next: empty if a worker has failed: whether another round forms is said when it is judged what that costs.
     """
 
     leader: ClassVar[bool] = True
@@ -158,7 +161,21 @@ class RoundBroken(Event):
     next: str
 
     def line(self) -> str:
-        return f"round {self.round} broken after {self.lasted_s:.1f} s: {self.cause}; {self.next}"
+        following = f"; {self.next}" if self.next else ""
+        return f"round {self.round} broken after {self.lasted_s:.1f} s: {self.cause}{following}"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseFound(Event):
+    """A later report tells why a round was broken: what was reported first had followed from it."""
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    cause: str
+
+    def line(self) -> str:
+        return f"round {self.round} was broken by {self.cause}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +221,28 @@ class RoundDrained(Event):
 
 @dataclass(frozen=True, slots=True)
 class RestartCharged(Event):
-    """A broken round was charged to the restart budget."""
+    """A broken round was charged to the restart budget.
+
+    Attributes:
+        idle: restarts in a row without progress, if it is charged for that; else 0.
+        delay_s: seconds for which the next round waits, because workers failed soon after their start again.
+    """
 
     leader: ClassVar[bool] = True
     round: int
     kind: str
     restarts: int
     max_restarts: int
+    next: str = ""
+    idle: int = 0
+    delay_s: float = 0.0
 
     def line(self) -> str:
         budget = f"restart {self.restarts} of {self.max_restarts} (--max-restarts {self.max_restarts})"
-        return f"{budget}, charged for a {self.kind}"
+        why = f", since the training has not advanced in {self.idle} restarts" if self.idle else ""
+        delay = f" in {self.delay_s:g} s, as workers failed soon after their start again" if self.delay_s else ""
+        following = f"; {self.next}{delay}" if self.next else ""
+        return f"{budget}, charged for a {self.kind}{why}{following}"
 
 
 @dataclass(frozen=True, slots=True)

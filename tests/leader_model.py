@@ -13,6 +13,7 @@ from elastic_launch.config import Limits, Timing
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, NodeLost, RestartCharged, RoundBroken
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.budget import FREE
 from elastic_launch.rendezvous.instructions import Close, Commit, Emit, Instruction, Send
 from elastic_launch.rendezvous.leader import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord, Leader
@@ -34,6 +35,7 @@ class SimNode:
         training: whether workers live.
         starting: whether it still has to report them as started.
         stopping: whether it is ending them.
+        drained: whether these stop after the same step as all others.
         spoke: when the leader heard of it last.
     """
 
@@ -46,6 +48,7 @@ class SimNode:
     training: bool = False
     starting: bool = False
     stopping: bool = False
+    drained: bool = False
     done: bool = False
     leaving: bool = False
     frozen: bool = False
@@ -56,6 +59,7 @@ class SimNode:
 
     def forget_workers(self) -> None:
         self.holding, self.training, self.starting, self.stopping, self.done = 0, False, False, False, False
+        self.drained = False
 
 
 class LeaderModel:
@@ -69,6 +73,7 @@ class LeaderModel:
         self.owners: dict[int, SimNode] = {}
         self.half_open: list[int] = []
         self.nonces: set[str] = set()
+        self.begun = 0  # the step at which rounds begin to train
         self._take_office()
 
     def _take_office(self) -> None:
@@ -81,6 +86,8 @@ class LeaderModel:
         self.floor = 0
         self.charged: set[int] = set()
         self.free: set[int] = set()  # rounds that were broken for something that costs nothing
+        self.failed: set[int] = set()  # rounds in which a worker failed by itself
+        self.preempted: set[int] = set()  # rounds in which one was ended by a signal
 
     # Helpers.
 
@@ -107,11 +114,13 @@ class LeaderModel:
         if node.link in self.accepted:
             node.spoke = self.now
             current = self.record.round.number
-            costless = isinstance(report, m.Leaving) or (
-                isinstance(report, m.Failed) and report.failure.kind == "preemption"
-            )
-            if costless and node.holding == current:
+            if isinstance(report, m.Leaving) and node.holding == current:
                 self.free.add(current)
+            if isinstance(report, m.Failed) and report.round == current:
+                if report.failure.kind == "preemption":
+                    self.preempted.add(current)
+                elif not report.failure.symptom:
+                    self.failed.add(current)
         self._apply(self.machine.report(node.link, report, self.now))
 
     def _hang_up(self, link: int) -> None:
@@ -182,6 +191,8 @@ class LeaderModel:
                         node.stopping = True
                     else:
                         self._stopped(node)
+                case m.Drain(round=number) if number == node.holding and node.training:
+                    node.stopping = node.drained = True
                 case m.Evicted(final=final):
                     node.gone = final
                     self._stopped(node)
@@ -197,14 +208,14 @@ class LeaderModel:
 
     def _stopped(self, node: SimNode) -> None:
         """All workers of a node are reaped."""
-        number = node.holding
+        number, drained = node.holding, node.drained
         node.forget_workers()
         if node.leaving:
             node.gone = True
             if node.link is not None:
                 self._hang_up(node.link)
         elif number:
-            self._say(node, m.Stopped(number, 7000))
+            self._say(node, m.Stopped(number, 7000, drained=self.begun if drained else -1))
 
     # The leader decides.
 
@@ -289,11 +300,12 @@ class LeaderModel:
         event.line()
         match event:
             case RoundBroken(round=number, kind=kind):
-                if kind in ("membership", "node loss", "preemption"):
+                if kind in ("membership", "node loss"):
                     self.free.add(number)
-            case RestartCharged(round=number):
+            case RestartCharged(round=number, idle=idle):
                 assert number not in self.charged, "charged twice"
-                assert number not in self.free, "charged for what is free"
+                free = number in self.free or (number in self.preempted and number not in self.failed)
+                assert not free or idle > FREE + self.limits.max_nodes, "charged for what is free"
                 self.charged.add(number)
             case NodeLost(node=node_id, detect_s=detect_s) if detect_s > 0:
                 lost = [node for node in self.greeted if node.node_id == node_id][-1]

@@ -100,6 +100,10 @@ class Run:
         """A user asks for other limits."""
         self._do(self.machine.resize(low, high, self.clock.now()))
 
+    def stop_run(self) -> None:
+        """A user drains the run."""
+        self._do(self.machine.stop("elasticctl drain", None, self.clock.now()))
+
     def close(self, *node_ids: str) -> None:
         """The nodes' processes end."""
         for node_id in node_ids:
@@ -184,7 +188,6 @@ def failure(node_id: str, **fields: Any) -> m.Failure:
         "exit_code": 1,
         "message": "exit code 1: ValueError: boom",
         "ran": 60.0,
-        "signature": "s",
     }
     return m.Failure(node_id=node_id, **{**values, **fields})
 

@@ -59,6 +59,7 @@ def test_names(kind: type[ev.Event], name: str) -> None:
 def test_the_leaders_decisions_are_shown_to_people() -> None:
     shown = {kind for kind in KINDS if kind.leader}
     assert shown == {
+        ev.CauseFound,
         ev.LeaderElected,
         ev.NodeJoined,
         ev.NodeLeft,
@@ -115,7 +116,25 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
             ev.ResizeSkipped(("c", "d"), 8.2, 4.1, 5.0),
             "no resize for node c, d: of about 8 s left it would save 4.1 s, and it costs 5.0 s",
         ),
-        (ev.RestartCharged(3, "crash", 1, 3), "restart 1 of 3 (--max-restarts 3), charged for a crash"),
+        (
+            ev.RestartCharged(3, "crash", 1, 3, "a round forms"),
+            "restart 1 of 3 (--max-restarts 3), charged for a crash; a round forms",
+        ),
+        (
+            ev.RestartCharged(3, "crash", 2, 3, "a round forms", 0, 2.0),
+            "restart 2 of 3 (--max-restarts 3), charged for a crash; a round forms in 2 s, as workers failed soon "
+            "after their start again",
+        ),
+        (
+            ev.RestartCharged(3, "preemption", 1, 3, "a round forms", 4),
+            "restart 1 of 3 (--max-restarts 3), charged for a preemption, since the training has not advanced in 4 "
+            "restarts; a round forms",
+        ),
+        (ev.RoundBroken(3, "crash", "rank 0 crashed", 61.23, ""), "round 3 broken after 61.2 s: rank 0 crashed"),
+        (
+            ev.CauseFound(3, "crash", "rank 0 on node a: KeyError"),
+            "round 3 was broken by rank 0 on node a: KeyError",
+        ),
         (
             ev.Parked(1, 2, 600.0),
             "parked with 1 node, 2 needed; goes on when they are there, ends in 600 s otherwise",

@@ -31,7 +31,7 @@ from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, group_of, place, placements
 from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
-from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_opened, tell_order
+from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
@@ -281,9 +281,12 @@ class LocalElasticAgent(ElasticAgent):
         self._events.emit(
             WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
-        if exit_code != 0 and not drained and self._view.phase is not v.Phase.STOPPING:
-            self._local_failures[where.rank] = reaped
-            tell_ended(reaped)
+        if exit_code != 0 and not drained:
+            if self._view.phase is not v.Phase.STOPPING:
+                self._local_failures[where.rank] = reaped
+                tell_ended(reaped)
+            elif self._view.leaving is None:
+                self._had_failed(reaped)
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
@@ -314,9 +317,10 @@ class LocalElasticAgent(ElasticAgent):
             case v.Hold(round=number, local_rank=local_rank):
                 self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
             case v.ReportFailed(local_rank=local_rank, preempted=preempted):
-                self._membership.failed(self._workers.failure(local_rank, preempted))
+                if failure := self._workers.failure(local_rank, preempted, self._control.pace):
+                    self._membership.failed(failure)
             case v.ReportReady(round=number):
-                self._membership.ready(number)
+                self._ready(number)
                 if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
             case v.ReportStopped(round=number, drained=drained, serve=serve):
@@ -332,10 +336,21 @@ class LocalElasticAgent(ElasticAgent):
                 failure = self._failure if code else None
                 self._outcome = Outcome(code, cause, self._restarts, failure)
 
+    def _had_failed(self, reaped: Reaped) -> None:
+        """A worker was stopped: it may have raised before, and the leader hears of it before it forms a round."""
+        if failure := self._workers.failure(reaped.placement.local_rank, False, self._control.pace):
+            self._local_failures[failure.rank] = reaped
+            tell_late(failure)
+            self._membership.failed(failure)
+
     def _estimate(self, number: int) -> None:
         if number == self._view.round and self._view.phase is v.Phase.RUNNING:
-            self._membership.ready(number, round(self._control.pace.remaining(), 3))
+            self._ready(number, round(self._control.pace.remaining(), 3))
             self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
+
+    def _ready(self, number: int, remaining: float = -1.0) -> None:
+        begun = self._control.pace.of_round(number)
+        self._membership.ready(number, remaining, begun[0] if begun is not None else -1)
 
     def _end_round(self, number: int, drained: int, serve: bool) -> None:
         stuck = self._workers.end_round()

@@ -8,6 +8,7 @@ import sys
 
 from elastic_agents.sinks import has_colours, painted
 from elastic_launch.config import LaunchConfig
+from elastic_launch.plain_text import plain
 
 __all__ = ["announce", "configure_logging"]
 
@@ -46,7 +47,10 @@ def announce(config: LaunchConfig) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Puts the launcher's name before each message, in the colour of its level."""
+    """Puts the launcher's name before each message, in the colour of its level.
+
+    Much of what is told comes from workers and other nodes, and must not move the terminal's cursor.
+    """
 
     def __init__(self, *, coloured: bool) -> None:
         super().__init__("%(message)s")
@@ -56,4 +60,4 @@ class _Formatter(logging.Formatter):
         name, colour = "[elastic-launch]", _COLOURS.get(record.levelno)
         if self._coloured and colour is not None:
             name = painted(name, colour)
-        return f"{name} {super().format(record)}"
+        return f"{name} {plain(super().format(record))}"

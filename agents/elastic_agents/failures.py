@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
 import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_launch.error_file import read_error_file
+from elastic_agents.symptoms import symptom_in, symptom_of_abort
+from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import ExitCode
+from elastic_launch.plain_text import clipped, one_line, plain
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["OutOfMemoryCounter", "describe", "report"]
+__all__ = ["OutOfMemoryCounter", "describe", "raised_in", "report"]
 
-# A report must fit into one message, whatever an exception has to say.
+# Bytes of JSON: a report must fit into one message, whatever an exception has to say, and in which characters.
 _DETAIL_LINES = 60
-_LINE_LENGTH = 2000
+_DETAIL_BYTES = 128 * 1024
+_LINE_BYTES = 4096
+
+START = 60.0
+"""Seconds after its start within which a worker that cannot run as it is says so."""
+
+_RANK = re.compile(r"\[rank\d+\]: ")
+_USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
+_NO_MODULE = re.compile(r".*: No module named \S+$")  # as of python -m
 
 _COUNTERS = (
     ("/sys/fs/cgroup/memory.events", "oom_kill"),
@@ -83,35 +93,45 @@ def report(
     round_number: int,
     rank: int,
     local_rank: int,
+    world_size: int,
     pid: int,
     exit_code: int,
     ran: float,
-    error_file: Path,
+    ago: float,
+    error: ErrorFile | None,
     log: Path,
     stderr: Sequence[str],
     preempted: bool,
+    stopped: bool,
     out_of_memory: bool,
+    trained: int,
 ) -> Failure:
-    """Build the report on a failed worker."""
-    how = describe(exit_code)
-    error = read_error_file(error_file)
-    if error is not None:
-        text, detail = error.message, error.traceback
-    else:
-        text, detail = _exception_in(stderr) if exit_code > 0 else "", tuple(stderr)
-    if ExitCode.DO_NOT_RETRY in (exit_code, error.exit_code if error is not None else 0):
+    """Build the report on a failed worker.
+
+    Args:
+        error: what it left in its error file.
+        stderr: the end of it.
+        stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
+        trained: optimizer steps that the round has done; -1 if that is not known.
+    """
+    text, detail = _last_words(exit_code, error, stderr, stopped=stopped)
+    asked = error.exit_code if error is not None else 0
+    if stopped and exit_code < 0:
+        exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
+    if ExitCode.DO_NOT_RETRY in (exit_code, asked):
         kind = "fatal"
     elif preempted:
         kind = "preemption"
+    elif out_of_memory and exit_code == -signal.SIGKILL:
+        kind = "out of memory"
     else:
-        kind = "out of memory" if out_of_memory and exit_code == -signal.SIGKILL else "crash"
+        kind = "startup" if trained < 0 and ran <= START and _cannot_start(exit_code, text, detail, stderr) else "crash"
+    symptom = ""
+    if kind == "crash" and world_size > 1:
+        symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
-    message = f"{how}{hint}" + (f": {text.splitlines()[0][:_LINE_LENGTH]}" if text else "")
-    signature = ""
-    if exit_code > 0:
-        # Of stderr only the exception counts: what else is there has times and ranks in it.
-        seen = "\n".join([text, *detail]) if error is not None else text or "".join(detail[-1:])
-        signature = hashlib.sha256(f"{exit_code} {seen}".encode()).hexdigest()[:16]
+    first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
+    how = "" if stopped and first else f"{describe(exit_code)}{hint}"
     return Failure(
         node_id=node_id,
         kind=kind,
@@ -119,22 +139,65 @@ def report(
         local_rank=local_rank,
         pid=pid,
         exit_code=exit_code,
-        message=message,
-        detail=tuple(line[:_LINE_LENGTH] for line in detail[-_DETAIL_LINES:]),
-        ran=ran,
-        signature=signature,
-        log=str(log),
+        message=clipped(": ".join(filter(None, (how, first))), _LINE_BYTES),
+        detail=_bounded(detail),
+        ran=round(ran, 3),
+        ago=max(0.0, ago),
+        log=clipped(plain(str(log)), _LINE_BYTES),
         round=round_number,
         host=socket.gethostname(),
+        symptom=symptom,
+        trained=trained,
     )
 
 
-def _exception_in(stderr: Sequence[str]) -> str:
-    """Return the exception's line of a traceback in the output, if it holds one, or its end.
+def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
+    """Return which line of a worker's last output is that of the exception that ended it; None if none is.
 
-    torch writes the rank before each line once the process group is there.
+    Args:
+        stopped: it was stopped, so a traceback there may be that of an exception which it had handled. Torch writes
+            the rank before the lines of one that nothing has handled, once the process group is there.
     """
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr]
-    if not any(line.startswith(("Traceback (most recent call last)", '  File "')) for line in lines):
-        return ""
-    return next((line for line in reversed(lines) if line and not line.startswith((" ", "["))), "")
+    lines = [_RANK.sub("", line) for line in stderr]
+    marked = [index for index, line in enumerate(stderr) if not stopped or _RANK.match(line)]
+    if not any(lines[index].startswith(("Traceback (most recent call last)", '  File "')) for index in marked):
+        return None
+    return next((index for index in reversed(marked) if lines[index] and not lines[index].startswith((" ", "["))), None)
+
+
+def _last_words(
+    exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the exception, if there was one, and its traceback, or what else was said last."""
+    if error is not None:
+        return error.message, error.traceback
+    index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
+    return _RANK.sub("", stderr[index]) if index is not None else "", tuple(stderr)
+
+
+def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:
+    """Whether the script cannot run as it is: a syntax error, a module that is not installed, wrong arguments."""
+    if exit_code == ExitCode.USAGE:
+        usage = any(line.lower().startswith("usage:") for line in stderr)
+        return usage and any(_USAGE_ERROR.search(line) for line in stderr)
+    name = text.partition(":")[0]
+    if name in ("SyntaxError", "IndentationError", "TabError"):
+        places = [line for line in detail if line.lstrip().startswith('File "')]
+        return bool(places) and not places[-1].lstrip().startswith('File "<')  # what is evaluated may be data
+    return name == "ModuleNotFoundError" or (not text and any(_NO_MODULE.match(line) for line in stderr[-1:]))
+
+
+def _bounded(detail: Sequence[str]) -> tuple[str, ...]:
+    """Return the end of a traceback or of output as far as it fits into a report."""
+    kept: list[str] = []
+    left = _DETAIL_BYTES
+    for line in reversed(detail[-_DETAIL_LINES:]):
+        # A progress bar writes over itself: what stood there last is what a person has seen.
+        line = clipped(plain(line.rstrip("\r").rpartition("\r")[2]), _LINE_BYTES)
+        left -= len(json.dumps(line))
+        if left < 0:
+            break
+        kept.append(line)
+    if kept and len(kept) < len(detail):
+        kept.append(f"[... {len(detail) - len(kept)} more lines]")
+    return tuple(reversed(kept))

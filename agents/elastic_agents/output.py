@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from elastic_agents.sinks import Appended, Console, Lines, Sink, colour_of, has_colours, painted
+from elastic_launch.clock import MonotonicClock
 from elastic_launch.output import Route
 from elastic_launch.threads import VitalThread
 
@@ -27,21 +28,29 @@ class Stream:
         self.source = source
         self.ended = threading.Event()
         self._sinks = sinks
-        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._clock = MonotonicClock()
+        self._lines: deque[tuple[float, bytes]] = deque(maxlen=TAIL_LINES)
         self._partial = b""
 
     def write(self, data: bytes) -> None:
         """Pass data on and remember its end."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._lines.extend(line[-TAIL_LINE_BYTES:] for line in lines)
+        now = self._clock.now()
+        self._lines.extend((now, line[-TAIL_LINE_BYTES:]) for line in lines)
         self._partial = self._partial[-TAIL_LINE_BYTES:]
         for sink in self._sinks:
             sink.write(data)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines, oldest first."""
-        lines = [*self._lines, self._partial] if self._partial else list(self._lines)
-        return tuple(line.decode(errors="replace") for line in lines[-TAIL_LINES:])
+        return tuple(line for _, line in self.timed_tail())
+
+    def timed_tail(self) -> tuple[tuple[float, str], ...]:
+        """The same, each with when it came, by the agent's clock."""
+        lines = list(self._lines)
+        if self._partial:
+            lines.append((self._clock.now(), self._partial))
+        return tuple((at, line.decode(errors="replace")) for at, line in lines[-TAIL_LINES:])
 
     def close(self) -> None:
         """Called by the pump at the end of the stream."""

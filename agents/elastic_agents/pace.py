@@ -71,6 +71,12 @@ class Pace:
         with self._lock:
             return self._round, self._step
 
+    def of_round(self, round_number: int) -> tuple[int, int] | None:
+        """Optimizer steps done when a round's workers began to train, and those done in all; None if none has begun."""
+        self._look_again()
+        with self._lock:
+            return (self._first, self._step) if round_number == self._round else None
+
     @property
     def done(self) -> int:
         """Optimizer steps done."""

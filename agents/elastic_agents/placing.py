@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from elastic_agents.numa import bound
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
+from elastic_launch.plain_text import clipped, one_line
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.secret import without_secrets
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 __all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
+
+LONGEST_REASON = 8192
+"""Bytes of a worker's ``ELASTIC_LAUNCH_START_REASON`` at most."""
 
 
 def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
@@ -97,7 +101,7 @@ def environment(
             restarts=form.restarts,
             max_restarts=config.limits.max_restarts,
             round_number=form.round.number,
-            reason=form.cause,
+            reason=clipped(one_line(form.cause), LONGEST_REASON),  # a NUL, or too much of it, and nothing starts
             error_file=error_file,
             socket=socket,
             nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],

@@ -15,6 +15,11 @@ _ON_SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python print where it was",
 }
 
+_ON_SYMPTOMS = {
+    "broken connection": "another rank was gone, but none has reported why; see the other ranks' logs",
+    "time-out": "another rank did not answer; it may hang, or be slower than the time-out allows; see its log",
+}
+
 
 def root_cause(failure: Failure) -> str:
     """Return the failure in several lines: who, where, how, the traceback or stderr's end, a hint, the logs."""
@@ -32,6 +37,8 @@ def last_words(code: int, cause: str, failure: Failure | None) -> str:
 
 def hint_on(failure: Failure) -> str:
     """Return what may help against a failure, or nothing."""
+    if failure.symptom:
+        return _ON_SYMPTOMS.get(failure.symptom, "")
     if failure.kind == "out of memory":
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"
     if failure.exit_code < 0:
@@ -45,9 +52,10 @@ def hint_on(failure: Failure) -> str:
 
 def _who(failure: Failure) -> str:
     host = f"host {failure.host}, " if failure.host else ""
+    what = "first failure, of which the cause is not known" if failure.symptom else "root cause"
     return (
-        f"root cause: rank {failure.rank} on node {failure.node_id} ({host}pid {failure.pid}, round {failure.round}) "
-        f"ended {failure.ran:.1f} s after its start: {failure.message}"
+        f"{what}: rank {failure.rank} on node {failure.node_id} ({host}pid {failure.pid}, round {failure.round}) "
+        f"failed {failure.ran:.1f} s after its start: {failure.message}"
     )
 
 

@@ -12,7 +12,7 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.events import OrderReceived, counted
 from elastic_launch.rendezvous import messages as m
 
-__all__ = ["received", "tell_ended", "tell_forwarded", "tell_opened", "tell_order"]
+__all__ = ["received", "tell_ended", "tell_forwarded", "tell_late", "tell_opened", "tell_order"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -54,6 +54,11 @@ def tell_ended(reaped: Reaped) -> None:
     _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
 
 
+def tell_late(failure: m.Failure) -> None:
+    """Say that a worker which was stopped had failed before."""
+    _log.warning("rank %d (pid %d) had failed before it was stopped: %s", failure.rank, failure.pid, failure.message)
+
+
 def received(order: MemberOrder, present: int) -> OrderReceived:
     """Return the event for an order.
 
@@ -80,6 +85,6 @@ def tell_order(order: MemberOrder, number: int, cause: str) -> None:
         case m.Drain():
             _log.info("round %d drains: %s; the workers stop after the same step and save", number, cause)
         case m.Break():
-            _log.info("round %d broken: %s; a new round forms", number, cause)
+            _log.info("round %d broken: %s", number, cause)
         case m.Evicted():
             _log.warning("this node is no longer a member (%s); its workers are killed", cause)

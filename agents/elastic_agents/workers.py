@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastic_agents.failures import OutOfMemoryCounter, report
+from elastic_agents.failures import OutOfMemoryCounter, raised_in, report
 from elastic_agents.forwarding import heeds
 from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs
 from elastic_agents.output import OutputPump, Stream
+from elastic_agents.pace import Pace
 from elastic_agents.processes import StartRequest, WorkerProcesses
 from elastic_agents.sessions import empty_sessions, kill_sessions, reap_orphans
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
+from elastic_launch.error_file import read_error_file
 from elastic_launch.rendezvous.messages import Failure
 
 __all__ = ["Reaped", "WorkerSet"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+TICK = 0.02
+"""Seconds by which the time of a file may be early: the kernel takes it from a clock that ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class _Worker:
     started: float
     logs: WorkerLogs
     stderr: Stream
+    stopped: float | None = None  # when it was first told to end
 
 
 class WorkerSet:
@@ -115,28 +122,53 @@ class WorkerSet:
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
 
-    def failure(self, local_rank: int, preempted: bool) -> Failure:
-        """Build the report on a worker that was reaped."""
+    def failure(self, local_rank: int, preempted: bool, pace: Pace) -> Failure | None:
+        """Build the report on a worker that was reaped.
+
+        Returns:
+            None if it was stopped, and nothing tells that it had failed before.
+        """
         worker, reaped = self._reaped[local_rank]
-        worker.stderr.ended.wait(0.2)
+        if worker.stopped is None:
+            worker.stderr.ended.wait(0.2)
+        stderr = worker.stderr.timed_tail()
+        lines = tuple(line for _, line in stderr)
+        steps = pace.of_round(worker.round)
+        now, error = self._clock.now(), read_error_file(worker.logs.error_file)
+        index = raised_in(lines, stopped=worker.stopped is not None)
+        failed = reaped.ended
+        if error is not None:
+            failed = now - max(0.0, time.time() - error.at)
+        elif index is not None:
+            failed = stderr[index][0]
+        failed = min(max(failed, worker.started), reaped.ended)
+        if worker.stopped is not None and (
+            (error is None and index is None) or failed > worker.stopped - TICK or not reaped.exit_code
+        ):
+            return None
         return report(
             node_id=self._node_id,
             round_number=worker.round,
             rank=worker.placement.rank,
             local_rank=local_rank,
+            world_size=worker.placement.world_size,
             pid=worker.pid,
             exit_code=reaped.exit_code,
-            ran=reaped.ran,
-            error_file=worker.logs.error_file,
+            ran=failed - worker.started,
+            ago=now - failed,
+            error=error,
             log=worker.logs.directory,
-            stderr=worker.stderr.tail(),
+            stderr=lines,
             preempted=preempted,
+            stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
+            trained=-1 if steps is None else steps[1] - steps[0],
         )
 
     def terminate(self, local_ranks: frozenset[int] | None = None) -> None:
         """Ask workers (None: all that are left) to end: SIGTERM to each main process."""
         for pid in self._chosen(local_ranks):
+            self._stop(pid)
             self._processes.signal(pid, signal.SIGTERM)
             # A stopped process would not see it before its grace is over.
             self._processes.signal(pid, signal.SIGCONT)
@@ -152,6 +184,7 @@ class WorkerSet:
     def kill(self, local_ranks: frozenset[int] | None = None) -> None:
         """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""
         for pid in self._chosen(local_ranks):
+            self._stop(pid)
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_round(self) -> list[int]:
@@ -159,6 +192,10 @@ class WorkerSet:
         stuck = self._end_sessions(set(self._sessions))
         self._reaped.clear()
         return stuck
+
+    def _stop(self, pid: int) -> None:
+        if self._alive[pid].stopped is None:
+            self._alive[pid].stopped = self._clock.now()
 
     def _chosen(self, local_ranks: frozenset[int] | None) -> list[int]:
         return [

@@ -87,6 +87,8 @@ class Chronicle:
                 self._decided(clock, event)
             case ev.NodeLost(broke=number, detect_s=seconds) if number:
                 self._of(number).silent = max(0.0, seconds)
+            case ev.CauseFound(round=number, kind=kind, cause=cause):
+                self._of(number).kind, self._of(number).cause = kind, cause
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
                 self._of(number).kind = kind
                 self.restarts, self.max_restarts = max(self.restarts, restarts), most

@@ -22,8 +22,8 @@ longer than the mean of the others (compilation, caches). Of a round that went b
 begun at step f, the share (k - f) / (l - f) of its steps' time is productive.
 
 Scripts that do not train by this library say nothing of their steps. Then a round's productive time is that from the
-start of its workers to its end, so steps lost count as productive; start is that of the processes; restore, first
-step and lost steps are None.
+start of its workers to its end, and goodput is not known; start is that of the processes; restore, first step and lost
+steps are None.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Productive time / total time, in [0, 1]; None without any time."""
-        return self.productive_s / self.total_s if self.total_s > 0 else None
+        """Productive time / total time, in [0, 1]; None without any time, or where nothing is known of steps."""
+        return self.productive_s / self.total_s if self.by_steps and self.total_s > 0 else None
 
     def line(self, max_restarts: int | None = None) -> str:
         """The run in one line.
@@ -121,17 +121,18 @@ class Ledger:
             max_restarts: the budget, if the caller knows it better.
         """
         most = self.max_restarts if max_restarts is None else max_restarts
-        goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
-        what = (
-            f"in {_steps(self.steps)}" if self.steps is not None else "of workers running, which say nothing of steps"
-        )
+        time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
+        if self.by_steps:
+            goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
+            spent = f"goodput {goodput}: {time} in {_steps(self.steps or 0)}"
+        else:
+            spent = f"workers ran for {time}"
         kinds = Counter(incident.kind for incident in self.incidents)
         named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
         restarts = f"restarts {self.restarts}" + (f" of {most}" if most >= 0 else "")
-        time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
-        return f"goodput {goodput}: {time} {what}; {incidents}{lost}; {restarts}"
+        return f"{spent}; {incidents}{lost}; {restarts}"
 
 
 def build(chronicle: Chronicle) -> Ledger:

@@ -35,8 +35,9 @@ class LiveLedger:
             return over[told:]
 
     def summary(self, max_restarts: int) -> str:
-        """The run in one line; empty if another host leads it, or no round was formed."""
+        """The run in one line; empty if another host leads it, no round was formed, or there is nothing to tell."""
         with self._lock:
             if not self._chronicle.leads:
                 return ""
-            return build(self._chronicle).line(max_restarts)
+            ledger = build(self._chronicle)
+            return ledger.line(max_restarts) if ledger.by_steps or ledger.incidents else ""

@@ -42,7 +42,8 @@ def _seen(host: Host) -> int:
 def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
     same = [other for other in others if other.round == incident.round]
     for other in sorted(same, key=lambda other: not other.led):
-        if incident.kind == "unknown" and other.kind != "unknown":
+        # Only the leader hears what comes late, and knows the cause then.
+        if other.kind != "unknown" and (incident.kind == "unknown" or (other.led and not incident.led)):
             incident = replace(incident, kind=other.kind, cause=other.cause)
         if incident.lost_steps is None:
             incident = replace(incident, lost_steps=other.lost_steps)

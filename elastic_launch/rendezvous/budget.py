@@ -1,15 +1,28 @@
-"""The restart budget: what a broken round costs, and whether the run ends with it."""
+"""The restart budget: what a broken round costs, when the next one may form, and whether the run ends with it."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.instructions import Broken
 from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.rendezvous.verdict import Kind, exit_code, is_early, judge, root_cause
+from elastic_launch.rendezvous.verdict import Kind, exit_code, judge, root_cause
 
-__all__ = ["Budget", "Ruling"]
+__all__ = ["EARLY", "FREE", "LONG", "Budget", "Ruling"]
+
+FREE = 3
+"""Restarts in a row without progress that are free, and one more for each node that the run may have."""
+
+LONG = 60.0
+"""Seconds from which a round of a script that says nothing of its steps counts as progress."""
+
+EARLY = 10.0
+"""Seconds within which a worker that fails without a step failed soon; from the second in a row on there is a delay."""
+
+LONGEST_DELAY = 30.0
+"""Seconds that the next round waits at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +31,17 @@ class Ruling:
 
     Attributes:
         kind: what counts of all that was reported.
-        failure: the root cause, if a worker's failure lies behind it.
-        end: the run's exit code if it ends here, with its cause.
+        charged: it cost a restart.
+        idle: restarts in a row without progress, if it is charged for that; else 0.
+        delay: seconds until the next round may form.
+        ends: why the run ends here, in words; empty if it goes on.
     """
 
     kind: Kind
-    failure: Failure | None = None
-    end: tuple[int, str] | None = None
+    charged: bool = False
+    idle: int = 0
+    delay: float = 0.0
+    ends: str = ""
 
 
 class Budget:
@@ -33,28 +50,75 @@ class Budget:
     Args:
         spent: restarts charged so far.
         most: that are allowed.
+        idle: restarts in a row without progress.
+        mark: the highest step at which a round has begun to train; None if none is known.
     """
 
-    def __init__(self, spent: int, most: int) -> None:
+    def __init__(self, spent: int, most: int, idle: int = 0, mark: int | None = None) -> None:
         self.spent = spent
+        self.idle = idle
+        self.mark = mark
         self._most = most
-        self._last_early = ""
+        self._soon = 0  # failures in a row soon after the start
 
-    def rule(self, broken: Broken) -> Ruling:
-        """Judge a broken round and charge it; a charge is one restart, whatever number of workers failed."""
-        kind = judge(broken.kind, (failure for _, failure in broken.failures))
-        if not kind.is_fault:
-            return Ruling(kind)
+    def rule(self, broken: Broken, *, lasted: float, begun: int | None, nodes: int = 1) -> Ruling:
+        """Judge a broken round and charge it; a charge is one restart, whatever number of workers failed.
+
+        Args:
+            lasted: seconds from its forming to its end.
+            begun: the step at which it began to train; None if it said of none.
+            nodes: that the run may have.
+        """
+        kind = judge(broken.imposed, broken.failures)
         failure = root_cause(broken.failures)
-        early = failure.signature if failure and is_early(failure) else ""
-        last_early, self._last_early = self._last_early, early
-        if kind is Kind.FATAL:
-            return Ruling(kind, failure, (ExitCode.DO_NOT_RETRY, broken.cause))
-        if early and early == last_early:
-            cause = f"the script fails at its start, twice the same way: {broken.cause}"
-            return Ruling(kind, failure, (ExitCode.STARTUP_FAILURE, cause))
+        gained = self._gained(lasted, begun)
+        if gained:
+            self.idle = 0
+        if kind is Kind.MEMBERSHIP:
+            return Ruling(kind)
+        if kind.is_final:
+            return self.end(kind)
+        idle = 0
+        if not kind.costs:
+            self.idle += not gained
+            if self.idle <= FREE + nodes:
+                return Ruling(kind)
+            idle = self.idle
         if self.spent >= self._most:
             spent = f"all {self._most} restarts spent" if self._most else "no restart allowed (--max-restarts 0)"
-            return Ruling(kind, failure, (exit_code(failure, self._most), f"{spent}: {broken.cause}"))
+            return Ruling(kind, idle=idle, ends=f"no progress in {idle} restarts, {spent}" if idle else spent)
         self.spent += 1
-        return Ruling(kind, failure)
+        self._soon = self._soon + 1 if failure is not None and _failed_soon(failure) else 0
+        delay = min(2.0 ** (self._soon - 2), LONGEST_DELAY) if self._soon > 1 else 0.0
+        return Ruling(kind, charged=True, idle=idle, delay=delay)
+
+    def end(self, kind: Kind) -> Ruling:
+        """Return what follows from a failure after which no restart makes sense."""
+        said = "a worker said so" if kind is Kind.FATAL else "the script cannot run as it is"
+        return Ruling(kind, ends=f"a restart is of no use ({said})")
+
+    def verdict(self, ruling: Ruling, broken: Broken) -> tuple[int, str]:
+        """Return the exit code and the cause of a run that ends by a ruling, as known by now."""
+        cause = f"{ruling.ends}: {broken.cause}"
+        if ruling.kind is Kind.FATAL:
+            return ExitCode.DO_NOT_RETRY, cause
+        if ruling.idle:
+            return ExitCode.NO_PROGRESS, cause
+        if ruling.kind is Kind.STARTUP and self._most:
+            return ExitCode.STARTUP_FAILURE, cause
+        return exit_code(root_cause(broken.failures), self._most), cause
+
+    def _gained(self, lasted: float, begun: int | None) -> bool:
+        """Whether the training advances: a round has begun at a higher step than any before."""
+        if begun is None:
+            return self.mark is None and lasted >= LONG
+        gained = self.mark is None or begun > self.mark
+        if gained:
+            self.mark = begun
+        return gained
+
+
+def _failed_soon(failure: Failure) -> bool:
+    """Whether a worker failed soon after its start, and may do so again; SIGKILL comes from outside."""
+    killed = failure.exit_code == -signal.SIGKILL and failure.kind == Kind.CRASH.text
+    return failure.ran <= EARLY and failure.trained <= 0 and not killed

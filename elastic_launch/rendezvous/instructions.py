@@ -82,15 +82,18 @@ class Broken:
     """A round that was broken and whose successor is not formed yet.
 
     Attributes:
+        imposed: what befell its nodes, of what is known the most significant; None if only workers have failed.
+        cause: in words, as known by now.
         failures: reports that came in, each with the leader's time of its receipt.
-        judged: the cause that counts is found and charged.
+        judged: it is known what it costs, since ``judged_at``.
     """
 
     at: float
-    kind: Kind
+    imposed: Kind | None
     cause: str
     failures: list[tuple[float, m.Failure]] = field(default_factory=list)
     judged: bool = False
+    judged_at: float = 0.0
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ Invariants, checked by the stateful tests after every event:
 - the members of a round are distinct, their ranks a permutation, their number within the limits;
 - a round is formed only when every member of the one before has stopped or is dead;
 - a round is drained only if the workers of all its members can be, and ends so only when all of them have stopped;
-- a broken round is charged once, and only for crash, hang and out of memory;
+- a round is charged once, and only for crash, hang and out of memory, or if the training does not advance;
 - nothing is ordered that the record does not hold yet.
 """
 
@@ -27,8 +27,8 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.admission import refusal
 from elastic_launch.rendezvous.instructions import Close, Instruction, Node
 from elastic_launch.rendezvous.record import Size
-from elastic_launch.rendezvous.rounds import COLLECT, MOST_SECONDS, Rounds
-from elastic_launch.rendezvous.verdict import Kind, kind_of
+from elastic_launch.rendezvous.rounds import COLLECT, LATE, MOST_SECONDS, Rounds
+from elastic_launch.rendezvous.verdict import Kind
 
 __all__ = ["TURN_CAP", "LeaderMachine"]
 
@@ -88,8 +88,9 @@ class LeaderMachine(Rounds):
         match report:
             case m.Joined(round=number) if node.active and number == current:
                 node.joined = True
-            case m.Ready(round=number, remaining_s=remaining) if node.active and number == current:
+            case m.Ready(round=number, remaining_s=remaining, step=step) if node.active and number == current:
                 node.joined = node.ready = True
+                self._begun = max(step, -1 if self._begun is None else self._begun) if step >= 0 else self._begun
                 self._resizing.prices.told(remaining, now)
                 if all(other.ready for other in self.nodes.values() if other.active):
                     self._resizing.prices.trains(now)
@@ -143,10 +144,12 @@ class LeaderMachine(Rounds):
         timing = self._timing
         if self._broken and not self._broken.judged:
             due.append(self._broken.at + COLLECT)
+        elif self._broken and self._ruling is not None:
+            due.append(self._broken.judged_at + LATE)
         elif self._broken:
             due += [self._due_back(node, self._broken) for node in self.nodes.values() if node.active]
         if not self._running:
-            due.append(self._last_arrival + timing.join_settle)
+            due += [self._last_arrival + timing.join_settle, self._not_before]
             if self._parked_at is not None:
                 due.append(self._parked_at + timing.min_wait)
         elif self._drain is not None:
@@ -167,6 +170,7 @@ class LeaderMachine(Rounds):
             self._formed_at += slept
             if self._broken:
                 self._broken.at += slept
+                self._broken.judged_at += slept
             if self._parked_at is not None:
                 self._parked_at += slept
 
@@ -290,10 +294,9 @@ class LeaderMachine(Rounds):
 
     def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
         if self._running and node.active:
-            where = f"rank {failure.rank} on node {failure.node_id}"
-            self._break(kind_of(failure), f"{where}: {failure.message}", now)
-        if self._broken and not self._broken.judged:
-            self._broken.failures.append((now, failure))
+            self._break_for(failure, now)
+        elif self._broken:
+            self._also_failed(self._broken, failure, now)
 
     def _stopped(self, node: Node, drained: int, now: float) -> None:
         """The workers of a member of the present round are reaped."""
@@ -317,9 +320,9 @@ class LeaderMachine(Rounds):
         broke = self.record.round.number if self._running and node.active else 0
         if broke:
             self._stop_round(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", seconds, now)
-        elif self._broken and not self._broken.judged and node.active:
+        elif node.active:
             # Others crashed because its workers were ended before it could say so.
-            self._broken.kind = min(self._broken.kind, Kind.PREEMPTION)
+            self._impose(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})")
         self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
 
     def node_at(self, link: int) -> Node | None:

@@ -25,6 +25,7 @@ from elastic_launch.errors import (
     StoreError,
     UnresolvedError,
 )
+from elastic_launch.plain_text import clipped
 from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
@@ -43,7 +44,7 @@ RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
 
 LONGEST_COMMAND = 4096
-"""Characters of the command that a hello shows; the digest is over all of it."""
+"""Bytes of the command's JSON that a hello shows; the digest is over all of it."""
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
@@ -107,13 +108,14 @@ class Membership:
         """The round's workers are started."""
         self._say(m.Joined(number))
 
-    def ready(self, number: int, remaining: float = -1.0) -> None:
+    def ready(self, number: int, remaining: float = -1.0, step: int = -1) -> None:
         """The round's workers can be drained from now on.
 
         Args:
             remaining: seconds until the training ends at the present pace; -1 if that is not known.
+            step: optimizer steps that were done when they began to train; -1 if that is not known.
         """
-        self._say(m.Ready(number, remaining))
+        self._say(m.Ready(number, remaining, step))
 
     def done(self, number: int) -> None:
         """The round's workers have all finished with 0."""
@@ -210,7 +212,7 @@ class Membership:
             version=m.PROTOCOL_VERSION,
             run_id=config.run_id,
             digest=config.digest(),
-            command=" ".join(config.command.display)[:LONGEST_COMMAND],
+            command=clipped(" ".join(config.command.display), LONGEST_COMMAND),
             limits=str(config.limits),
             node_id=config.node_id,
             incarnation=place.incarnation,

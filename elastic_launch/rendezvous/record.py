@@ -90,7 +90,8 @@ class ControlRecord:
         size: what the run was resized to while it ran, None if it was not; a node that comes with it is not refused.
         term: a leader's reign; nodes ignore whatever comes from a lower one.
         restarts: restarts charged to the budget so far.
-        last_step: last optimizer step known, or None.
+        last_step: the highest optimizer step at which a round has begun to train, None if none is known.
+        idle: restarts in a row that were not charged, and since which the training has not advanced.
         nonce: random per write; tells two writers of otherwise equal records apart.
         first_term: the term in which this run began; above 1 if another one had its id before.
     """
@@ -102,6 +103,7 @@ class ControlRecord:
     round: Round = field(default_factory=Round)
     restarts: int = 0
     last_step: int | None = None
+    idle: int = 0
     end: End | None = None
     work: str = ""
     size: Size | None = None

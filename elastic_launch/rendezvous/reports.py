@@ -28,15 +28,17 @@ class Failure:
     """One worker's failure, as its node saw it.
 
     Attributes:
-        kind: ``crash``, ``out of memory``, ``preemption`` or ``fatal``.
+        kind: ``crash``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
         exit_code: as of ``subprocess``: -N for signal N.
         message: one line: the exception, or the signal's name.
         detail: traceback, or the last lines of stderr.
         ran: seconds from the worker's start to its end.
-        ago: seconds from its end to this report, by the node's clock.
-        signature: equal for failures that look the same; empty if they cannot be compared.
+        ago: seconds from its failure to this report, by the node's clock. It failed when its exception reached the
+            top, or else when it ended.
         log: where its log files are, on its node.
         host: name of the node's host.
+        symptom: what tells that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
+        trained: optimizer steps that the round has done by then, as far as the node knows; -1 if it knows of none.
     """
 
     node_id: str
@@ -49,10 +51,11 @@ class Failure:
     detail: tuple[str, ...] = ()
     ran: float = 0.0
     ago: float = 0.0
-    signature: str = ""
     log: str = ""
     round: int = 0
     host: str = ""
+    symptom: str = ""
+    trained: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +149,12 @@ class Ready:
 
     Attributes:
         remaining_s: seconds until the training ends at the present pace; -1 if that is not known.
+        step: optimizer steps that were done when they began; -1 if that is not known.
     """
 
     round: int
     remaining_s: float = -1.0
+    step: int = -1
 
 
 @dataclass(frozen=True, slots=True)

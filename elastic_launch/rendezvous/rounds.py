@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from elastic_launch.config import LONGEST_WAIT, Limits, Timing
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import (
+    CauseFound,
     Event,
     NodeLost,
     Parked,
@@ -19,19 +21,25 @@ from elastic_launch.events import (
     counted,
 )
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.budget import Budget
+from elastic_launch.rendezvous.budget import Budget, Ruling
 from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Draining, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.leavers import is_needed, no_longer_needed, sources
 from elastic_launch.rendezvous.outlook import Outlook
 from elastic_launch.rendezvous.ranks import choose
 from elastic_launch.rendezvous.record import ControlRecord, End, Member, Round
 from elastic_launch.rendezvous.resizing import Resizing, prepared, waiting
-from elastic_launch.rendezvous.verdict import Kind
+from elastic_launch.rendezvous.verdict import Kind, judge, kind_of, root_cause, words
 
-__all__ = ["COLLECT", "MOST_SECONDS", "Rounds"]
+__all__ = ["COLLECT", "LATE", "MOST_SECONDS", "Rounds"]
 
 COLLECT = 0.2
 """Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
+
+LATE = 3.0
+"""Seconds for which a run that ends by a failure waits for nodes that still stop their workers, and what these say.
+
+Their agents wait for these anyway, and no round waits for it.
+"""
 
 MOST_SECONDS = 86400.0
 """A drain's limit of so much, or more, is none."""
@@ -55,7 +63,7 @@ class Rounds:
         self.record = record
         self.nodes: dict[str, Node] = {}
         self._owners: dict[int, str] = {}
-        self._budget = Budget(record.restarts, limits.max_restarts)
+        self._budget = Budget(record.restarts, limits.max_restarts, record.idle, record.last_step)
         self._resizing = Resizing(self.nodes)
         self._limits = limits.resized(record.size.min_nodes, record.size.max_nodes) if record.size else limits
         self._timing = timing
@@ -73,6 +81,9 @@ class Rounds:
         self._last_arrival = now
         self._parked_at: float | None = None
         self._failure: m.Failure | None = None
+        self._ruling: Ruling | None = None  # by which the run ends, once it is known what happened
+        self._not_before = now  # the next round is not formed earlier
+        self._begun: int | None = None  # the step at which the present round has begun to train
         self._departing = False
         self._fetching = self._running  # whether members of the round may still need what leavers serve
         self._ending = ""  # why the run ends as soon as no worker is left
@@ -129,8 +140,8 @@ class Rounds:
         broke = self.record.round.number if self._running and node.active else 0
         if broke:
             self._break(Kind.NODE_LOSS, text, now)
-        elif self._broken and not self._broken.judged and node.active:
-            self._broken.kind = min(self._broken.kind, Kind.NODE_LOSS)
+        elif node.active:
+            self._impose(Kind.NODE_LOSS, text)
         self._emit(NodeLost(node.hello.node_id, cause, silence, broke, self._outlook()))
 
     def _stop_round(self, kind: Kind, cause: str, seconds: float | None, now: float) -> None:
@@ -162,18 +173,54 @@ class Rounds:
         self._send(node.link, m.Drain(self.record.term, number, drain.kind.text, drain.cause, seconds))
 
     def _break(self, kind: Kind, cause: str, now: float) -> None:
+        """End the round for what befell its nodes."""
+        self._end_round(Broken(now, kind, cause), kind, self._outlook)
+
+    def _break_for(self, failure: m.Failure, now: float) -> None:
+        """End the round because a worker failed; what it costs, and so whether another one forms, is judged later."""
+        broken = Broken(now, None, words(failure), [(now, failure)])
+        self._end_round(broken, kind_of(failure), lambda: "")
+
+    def _end_round(self, broken: Broken, kind: Kind, outlook: Callable[[], str]) -> None:
         self._running = False
         self._drain = None
-        self._broken = Broken(now, kind, cause)
-        number = self.record.round.number
+        self._broken = broken
         for node in self.nodes.values():
             if node.active:
-                self._send_break(node, self._broken)
-        self._emit(RoundBroken(number, kind.text, cause, now - self._formed_at, self._outlook()))
+                self._send_break(node, broken, kind)
+        number, lasted = self.record.round.number, broken.at - self._formed_at
+        self._emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook()))
 
-    def _send_break(self, node: Node, broken: Broken) -> None:
+    def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
         number = self.record.round.number
-        self._send(node.link, m.Break(self.record.term, number, broken.kind.text, broken.cause))
+        kind = judge(broken.imposed, broken.failures) if kind is None else kind
+        self._send(node.link, m.Break(self.record.term, number, kind.text, broken.cause))
+
+    def _impose(self, kind: Kind, cause: str) -> None:
+        """Something befell a node of the broken round: that is what made workers elsewhere fail."""
+        broken = self._broken
+        if broken is None or broken.judged or (broken.imposed is not None and broken.imposed <= kind):
+            return
+        broken.imposed = kind
+        self._found(broken, kind, cause)
+
+    def _also_failed(self, broken: Broken, failure: m.Failure, now: float) -> None:
+        """A further worker of the broken round had failed; it may be the root cause."""
+        broken.failures.append((now, failure))
+        if broken.imposed is not None:
+            return
+        first = root_cause(broken.failures)
+        if first is failure:
+            self._found(broken, kind_of(failure), words(failure))
+            if self._failure is not None:
+                self._failure = failure
+            if broken.judged and kind_of(failure).is_final and self._ruling is None:
+                self._ruling, self._failure, broken.judged_at = self._budget.end(kind_of(failure)), failure, now
+
+    def _found(self, broken: Broken, kind: Kind, cause: str) -> None:
+        if cause != broken.cause:
+            broken.cause = cause
+            self._emit(CauseFound(self.record.round.number, kind.text, cause))
 
     def _consider(self, now: float) -> None:
         """Do what has become possible or due."""
@@ -188,14 +235,16 @@ class Rounds:
         broken = self._broken
         active = [node for node in self.nodes.values() if node.active]
         if now - self._began >= self._timing.dead_after:
-            if self._owed and broken and not broken.judged:
-                broken.kind = min(broken.kind, Kind.NODE_LOSS)
+            if self._owed:
+                self._impose(Kind.NODE_LOSS, f"node {', '.join(sorted(self._owed))} did not come to the new leader")
             self._owed.clear()
         # A member that died with the leader before makes the others crash: who is missing must be known first.
         if broken and not broken.judged and not self._owed and (not active or now - broken.at >= COLLECT):
             self._judge(broken, now)
-            if self.ended:
-                return
+        if broken and self._ruling is not None:
+            if not active or now - broken.judged_at >= LATE:
+                self._end(*self._budget.verdict(self._ruling, broken), now)
+            return
         if broken:
             for node in [node for node in active if now >= self._due_back(node, broken)]:
                 limit = self._due_back(node, broken) - broken.at
@@ -205,7 +254,8 @@ class Rounds:
                 self._lose(node, reason, now)
                 active.remove(node)
         if not active and not self._owed and (broken is None or broken.judged):
-            self._gather(now)
+            if now >= self._not_before or self._ending:
+                self._gather(now)
             if not self._running:
                 self._release()
 
@@ -261,7 +311,7 @@ class Rounds:
         number, everybody = self.record.round.number, len(self.record.round.members)
         if not left:
             self._running, self._drain = False, None
-            self._broken = Broken(drain.at, drain.kind, drain.cause, judged=True)
+            self._broken = Broken(drain.at, drain.kind, drain.cause)
             took = round(now - drain.at, 6)
             if self._ending:
                 self._ending += f" after step {drain.step}, its state saved"
@@ -293,17 +343,20 @@ class Rounds:
         return ready if later else waiting(self.nodes)
 
     def _judge(self, broken: Broken, now: float) -> None:
-        broken.judged = True
-        spent = self._budget.spent
-        ruling = self._budget.rule(broken)
-        self._failure = ruling.failure
-        if ruling.end is not None:
-            self._end(*ruling.end, now)
-        elif self._budget.spent > spent:
-            charged = RestartCharged(
-                self.record.round.number, ruling.kind.text, self._budget.spent, self._limits.max_restarts
-            )
-            self._emit(charged)
+        broken.judged, broken.judged_at = True, now
+        if self._ending:
+            return  # no further round is wanted
+        lasted, nodes = broken.at - self._formed_at, self._limits.max_nodes
+        ruling = self._budget.rule(broken, lasted=lasted, begun=self._begun, nodes=nodes)
+        if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
+            self._failure = root_cause(broken.failures)
+        if ruling.ends:
+            self._ruling = ruling
+        elif ruling.charged:
+            self._not_before = now + ruling.delay
+            number, kind = self.record.round.number, ruling.kind.text
+            spent, most, idle = self._budget.spent, self._limits.max_restarts, ruling.idle
+            self._emit(RestartCharged(number, kind, spent, most, self._outlook(), idle, ruling.delay))
 
     def _gather(self, now: float) -> None:
         """Form the next round as soon as everybody it may expect is there."""
@@ -344,7 +397,8 @@ class Rounds:
         formed = Round(max(self._floor, self.record.round.number) + 1, members)
         cause = self._broken.cause if self._broken else "first"
         since = self._broken.at if self._broken else self._began
-        self._commit(replace(self.record, round=formed, restarts=self._budget.spent))
+        budget = self._budget
+        self._commit(replace(self.record, round=formed, restarts=budget.spent, idle=budget.idle, last_step=budget.mark))
         served = sources(self.nodes, chosen)
         self._fetching = bool(served)
         order = m.Form(self.record.term, formed, self.restarts, cause, served)  # one for all: it is encoded once
@@ -354,10 +408,10 @@ class Rounds:
         names = tuple(member.node_id for member in members)
         term = self.record.term
         self._emit(RoundFormed(formed.number, term, names, formed.world_size, self._budget.spent, cause, now - since))
-        resized = self._broken is not None and self._broken.kind is Kind.MEMBERSHIP
+        resized = self._broken is not None and self._broken.imposed is Kind.MEMBERSHIP
         self._resizing.formed(since if resized else None)
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
-        self._failure = None
+        self._failure, self._begun = None, None
 
     def _end(self, code: int, cause: str, now: float) -> None:
         self._running = False
@@ -373,6 +427,8 @@ class Rounds:
         return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self._budget.spent, failure)
 
     def _outlook(self) -> str:
+        if self._ruling is not None and not self.ended:
+            return "the run ends"
         nodes = self.nodes.values()
         outlook = Outlook(
             self._limits,

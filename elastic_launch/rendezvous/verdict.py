@@ -1,4 +1,4 @@
-"""Judging a broken round: which cause counts, whether it costs a restart, and whether it ends the run."""
+"""Judging a broken round: which failure is the root cause, and what kind of end it was."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from enum import IntEnum
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["Kind", "exit_code", "kind_of", "own_code", "root_cause"]
-
-EARLY = 10.0
-"""A plain script that exits non-zero within this many seconds of its start may never have started right."""
+__all__ = ["Kind", "exit_code", "judge", "kind_of", "own_code", "root_cause", "words"]
 
 _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 
 
 class Kind(IntEnum):
-    """Why a round was broken, by precedence: of several causes seen together the lowest number counts.
+    """Why a round was broken.
 
-    A node that vanishes makes workers elsewhere crash, and so does a resize; judging by precedence keeps such
-    collateral crashes free.
+    What befalls nodes comes first, by precedence: a node that vanishes makes workers elsewhere crash, and so does a
+    resize. Which of several workers' failures counts is :func:`root_cause`'s to say.
     """
 
     MEMBERSHIP = 0
     PREEMPTION = 1
     NODE_LOSS = 2
     FATAL = 3
-    OUT_OF_MEMORY = 4
-    HANG = 5
-    CRASH = 6
+    STARTUP = 4
+    OUT_OF_MEMORY = 5
+    HANG = 6
+    CRASH = 7
 
     @property
     def text(self) -> str:
@@ -38,13 +36,18 @@ class Kind(IntEnum):
 
     @property
     def costs(self) -> bool:
-        """Whether the kind is charged to the restart budget."""
+        """Whether the kind is charged to the restart budget whatever the training gains."""
         return self in (Kind.CRASH, Kind.HANG, Kind.OUT_OF_MEMORY)
 
     @property
     def is_fault(self) -> bool:
-        """Whether a worker's failure lies behind it."""
-        return self in (Kind.FATAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.CRASH)
+        """Whether a worker's own failure lies behind it."""
+        return self >= Kind.FATAL
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a restart would fail in the same way."""
+        return self in (Kind.FATAL, Kind.STARTUP)
 
 
 _KINDS = {kind.text: kind for kind in Kind}
@@ -56,19 +59,41 @@ def kind_of(failure: Failure) -> Kind:
 
 
 def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
-    """Return the first failure of the most significant kind.
+    """Return the first failure, but none that follows from another while there is one that does not.
+
+    What says that a retry is of no use goes before all others. A broken connection or a time-out tells of a failure
+    elsewhere, so it comes last, and behind a worker that somebody has ended by a signal, since that breaks connections.
 
     Args:
         failures: each with the leader's time of its receipt; its age as the node saw it is taken off.
     """
     if not failures:
         return None
-    return min(failures, key=lambda item: (kind_of(item[1]), item[0] - item[1].ago))[1]
+    return min(failures, key=lambda item: (_rank(item[1]), item[0] - item[1].ago))[1]
 
 
-def judge(broken: Kind, failures: Iterable[Failure]) -> Kind:
-    """Return the kind that counts for a round broken for one reason with further failures reported."""
-    return min([broken, *map(kind_of, failures)])
+def _rank(failure: Failure) -> int:
+    kind = kind_of(failure)
+    if kind.is_final:
+        return 0
+    if not kind.is_fault:
+        return 2
+    return 3 if failure.symptom else 1
+
+
+def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Kind:
+    """Return the kind that counts for a broken round.
+
+    Args:
+        imposed: what befell its nodes, if that broke it: it makes workers crash; None if only workers failed.
+    """
+    failure = root_cause(list(failures)) if imposed is None else None
+    return kind_of(failure) if failure is not None else imposed if imposed is not None else Kind.CRASH
+
+
+def words(failure: Failure) -> str:
+    """Return who failed, and how, in one line."""
+    return f"rank {failure.rank} on node {failure.node_id}: {failure.message}"
 
 
 def exit_code(failure: Failure | None, max_restarts: int) -> int:
@@ -86,8 +111,3 @@ def own_code(code: int) -> int:
     if code < 0:
         return 128 - code
     return ExitCode.TRAINING_FAILED if code in _OURS or not code else code
-
-
-def is_early(failure: Failure) -> bool:
-    """Whether the failure may be one of start-up: an exit code (not a signal) soon after the start."""
-    return failure.exit_code > 0 and failure.ran <= EARLY and bool(failure.signature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents import failures
-from elastic_agents.failures import OutOfMemoryCounter, describe, report
+from elastic_agents.failures import OutOfMemoryCounter, describe, raised_in, report
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import Reaped
 from elastic_launch.contract import Placement
@@ -35,14 +36,18 @@ def failed(error_file: Path, **arguments: Any) -> m.Failure:
         "round_number": 3,
         "rank": 5,
         "local_rank": 1,
+        "world_size": 8,
         "pid": 42,
         "exit_code": 1,
         "ran": 1.5,
-        "error_file": error_file,
+        "ago": 0.5,
+        "error": read_error_file(error_file),
         "log": error_file.parent,
         "stderr": (),
         "preempted": False,
+        "stopped": False,
         "out_of_memory": False,
+        "trained": -1,
     }
     return report(**{**values, **arguments})
 
@@ -143,7 +148,7 @@ def test_a_worker_says_that_a_retry_is_of_no_use(
     assert capsys.readouterr().err == "the data set is not complete\n"
     found = failed(error_file, exit_code=93)
     assert (found.kind, found.message) == ("fatal", "exit code 93: the data set is not complete")
-    stopped = failed(error_file, exit_code=-15)
+    stopped = failed(error_file, exit_code=-15, stopped=True)
     assert stopped.kind == "fatal", "it was stopped as it ended"
 
 
@@ -244,13 +249,46 @@ def test_a_long_traceback_is_cut_at_its_beginning(error_file: Path) -> None:
     assert len(found.detail) < 100
 
 
-def test_a_report_is_small_whatever_the_exception_says(error_file: Path) -> None:
+HOSTILE = {
+    "emoji": "\N{PARTY POPPER}",
+    "letters": "x",
+    "NUL": "\0",
+    "escapes": "\x1b[31m",
+    "halves of characters": "\udcff",
+    "quotes": '"\\\\',
+    "right to left": "\u202e",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_a_report_is_small_and_plain_whatever_the_exception_says(error_file: Path, text: str, lines: int) -> None:
     """The leader gives up a link with a line of 1 MiB, and would take the node for lost."""
-    huge = "ValueError: " + "x" * 4_000_000
+    line = text * (100_000 // lines)
+    huge = "\n".join(["ValueError: " + line] * lines)
     error_file.write_text(json.dumps({"message": {"message": huge, "extraInfo": {"py_callstack": huge}}}))
-    found = failed(error_file)
-    assert found.message.startswith("exit code 1: ValueError: xxx")
-    assert len(m.pack(m.Failed(3, found))) < 256 * 1024
+    for found in (
+        failed(error_file),
+        failed(error_file.parent / "none", stderr=[*TRACEBACK[:-1], *huge.split("\n")], log=Path("/x" + text * 1000)),
+    ):
+        assert found.message.startswith("exit code 1: ValueError:")
+        assert len(m.pack(m.Failed(3, found))) < 256 * 1024
+        for said in (found.message, found.log, *found.detail):
+            assert said.isprintable()
+            assert said.encode()
+
+
+def test_what_is_cut_says_so(error_file: Path) -> None:
+    error_file.write_text(json.dumps({"message": {"message": "ValueError: " + "x" * 100_000}}))
+    assert re.search(r"x \[\.\.\. \d+ more characters\]$", failed(error_file).message)
+    found = failed(error_file.parent / "none", stderr=[f"line {number}" for number in range(1000)])
+    assert found.detail[0] == "[... 940 more lines]"
+    assert found.detail[-1] == "line 999"
+
+
+def test_a_progress_bar_shows_what_it_showed_last(error_file: Path) -> None:
+    found = failed(error_file, stderr=["10 %|#  |\r20 %|## |\r", "\x1b[1;31mred\x1b[0m and plain"])
+    assert found.detail == ("20 %|## |", "red and plain")
 
 
 # Kinds.
@@ -271,68 +309,58 @@ def test_kinds(error_file: Path, arguments: dict[str, Any], kind: str) -> None:
     assert failed(error_file, **arguments).kind == kind
 
 
+SYNTAX = ('  File "/x/train.py", line 3', "    def f(:", "          ^", "SyntaxError: invalid syntax")
+MISSING = (
+    "Traceback (most recent call last):",
+    '  File "/x/train.py", line 1, in <module>',
+    "    import nosuch",
+    "ModuleNotFoundError: No module named 'nosuch'",
+)
+USAGE = ("usage: train.py [-h] --lr LR", "train.py: error: the following arguments are required: --lr")
+EVALUATED = (*TRACEBACK[:-1], '  File "<string>", line 1', "    1 +", "SyntaxError: invalid syntax")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"stderr": SYNTAX}, "startup"),
+        ({"stderr": (*SYNTAX[:-1], "IndentationError: unexpected indent")}, "startup"),
+        ({"stderr": MISSING}, "startup"),
+        ({"stderr": ("/usr/bin/python: No module named nosuch",)}, "startup"),
+        ({"stderr": USAGE, "exit_code": 2}, "startup"),
+        ({"stderr": ("Usage: train [OPTIONS]", "", "Error: No such option: --lr"), "exit_code": 2}, "startup"),
+        ({"stderr": ("python: can't open file '/mnt/train.py': [Errno 2] No such file",), "exit_code": 2}, "crash"),
+        ({"stderr": USAGE, "exit_code": 1}, "crash"),
+        ({"stderr": EVALUATED}, "crash"),
+        ({"stderr": TRACEBACK}, "crash"),
+        ({"stderr": MISSING, "ran": 100.0}, "crash"),
+        ({"stderr": MISSING, "trained": 0}, "crash"),
+        ({"stderr": SYNTAX, "exit_code": -9}, "crash"),
+    ],
+)
+def test_what_cannot_change_is_told_from_what_may(error_file: Path, arguments: dict[str, Any], kind: str) -> None:
+    assert failed(error_file, **arguments).kind == kind
+
+
+# Workers that had failed before they were stopped.
+
+
+def test_who_had_raised_before_it_was_stopped(error_file: Path) -> None:
+    error_file.write_text(json.dumps({"message": {"message": "ValueError: boom"}}))
+    found = failed(error_file, exit_code=-15, stopped=True)
+    assert (found.kind, found.message, found.exit_code) == ("crash", "ValueError: boom", 1)
+
+
+def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it() -> None:
+    """Others may be of exceptions that it had handled."""
+    assert raised_in(TRACEBACK, stopped=False) == 3
+    assert raised_in(TRACEBACK, stopped=True) is None
+    assert raised_in(("epoch 1", *ranked(TRACEBACK, 3), "bye"), stopped=True) == 4
+
+
 def test_out_of_memory_is_said(error_file: Path) -> None:
     found = failed(error_file, exit_code=-9, out_of_memory=True)
     assert found.message == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
-
-
-# Signatures.
-
-
-def test_the_same_failure_looks_the_same_on_every_rank(tmp_path: Path, error_file: Path) -> None:
-    one = failed(error_file, stderr=TRACEBACK)
-    other = failed(
-        tmp_path / "other.json", stderr=TRACEBACK, node_id="b", round_number=4, rank=0, local_rank=0, pid=43, ran=2.5
-    )
-    assert one.signature == other.signature != ""
-
-
-def test_the_same_failure_looks_the_same_behind_torchs_rank(error_file: Path) -> None:
-    assert (
-        failed(error_file, stderr=ranked(TRACEBACK, 0)).signature
-        == failed(error_file, stderr=ranked(TRACEBACK, 1)).signature
-    )
-
-
-def test_the_same_exception_looks_the_same_whatever_torch_warns_of_afterwards(error_file: Path) -> None:
-    one, other = (
-        f"[W1121 10:00:0{second}.123 socket.cpp:200] [c10d] The client socket has failed to connect"
-        for second in (1, 2)
-    )
-    assert (
-        failed(error_file, stderr=[*TRACEBACK, one]).signature
-        == failed(error_file, stderr=[*TRACEBACK, other]).signature
-    )
-
-
-def test_what_was_printed_before_the_same_exception_does_not_matter(error_file: Path) -> None:
-    assert (
-        failed(error_file, stderr=("at 10:00", *TRACEBACK)).signature
-        == failed(error_file, stderr=("at 10:01", *TRACEBACK)).signature
-    )
-
-
-def test_other_failures_look_different(error_file: Path) -> None:
-    seen = [
-        failed(error_file, stderr=TRACEBACK).signature,
-        failed(error_file, stderr=(*TRACEBACK[:-1], "KeyError: 'x'")).signature,
-        failed(error_file, stderr=TRACEBACK, exit_code=2).signature,
-        failed(error_file).signature,
-        failed(error_file, stderr=("usage: train.py",)).signature,
-    ]
-    error_file.write_text(
-        json.dumps({"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "at 1"}}})
-    )
-    seen.append(failed(error_file).signature)
-    error_file.write_text(
-        json.dumps({"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "at 2"}}})
-    )
-    seen.append(failed(error_file).signature)
-    assert len(set(seen)) == len(seen)
-
-
-def test_a_death_by_signal_cannot_be_compared(error_file: Path) -> None:
-    assert failed(error_file, exit_code=-9, stderr=TRACEBACK).signature == ""
 
 
 # The kernel's counter.

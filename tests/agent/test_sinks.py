@@ -272,7 +272,7 @@ def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_root_cause_says_who_where_and_how() -> None:
     text = root_cause(replace(FAILURE, detail=("Traceback", "ValueError: boom")))
     assert text.splitlines() == [
-        "root cause: rank 5 on node a (host h7, pid 42, round 3) ended 2.0 s after its start: "
+        "root cause: rank 5 on node a (host h7, pid 42, round 3) failed 2.0 s after its start: "
         "exit code 1: ValueError: boom",
         "    Traceback",
         "    ValueError: boom",

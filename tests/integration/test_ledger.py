@@ -87,7 +87,8 @@ def test_a_plain_script_gets_a_summary_without_steps(job: Job) -> None:
     job.world(1, after=1)
     job.finish()
     assert agent.wait() == 0
-    assert "of workers running, which say nothing of steps; 1 incident (1 crash); restarts 1 of 3" in agent.output
+    assert "s; 1 incident (1 crash); restarts 1 of 3" in agent.output
+    assert "goodput" not in agent.output
     (incident,) = json.loads(observed(job, "--json"))["incidents"]
     assert (incident["restore_s"], incident["first_step_s"], incident["lost_steps"]) == (None, None, None)
     assert incident["recovered"]

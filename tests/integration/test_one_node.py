@@ -31,6 +31,8 @@ TORCHRUN = {
     "ELASTIC_LAUNCH_START_REASON": "first",
 }
 
+PARSES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('x')\nparser.parse_args()\n"
+
 
 def test_workers_get_every_variable_of_torchrun_and_their_arguments(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -104,14 +106,32 @@ def test_the_spent_budget_ends_the_run_with_91(job: Job) -> None:
     assert "all 1 restarts spent" in agent.output
 
 
-def test_failing_twice_the_same_way_at_the_start_ends_the_run_with_90(job: Job) -> None:
+def test_failures_at_the_start_are_tried_again_as_the_budget_says(job: Job) -> None:
+    """What is missing may be there the next time."""
     job.tell("raise-0")
-    agent = job.launch("--standalone")
-    agent.says("restart 1 of 3")
+    agent = job.launch("--standalone", "--max-restarts", "1")
+    agent.says("restart 1 of 1")
     job.tell("raise-0")
-    assert agent.wait() == 90
+    assert agent.wait() == 91
     assert "RuntimeError: rank 0 was told to fail" in agent.output.split("root cause")[-1]
     assert "Traceback (most recent call last):" in agent.output.split("root cause")[-1]
+    assert agent.output.count("a round forms") == 2, "at the start, and once more"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("def f(:\n", "SyntaxError"), ("import nosuchmodule\n", "No module named 'nosuchmodule'"), (PARSES, ": x")],
+    ids=["a syntax error", "a missing module", "wrong arguments"],
+)
+def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
+    job: Job, tmp_path: Path, text: str, says: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    agent = job.launch("--standalone", command=[str(script)])
+    assert agent.wait() == 90
+    assert says in agent.output.split("root cause")[-1]
+    assert len(job.events("round_formed")) == 1
 
 
 def test_a_worker_that_says_that_a_retry_is_of_no_use_ends_the_run(job: Job, tmp_path: Path) -> None:

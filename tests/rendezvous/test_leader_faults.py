@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from leader_run import failure, running
 
 from elastic_launch.events import (
+    CauseFound,
     RestartCharged,
     RoundBroken,
     RunEnded,
 )
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.rounds import COLLECT
+from elastic_launch.rendezvous.budget import FREE as MORE
+from elastic_launch.rendezvous.rounds import COLLECT, LATE
+
+FREE = MORE + 1
+"""Restarts without progress that are free on one node."""
 
 # Faults of workers.
 
@@ -105,9 +108,135 @@ def test_kinds_that_cost(kind: str) -> None:
 def test_preempted_workers_cost_nothing() -> None:
     run = running("1:2", "ab", max_restarts=0)
     run.fail("a", kind="preemption", exit_code=-15)
-    run.fail("b")
+    run.fail("b", symptom="broken connection")
     run.stop("a", "b")
     assert (run.number, run.record.restarts) == (2, 0)
+
+
+def test_preempted_workers_do_not_hide_what_fails_by_itself() -> None:
+    run = running("1:2", "ab")
+    run.fail("a", kind="preemption", exit_code=-15)
+    run.fail("b")
+    run.stop("a", "b")
+    assert run.told(RestartCharged)[0].kind == "crash"
+    assert run.orders("a", m.Form)[-1].cause == "rank 0 on node b: exit code 1: ValueError: boom"
+
+
+def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run_with_92() -> None:
+    run = running("1:1", "a", max_restarts=1)
+    for number in range(1, FREE + 3):
+        assert run.number == number
+        run.join("a")
+        run.fail("a", kind="preemption", exit_code=-2, message="signal 2 (SIGINT)", ran=1.0)
+        run.stop("a")
+        run.advance(3)
+    assert run.code == 92
+    (charged,) = run.told(RestartCharged)
+    assert (charged.round, charged.kind, charged.idle) == (FREE + 1, "preemption", FREE + 1)
+    assert "since the training has not advanced in 5 restarts" in charged.line()
+    (order,) = run.orders("a", m.RunEnd)
+    assert order.failure is not None
+    assert order.failure.message == "signal 2 (SIGINT)"
+
+
+def test_preemptions_stay_free_while_training_advances() -> None:
+    run = running("1:1", "a", max_restarts=0)
+    for step in range(3 * FREE):
+        run.report("a", m.Ready(run.number, step=10 * step))
+        run.fail("a", kind="preemption", exit_code=-15)
+        run.stop("a")
+    assert (run.number, run.record.restarts, run.end) == (3 * FREE + 1, 0, None)
+    assert run.record.last_step == 10 * (3 * FREE - 1)
+
+
+def test_drained_rounds_without_a_step_are_not_free_without_end() -> None:
+    """A worker that trains by the library takes SIGTERM for a wish to stop, whoever sends it."""
+    run = running("1:1", "a", max_restarts=0)
+    for _ in range(FREE):
+        run.report("a", m.Ready(run.number, step=7))
+        run.report("a", m.Stopped(run.number, 7000, drained=7))
+        assert run.end is None
+    run.report("a", m.Ready(run.number, step=7))
+    run.report("a", m.Stopped(run.number, 7000, drained=7))
+    assert run.code is None, "the first one was progress"
+    run.report("a", m.Ready(run.number, step=7))
+    run.report("a", m.Stopped(run.number, 7000, drained=7))
+    assert run.code == 92
+
+
+# What comes late.
+
+
+SYMPTOM = {"symptom": "broken connection", "message": "exit code 1: RuntimeError: Connection closed by peer"}
+
+
+def test_a_symptom_is_charged_at_once_and_the_cause_told_when_it_is_known() -> None:
+    run = running("1:2", "ab")
+    run.fail("b", rank=1, **SYMPTOM)
+    run.stop("b")
+    run.advance(COLLECT + 0.01)
+    assert len(run.told(RestartCharged)) == 1
+    run.fail("a", ago=1.0)
+    run.stop("a")
+    (found,) = run.told(CauseFound)
+    assert found == CauseFound(1, "crash", "rank 0 on node a: exit code 1: ValueError: boom")
+    assert run.orders("a", m.Form)[-1].cause == found.cause
+    assert run.number == 2
+    assert run.record.restarts == 1
+
+
+def test_a_symptom_that_comes_later_changes_nothing() -> None:
+    run = running("1:2", "ab")
+    run.fail("a")
+    run.fail("b", rank=1, **SYMPTOM, ago=5.0)
+    run.stop("a", "b")
+    assert not run.told(CauseFound)
+    assert "rank 0 on node a" in run.orders("a", m.Form)[-1].cause
+
+
+def test_a_run_that_ends_waits_for_those_who_still_stop_and_for_what_they_say() -> None:
+    run = running("1:2", "ab", max_restarts=0)
+    run.fail("b", rank=1, exit_code=9, **SYMPTOM)
+    run.stop("b")
+    run.advance(COLLECT + 0.5)
+    assert run.end is None
+    run.fail("a", exit_code=3, ago=1.0)
+    run.stop("a")
+    assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 1: ValueError: boom")
+    assert run.orders("b", m.RunEnd)[0].failure == failure("a", exit_code=3, ago=1.0)
+
+
+def test_what_comes_late_may_say_that_a_retry_is_of_no_use() -> None:
+    run = running("1:2", "ab")
+    run.fail("b", rank=1, **SYMPTOM)
+    run.stop("b")
+    run.advance(COLLECT + 0.01)
+    run.fail("a", kind="fatal", message="the data set is not complete")
+    run.stop("a")
+    assert run.code == 93
+    assert run.orders("b", m.RunEnd)[0].failure == failure("a", kind="fatal", message="the data set is not complete")
+
+
+def test_a_lost_node_is_the_cause_of_what_others_said_before() -> None:
+    run = running("1:2", "ab", max_restarts=0)
+    run.fail("a", **SYMPTOM)
+    run.close("b")
+    run.stop("a")
+    assert (run.number, run.record.restarts) == (2, 0)
+    assert run.told(CauseFound) == [CauseFound(1, "node loss", "node b lost: its connection closed")]
+
+
+def test_no_round_is_announced_before_it_is_known_that_one_forms() -> None:
+    run = running("1:2", "ab", max_restarts=1)
+    run.fail("a")
+    run.stop("a", "b")
+    assert "forms" not in run.told(RoundBroken)[0].line()
+    assert run.told(RestartCharged)[0].line().endswith("charged for a crash; a round forms")
+    run.join("a", "b")
+    run.fail("a")
+    run.stop("a", "b")
+    assert run.code == 91
+    assert "forms" not in run.told(RoundBroken)[1].line()
 
 
 def test_a_node_that_stops_its_workers_unasked_costs_nothing() -> None:
@@ -129,7 +258,9 @@ def test_restarts_and_budget_are_announced() -> None:
     run = running("1:1", "a", max_restarts=2)
     run.fail("a")
     run.stop("a")
-    assert run.told(RestartCharged)[0].line() == "restart 1 of 2 (--max-restarts 2), charged for a crash"
+    assert run.told(RestartCharged)[0].line() == (
+        "restart 1 of 2 (--max-restarts 2), charged for a crash; a round forms"
+    )
 
 
 # The budget and the end by faults.
@@ -137,10 +268,10 @@ def test_restarts_and_budget_are_announced() -> None:
 
 def test_a_spent_budget_ends_the_run_with_91() -> None:
     run = running("1:2", "ab", max_restarts=1)
-    run.fail("a", signature="one")
+    run.fail("a")
     run.stop("a", "b")
     run.join("a", "b")
-    run.fail("b", signature="two", message="exit code 1: KeyError: 'x'")
+    run.fail("b", message="exit code 1: KeyError: 'x'")
     run.stop("a", "b")
     assert run.code == 91
     assert run.number == 2
@@ -149,15 +280,17 @@ def test_a_spent_budget_ends_the_run_with_91() -> None:
         (order,) = run.orders(node_id, m.RunEnd)
         assert order.code == 91
         assert order.cause == "all 1 restarts spent: rank 0 on node b: exit code 1: KeyError: 'x'"
-        assert order.failure == failure("b", signature="two", message="exit code 1: KeyError: 'x'")
+        assert order.failure == failure("b", message="exit code 1: KeyError: 'x'")
         assert order.restarts == 1
     assert run.told(RunEnded)[0].rounds == 2
 
 
-def test_without_budget_the_end_comes_after_collect_even_if_workers_still_stop() -> None:
+def test_without_budget_the_end_does_not_wait_long_for_workers_that_still_stop() -> None:
     run = running("1:2", "ab", max_restarts=0)
     run.fail("a", exit_code=3)
-    run.advance(COLLECT + 0.01)
+    run.advance(COLLECT + LATE - 0.1)
+    assert run.end is None
+    run.advance(0.2)
     assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 1: ValueError: boom")
 
 
@@ -190,45 +323,45 @@ def test_a_failure_declared_fatal_ends_the_run_with_93() -> None:
     assert run.record.restarts == 0
 
 
-def test_twice_the_same_failure_at_the_start_ends_the_run_with_90() -> None:
-    run = running("1:1", "a")
-    run.fail("a", ran=1.0, signature="same")
-    run.stop("a")
-    assert run.number == 2
-    run.join("a")
-    run.fail("a", ran=2.0, signature="same")
-    run.stop("a")
+def test_a_script_that_cannot_run_ends_the_run_with_90_at_once() -> None:
+    run = running("1:2", "ab")
+    run.fail("a", kind="startup", message="exit code 1: SyntaxError: invalid syntax", ran=1.0)
+    run.stop("a", "b")
     assert run.code == 90
+    assert run.number == 1
     assert run.record.end is not None
-    assert run.record.end.cause.startswith("the script fails at its start, twice the same way: rank 0 on node a")
-    assert run.orders("a", m.RunEnd)[0].failure == failure("a", ran=2.0, signature="same")
+    assert run.record.end.cause.startswith("a restart is of no use (the script cannot run as it is): rank 0 on node a")
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        {"ran": 2.0, "signature": "other"},
-        {"ran": 11.0, "signature": "same"},
-        {"ran": 2.0, "signature": "", "exit_code": -9},
-    ],
-    ids=["looks different", "ran longer", "was killed"],
-)
-def test_other_failures_at_the_start_are_only_charged(second: dict[str, Any]) -> None:
-    run = running("1:1", "a")
-    run.fail("a", ran=1.0, signature="same")
-    run.stop("a")
-    run.fail("a", **second)
-    run.stop("a")
-    assert run.end is None
-    assert (run.number, run.record.restarts) == (3, 2)
-
-
-def test_failures_at_the_start_count_only_in_a_row() -> None:
-    run = running("1:1", "a", max_restarts=5)
-    for ran in (1.0, 60.0, 1.0):
-        run.fail("a", ran=ran, signature="same")
+def test_other_failures_at_the_start_are_charged_and_tried_again_after_a_delay() -> None:
+    run = running("1:1", "a", max_restarts=3)
+    for number, delay in ((1, 0.0), (2, 1.0), (3, 2.0)):
+        assert run.number == number
+        run.join("a")
+        run.fail("a", ran=1.0)
         run.stop("a")
-    assert run.end is None
+        if delay:
+            assert f"; a round forms in {delay:g} s, as workers failed soon" in run.told(RestartCharged)[-1].line()
+            run.advance(delay - 0.1)
+            assert run.number == number
+            run.advance(0.2)
+    assert (run.number, run.record.restarts, run.end) == (4, 3, None)
+    run.join("a")
+    run.fail("a", ran=1.0)
+    run.stop("a")
+    assert run.code == 91
+
+
+def test_a_stop_does_not_wait_for_the_delay() -> None:
+    run = running("1:1", "a", max_restarts=10)
+    for _ in range(4):
+        run.join("a")
+        run.fail("a", ran=1.0)
+        run.stop("a")
+        run.advance(3)
+    assert run.number == 4
+    run.stop_run()
+    assert run.code == 143
 
 
 def test_the_failure_of_an_earlier_round_is_no_root_cause_of_another_end() -> None:

@@ -67,13 +67,36 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
             self._connect(node)
 
     @precondition(lambda self: self._where(_can_change))
-    @rule(index=INDEX, kind=st.sampled_from(["crash", "crash", "out of memory", "hang", "preemption"]))
-    def worker_fails(self, index: int, kind: str) -> None:
+    @rule(
+        index=INDEX,
+        kind=st.sampled_from(["crash", "crash", "out of memory", "hang", "preemption"]),
+        symptom=st.sampled_from(["", "", "broken connection"]),
+        ran=st.sampled_from([1.0, 60.0]),
+    )
+    def worker_fails(self, index: int, kind: str, symptom: str, ran: float) -> None:
         node = self._pick(index, _can_change)
         assert node is not None
         node.stopping = True
-        failure = m.Failure(node.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=60.0)
+        failure = m.Failure(node.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=ran, symptom=symptom)
         self._say(node, m.Failed(node.holding, failure))
+
+    @precondition(lambda self: self._where(lambda node: node.stopping and node.link is not None and not node.frozen))
+    @rule(index=INDEX, ago=st.sampled_from([0.0, 1.0]))
+    def had_failed(self, index: int, ago: float) -> None:
+        """A worker that is being stopped had raised before."""
+        node = self._pick(index, lambda node: node.stopping and node.link is not None and not node.frozen)
+        assert node is not None
+        failure = m.Failure(node.node_id, "crash", 0, 0, 42, 1, "ValueError: boom", ran=60.0, ago=ago)
+        self._say(node, m.Failed(node.holding, failure))
+
+    @precondition(lambda self: self._where(_can_change))
+    @rule(index=INDEX, gained=st.booleans())
+    def train(self, index: int, gained: bool) -> None:
+        """Workers of a node begin to train, further on than those of the rounds before or not."""
+        node = self._pick(index, _can_change)
+        assert node is not None
+        self.begun += gained
+        self._say(node, m.Ready(node.holding, step=self.begun))
 
     @precondition(lambda self: self._where(_can_change))
     @rule(index=INDEX)

@@ -1,4 +1,4 @@
-"""Which cause of a broken round counts, what it costs, and which code ends the run."""
+"""Which cause of a broken round counts, and which code ends the run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.rendezvous.verdict import EARLY, Kind, exit_code, is_early, judge, kind_of, root_cause
+from elastic_launch.rendezvous.verdict import Kind, exit_code, judge, kind_of, root_cause, words
 
-STEADY = settings(max_examples=50, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""
 
-CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, signature="s")
+CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1", ran=60.0)
+BROKEN = replace(CRASH, rank=1, symptom="broken connection")
+LATE = replace(CRASH, rank=2, symptom="time-out")
+PREEMPTED = replace(CRASH, rank=3, kind="preemption", exit_code=-15)
 
-KINDS = st.sampled_from(Kind)
-FAILURES = st.lists(st.sampled_from(Kind).map(lambda kind: replace(CRASH, kind=kind.text)), max_size=5)
-
-
-def test_precedence() -> None:
-    order = [Kind.PREEMPTION, Kind.NODE_LOSS, Kind.FATAL, Kind.OUT_OF_MEMORY, Kind.HANG, Kind.CRASH]
-    assert sorted(order) == order
+FAILURES = st.lists(
+    st.builds(
+        lambda kind, symptom, ago: (10.0, replace(CRASH, kind=kind.text, symptom=symptom, ago=ago)),
+        st.sampled_from(Kind),
+        st.sampled_from(["", "broken connection", "time-out"]),
+        st.integers(0, 1000).map(lambda n: n / 100),
+    ),
+    max_size=5,
+    unique_by=lambda item: item[1].ago,
+)
 
 
 def test_what_costs() -> None:
@@ -30,7 +36,11 @@ def test_what_costs() -> None:
 
 
 def test_what_a_workers_failure_lies_behind() -> None:
-    assert {kind for kind in Kind if kind.is_fault} == {Kind.FATAL, Kind.CRASH, Kind.HANG, Kind.OUT_OF_MEMORY}
+    assert {kind for kind in Kind if not kind.is_fault} == {Kind.MEMBERSHIP, Kind.PREEMPTION, Kind.NODE_LOSS}
+
+
+def test_what_a_restart_would_not_change() -> None:
+    assert {kind for kind in Kind if kind.is_final} == {Kind.FATAL, Kind.STARTUP}
 
 
 def test_names() -> None:
@@ -39,6 +49,7 @@ def test_names() -> None:
         "preemption",
         "node loss",
         "fatal",
+        "startup",
         "out of memory",
         "hang",
         "crash",
@@ -54,24 +65,7 @@ def test_an_unknown_kind_is_a_crash() -> None:
     assert kind_of(replace(CRASH, kind="of a later version")) is Kind.CRASH
 
 
-def test_the_most_significant_cause_counts() -> None:
-    oom, preempted = replace(CRASH, kind="out of memory"), replace(CRASH, kind="preemption")
-    assert judge(Kind.CRASH, []) is Kind.CRASH
-    assert judge(Kind.CRASH, [CRASH, oom]) is Kind.OUT_OF_MEMORY
-    assert judge(Kind.CRASH, [oom, preempted]) is Kind.PREEMPTION
-    assert judge(Kind.NODE_LOSS, [CRASH, oom]) is Kind.NODE_LOSS
-
-
-@STEADY
-@given(KINDS, FAILURES)
-def test_the_order_of_reports_does_not_matter(broken: Kind, failures: list[Failure]) -> None:
-    assert judge(broken, failures) is judge(broken, reversed(failures))
-
-
-@STEADY
-@given(st.sampled_from([Kind.PREEMPTION, Kind.NODE_LOSS, Kind.MEMBERSHIP]), FAILURES)
-def test_failures_in_the_wake_of_what_is_free_are_free(broken: Kind, failures: list[Failure]) -> None:
-    assert not judge(broken, failures).costs
+# The root cause.
 
 
 def test_no_failure_has_no_root_cause() -> None:
@@ -83,9 +77,68 @@ def test_the_root_cause_is_the_first_by_the_nodes_own_clocks() -> None:
     assert root_cause([(10.0, second), (10.3, first)]) == first
 
 
-def test_the_root_cause_is_of_the_most_significant_kind() -> None:
-    oom = replace(CRASH, kind="out of memory")
-    assert root_cause([(1.0, CRASH), (2.0, oom), (3.0, oom)]) == oom
+@pytest.mark.parametrize("symptom", [BROKEN, LATE, PREEMPTED], ids=["broken connection", "time-out", "SIGTERM"])
+@pytest.mark.parametrize("kind", ["crash", "out of memory", "hang"])
+def test_what_follows_from_a_failure_is_never_the_root_cause(symptom: Failure, kind: str) -> None:
+    """However much earlier it ended, and whatever was reported first."""
+    cause = replace(CRASH, kind=kind)
+    assert root_cause([(1.0, symptom), (9.0, cause)]) == cause
+    assert root_cause([(9.0, cause), (9.0, replace(symptom, ago=8.0))]) == cause
+
+
+def test_a_worker_ended_by_a_signal_breaks_the_connections_of_others() -> None:
+    assert root_cause([(1.0, BROKEN), (2.0, LATE), (3.0, PREEMPTED)]) == PREEMPTED
+
+
+def test_of_symptoms_the_first_is_told() -> None:
+    assert root_cause([(2.0, BROKEN), (1.0, LATE)]) == LATE
+
+
+@pytest.mark.parametrize("kind", ["fatal", "startup"])
+def test_what_a_restart_would_not_change_goes_before_all_others(kind: str) -> None:
+    final = replace(CRASH, kind=kind)
+    assert root_cause([(1.0, CRASH), (2.0, PREEMPTED), (3.0, final)]) == final
+
+
+@STEADY
+@given(FAILURES)
+def test_the_order_of_reports_does_not_matter(failures: list[tuple[float, Failure]]) -> None:
+    assert root_cause(failures) == root_cause(failures[::-1])
+
+
+@STEADY
+@given(FAILURES)
+def test_a_symptom_is_the_root_cause_only_if_there_is_nothing_else(failures: list[tuple[float, Failure]]) -> None:
+    cause = root_cause(failures)
+    if cause is not None and cause.symptom and kind_of(cause) in (Kind.CRASH, Kind.HANG, Kind.OUT_OF_MEMORY):
+        assert all(other.symptom and kind_of(other).is_fault for _, other in failures)
+        assert all(other.ago <= cause.ago for _, other in failures)
+
+
+# The kind.
+
+
+def test_the_kind_is_that_of_the_root_cause() -> None:
+    oom = replace(CRASH, kind="out of memory", ago=1.0)
+    assert judge(None, [(1.0, CRASH), (1.0, oom)]) is Kind.OUT_OF_MEMORY
+    assert judge(None, [(1.0, oom), (1.0, PREEMPTED)]) is Kind.OUT_OF_MEMORY
+    assert judge(None, [(1.0, BROKEN), (1.0, PREEMPTED)]) is Kind.PREEMPTION
+    assert judge(None, [(1.0, BROKEN)]) is Kind.CRASH
+
+
+@STEADY
+@given(st.sampled_from([Kind.PREEMPTION, Kind.NODE_LOSS, Kind.MEMBERSHIP]), FAILURES)
+def test_what_befell_the_nodes_goes_before_what_their_workers_say(
+    imposed: Kind, failures: list[tuple[float, Failure]]
+) -> None:
+    assert judge(imposed, failures) is imposed
+
+
+def test_words() -> None:
+    assert words(BROKEN) == "rank 1 on node a: exit code 1"
+
+
+# Exit codes.
 
 
 @pytest.mark.parametrize(
@@ -99,18 +152,3 @@ def test_code_without_a_budget(code: int, expected: int) -> None:
 def test_code_of_a_spent_budget() -> None:
     assert exit_code(replace(CRASH, exit_code=7), 1) == 91
     assert exit_code(None, 1) == 91
-
-
-@pytest.mark.parametrize(
-    ("failure", "expected"),
-    [
-        (replace(CRASH, ran=0.5), True),
-        (replace(CRASH, ran=EARLY), True),
-        (replace(CRASH, ran=EARLY + 0.1), False),
-        (replace(CRASH, ran=0.5, exit_code=-9), False),
-        (replace(CRASH, ran=0.5, exit_code=0), False),
-        (replace(CRASH, ran=0.5, signature=""), False),
-    ],
-)
-def test_what_may_be_a_failure_at_the_start(failure: Failure, expected: bool) -> None:
-    assert is_early(failure) is expected

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, RestartCharged, RoundBroken
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.budget import FREE as NEVER_CHARGED
 from elastic_launch.rendezvous.record import ControlRecord
 
 if TYPE_CHECKING:
@@ -108,9 +109,11 @@ class Checks:
         match event:
             case RoundBroken(round=number, kind=kind) if kind in FREE:
                 self._free.add((leader.machine.record.term, number))
-            case RestartCharged(round=number):
+            case RestartCharged(round=number, idle=idle):
                 key = (leader.machine.record.term, number)
-                assert key not in self._free, "charged for what is free"
+                assert key not in self._free or idle > NEVER_CHARGED + self.cluster.limits.max_nodes, (
+                    "charged for what is free"
+                )
                 assert key not in self._charged, "charged twice"
                 self._charged.add(key)
 

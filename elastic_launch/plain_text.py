@@ -1,0 +1,45 @@
+"""Text of others (exceptions, output, what came over a link) made fit to be sent, logged and shown on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+
+__all__ = ["clipped", "one_line", "plain"]
+
+_STYLES = re.compile(r"\x1b\[[0-9;:]*[mK]")
+
+# Controls (also those that turn the direction of writing), line ends that are not \n, and halves of characters.
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Return text without colours, with control characters and what is no text escaped; tabs and line ends stay."""
+    return _CONTROLS.sub(_escape, _STYLES.sub("", text))
+
+
+def one_line(text: str) -> str:
+    """Return text as one line, with control characters escaped."""
+    return " ".join(plain(text).split())
+
+
+def clipped(text: str, most: int) -> str:
+    """Return text, cut at its end with a mark that says so if its JSON takes more than ``most`` bytes.
+
+    Outside ASCII a character takes 6 or 12 bytes there.
+    """
+    if 12 * len(text) <= most or _size(text) <= most:
+        return text
+    kept, left = 0, most - 32  # for the mark
+    while (left := left - _size(text[kept])) >= 0:
+        kept += 1
+    return f"{text[:kept]} [... {len(text) - kept} more characters]"
+
+
+def _size(text: str) -> int:
+    return len(json.dumps(text)) - 2
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

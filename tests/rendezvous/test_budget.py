@@ -1,0 +1,165 @@
+"""What a broken round costs, what is free and for how long, and which code ends the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from elastic_launch.rendezvous.budget import FREE as MORE
+from elastic_launch.rendezvous.budget import LONG, LONGEST_DELAY, Budget, Ruling
+from elastic_launch.rendezvous.instructions import Broken
+from elastic_launch.rendezvous.messages import Failure
+from elastic_launch.rendezvous.verdict import Kind
+
+FREE = MORE + 1
+"""Of one node."""
+
+CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1: ValueError: boom", ran=60.0)
+SOON = replace(CRASH, ran=1.0)
+PREEMPTED = replace(CRASH, kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)")
+
+
+def rule(budget: Budget, failure: Failure | None, imposed: Kind | None = None, **known: object) -> Ruling:
+    broken = Broken(10.0, imposed, "the cause", [] if failure is None else [(10.0, failure)])
+    return budget.rule(broken, **{"lasted": 5.0, "begun": None, **known})  # type: ignore[arg-type]
+
+
+def verdict(budget: Budget, failure: Failure, ruling: Ruling) -> tuple[int, str]:
+    return budget.verdict(ruling, Broken(10.0, None, "the cause", [(10.0, failure)]))
+
+
+def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
+    budget = Budget(0, 2)
+    assert [rule(budget, CRASH).charged for _ in range(3)] == [True, True, False]
+    assert budget.spent == 2
+    ruling = rule(budget, CRASH)
+    assert verdict(budget, CRASH, ruling) == (91, "all 2 restarts spent: the cause")
+
+
+@pytest.mark.parametrize("kind", ["fatal", "startup"])
+def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None:
+    budget = Budget(0, 3)
+    failure = replace(CRASH, kind=kind)
+    code, cause = verdict(budget, failure, rule(budget, failure))
+    assert code == {"fatal": 93, "startup": 90}[kind]
+    assert cause.startswith("a restart is of no use (")
+    assert cause.endswith(": the cause")
+    assert budget.spent == 0
+
+
+def test_without_restarts_a_script_that_cannot_run_ends_with_its_own_code() -> None:
+    budget, failure = Budget(0, 0), replace(CRASH, kind="startup")
+    assert verdict(budget, failure, rule(budget, failure))[0] == 1
+    fatal = replace(CRASH, kind="fatal", exit_code=93)
+    assert verdict(budget, fatal, rule(budget, fatal))[0] == 93
+
+
+# Restarts that are free.
+
+
+@pytest.mark.parametrize("imposed", [None, Kind.NODE_LOSS, Kind.PREEMPTION])
+def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind | None) -> None:
+    """Whoever sent the signal, and whatever was lost: nothing restarts for free without end."""
+    budget = Budget(0, 2)
+    rulings = [rule(budget, PREEMPTED, imposed) for _ in range(FREE + 3)]
+    assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]
+    assert verdict(budget, PREEMPTED, rulings[-1]) == (
+        92,
+        f"no progress in {FREE + 3} restarts, all 2 restarts spent: the cause",
+    )
+
+
+def test_without_a_budget_too() -> None:
+    budget = Budget(0, 0)
+    rulings = [rule(budget, PREEMPTED) for _ in range(FREE + 1)]
+    assert [bool(ruling.ends) for ruling in rulings] == [False] * FREE + [True]
+    assert verdict(budget, PREEMPTED, rulings[-1])[0] == 92
+
+
+def test_more_are_free_the_more_nodes_there_may_be() -> None:
+    budget = Budget(0, 0)
+    assert not any(rule(budget, None, Kind.NODE_LOSS, nodes=64).ends for _ in range(MORE + 64))
+    assert rule(budget, None, Kind.NODE_LOSS, nodes=64).ends
+
+
+def test_preemptions_are_free_while_the_training_advances() -> None:
+    budget = Budget(0, 0)
+    for step in range(100):
+        assert rule(budget, PREEMPTED, begun=step) == Ruling(Kind.PREEMPTION)
+
+
+def test_a_round_that_begins_where_another_has_begun_is_no_progress() -> None:
+    """However many steps it did: the next one does them again."""
+    budget = Budget(0, 0)
+    rulings = [rule(budget, PREEMPTED, begun=10, lasted=1000.0) for _ in range(FREE + 2)]
+    assert rulings[-1].ends
+
+
+def test_going_back_and_forth_is_no_progress() -> None:
+    budget = Budget(0, 0)
+    assert not rule(budget, PREEMPTED, begun=10).ends
+    rulings = [rule(budget, PREEMPTED, begun=begun) for begun in (5, 10, 5, 10, 5)]
+    assert rulings[-1].ends
+
+
+def test_a_script_that_says_nothing_of_steps_advances_by_running() -> None:
+    budget = Budget(0, 0)
+    for _ in range(100):
+        assert not rule(budget, PREEMPTED, lasted=LONG).ends
+    assert any(rule(budget, PREEMPTED, lasted=LONG - 1).ends for _ in range(FREE + 1))
+
+
+def test_a_round_that_never_came_to_train_is_no_progress_where_others_did() -> None:
+    budget = Budget(0, 0)
+    rule(budget, PREEMPTED, begun=10)
+    assert any(rule(budget, PREEMPTED, lasted=LONG).ends for _ in range(FREE + 1))
+
+
+def test_progress_makes_restarts_free_again() -> None:
+    budget = Budget(0, 0)
+    steps = count()
+    for _ in range(5):
+        begun = next(steps)
+        assert not any(rule(budget, PREEMPTED, begun=begun).ends for _ in range(FREE))
+
+
+def test_a_resize_is_free_and_counts_for_nothing() -> None:
+    """Each takes a node that comes, or a person; and nodes may well come one after the other before a step is done."""
+    budget = Budget(0, 0)
+    assert not any(rule(budget, None, Kind.MEMBERSHIP).ends for _ in range(100))
+    assert not any(rule(budget, PREEMPTED).ends for _ in range(FREE))
+
+
+def test_a_new_leader_goes_on_counting() -> None:
+    budget = Budget(0, 0, idle=FREE, mark=10)
+    assert rule(budget, PREEMPTED, begun=10).ends
+    assert not rule(Budget(0, 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends
+
+
+# The delay between failures soon after the start.
+
+
+def delays(*failures: Failure) -> list[float]:
+    budget = Budget(0, 100)
+    return [rule(budget, failure).delay for failure in failures]
+
+
+def test_failures_soon_after_the_start_are_tried_again_less_and_less_often() -> None:
+    assert delays(*[SOON] * 8) == [0, 1, 2, 4, 8, 16, LONGEST_DELAY, LONGEST_DELAY]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [CRASH, replace(SOON, trained=1), replace(SOON, exit_code=-9)],
+    ids=["ran longer", "has trained", "was killed"],
+)
+def test_other_failures_are_tried_again_at_once(other: Failure) -> None:
+    assert delays(SOON, other, other, SOON, SOON) == [0, 0, 0, 0, 1]
+
+
+def test_the_budget_decides_how_often() -> None:
+    """What is missing, a mount or a licence, may be there the next time."""
+    budget = Budget(0, 100)
+    assert all(rule(budget, SOON).charged for _ in range(100))
