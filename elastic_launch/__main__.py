@@ -1,6 +1,9 @@
 """``python -m elastic_launch`` is ``elastic-launch``."""
 
 if __name__ == "__main__":
+    from elastic_launch.safe_path import leave_out_working_directory
+
+    leave_out_working_directory()
     from elastic_launch.programs import launch
 
     launch()

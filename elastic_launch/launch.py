@@ -14,6 +14,11 @@ if __name__ == "__main__" and not __package__:
     _here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _here]
 
+if __name__ == "__main__" and __package__:
+    from elastic_launch.safe_path import leave_out_working_directory
+
+    leave_out_working_directory()
+
 if __name__ == "__main__":
     from elastic_launch.interrupts import end_quietly
 

@@ -76,3 +76,14 @@ def test_secrets_stay_with_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "x")
     names = {name for name, value in helper_environment().items() if value == "x"}
     assert names == {"AWS_ACCESS_KEY_ID"}, "drivers of storage need their own"
+
+
+@pytest.mark.parametrize("program", ["elastic_launch", "elastic_launch.launch"])
+def test_an_agent_that_runs_by_m_imports_nothing_from_the_working_directory(here: Path, program: str) -> None:
+    (here / "types.py").unlink()  # the interpreter itself would take it, before anything of ours
+    (here / "elastic_agents.py").write_text(HOSTILE)
+    command = [sys.executable, "-m", program, "--version"]
+    ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("elastic-launch ")
+    assert list(here.glob("*.ran")) == []

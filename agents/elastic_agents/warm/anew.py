@@ -80,7 +80,11 @@ def _is_plain() -> bool:
 
 def _gains(config: LaunchConfig) -> bool:
     """Whether torch is what comes first, so that both can have it at once."""
-    own = not sys.flags.safe_path and (sys.orig_argv[1] == "-m" or sys.path[0] == os.path.dirname(sys.orig_argv[1]))
+    try:
+        mine = os.getcwd() if sys.orig_argv[1] == "-m" else os.path.dirname(sys.orig_argv[1])
+    except FileNotFoundError:
+        mine = ""
+    own = not sys.flags.safe_path and sys.path[0] == mine
     found = plan(server_settings(config), sys.path[1:] if own else sys.path)
     return isinstance(found, Plan) and found.torch_comes_first
 
