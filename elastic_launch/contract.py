@@ -25,6 +25,7 @@ __all__ = [
     "Copied",
     "Copying",
     "Drained",
+    "Ended",
     "Fetched",
     "Hello",
     "MayCommit",
@@ -72,6 +73,7 @@ Seconds = float
 Text = str
 OsText = str
 Nonce = str
+ExitStatus = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,19 @@ class Drained(Message):
 
     step: Count
     seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Message):
+    """The worker's script has ended, its threads and exit functions, too: only what it holds is still to be destroyed.
+
+    The first and only message on its connection, whose process is the worker.
+
+    Attributes:
+        exit_code: with which the worker is about to end; -N for signal N.
+    """
+
+    exit_code: ExitStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +280,7 @@ class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved})
+FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved, Ended})
 """What a worker may say to its agent."""
 
 _FROM_AGENTS = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
@@ -344,6 +359,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "Text": (_is_text, "text"),
     # A path, or what stands in the environment, may be other bytes than UTF-8 (PEP 383).
     "OsText": (lambda value: _is_text(value, "surrogateescape"), "a path"),
+    "ExitStatus": (lambda value: _whole(value, -64, 256), "an exit code"),
     "Nonce": (lambda value: isinstance(value, str) and bool(_NONCE.fullmatch(value)), "hexadecimal digits"),
 }
 

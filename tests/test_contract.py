@@ -116,6 +116,7 @@ MESSAGES = [
     c.StepDone(101),
     c.Stored(2, 9, 101, 7, True, "/checkpoints", 3),
     c.Drained(102, 0.5),
+    c.Ended(-2),
     c.Slots(3, 0, 9, fetching=True),
     c.Fetched(1, 9),
     c.Use(1),
@@ -237,7 +238,7 @@ def _read(line: bytes) -> None:
             assert "\0" not in value
             os.fsencode(value)
         else:
-            assert -1 <= float(value) < 2**53
+            assert -64 <= float(value) < 2**53
     assert c.unpack(c.pack(message)) == message
 
 

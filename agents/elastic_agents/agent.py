@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from elastic_agents import vocabulary as v
-from elastic_agents.control import Control, WorkerSaved
+from elastic_agents.control import Control, ScriptEnded, WorkerSaved
 from elastic_agents.departure import Departure
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, SignalCaught
@@ -226,6 +226,8 @@ class LocalElasticAgent(ElasticAgent):
                 return self._departure.by_order(item, self._view)
             case Notice():
                 return self._departure.by_notice(item, self._view)
+            case ScriptEnded(pid=pid, exit_code=exit_code):
+                return self._workers.script_ended(pid, exit_code)
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
                 return None
@@ -275,7 +277,7 @@ class LocalElasticAgent(ElasticAgent):
         reaped = self._workers.reap(pid, exit_code)
         if reaped is None:
             return None
-        where = reaped.placement
+        where, exit_code = reaped.placement, reaped.exit_code
         drained = where.local_rank in self._view.drained
         stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained
         self._events.emit(
@@ -303,8 +305,8 @@ class LocalElasticAgent(ElasticAgent):
             case v.AwaitCopies():
                 if self._keeper.idle:
                     self._inbox.put(v.CopiesDone())
-            case v.AwaitEnd(round=number, local_rank=local_rank):
-                self._inbox.put_later(v.TEARDOWN, v.TeardownOver(number, local_rank))
+            case v.AwaitEnd(round=number, local_rank=local_rank, seconds=seconds):
+                self._inbox.put_later(seconds, v.TeardownOver(number, local_rank))
             case v.Terminate() | v.Kill() if self._awaited is not None:
                 number, self._awaited = self._awaited.round.number, None
                 for local_rank in range(self._config.nproc):

@@ -26,7 +26,7 @@ from elastic_launch.events import EventSink
 from elastic_launch.progress import Progress, Reached
 from elastic_launch.threads import VitalThread
 
-__all__ = ["Control", "WorkerSaved"]
+__all__ = ["Control", "ScriptEnded", "WorkerSaved"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -45,13 +45,21 @@ class WorkerSaved:
     asked: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptEnded:
+    """A process said that its script has ended; see :class:`elastic_launch.contract.Ended`."""
+
+    pid: int
+    exit_code: int
+
+
 PEERS_PER_WORKER = 4
 """Connections at once for each worker of the node: those of the last round may not be closed yet."""
 
 SPARE_PEERS = 16
 """Connections at once beside these."""
 
-Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved], None]
+Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved | ScriptEnded], None]
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class _Peer:
     """One worker's connection; ``hello`` is its first message, ``begun`` whether it trains."""
 
     sock: socket.socket
+    pid: int
     pending: bytes = b""
     hello: c.Hello | None = None
     begun: bool = False
@@ -174,7 +183,8 @@ class Control:
             _log.warning("a worker's connection could not be accepted: %s", error)
             return
         sock.setblocking(False)
-        if _user_of(sock) not in (os.getuid(), 0):
+        pid, user = _process_of(sock)
+        if user not in (os.getuid(), 0):
             sock.close()
             return
         if len(self._peers) >= SPARE_PEERS + PEERS_PER_WORKER * self._workers:
@@ -184,7 +194,7 @@ class Control:
             sock.close()
             return
         with self._lock:
-            self._peers[sock] = _Peer(sock)
+            self._peers[sock] = _Peer(sock, pid)
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, peer: _Peer) -> None:
@@ -217,6 +227,9 @@ class Control:
             if peer.hello is not None or message.local_rank >= self._workers:
                 raise ValueError(f"{message} where {self._workers} workers are expected to say so once")
             self._offer(peer, message)
+            return
+        if isinstance(message, c.Ended):
+            self._say(ScriptEnded(peer.pid, message.exit_code))
             return
         if peer.hello is None:
             raise ValueError(f"{type(message).__name__} before Hello")
@@ -272,7 +285,8 @@ class Control:
             _log.warning("a worker does not hear: %s", error)
 
 
-def _user_of(sock: socket.socket) -> int:
+def _process_of(sock: socket.socket) -> tuple[int, int]:
+    """Return pid and user of who connected."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
+    pid, user, _ = struct.unpack("3i", credentials)
+    return int(pid), int(user)

@@ -19,6 +19,8 @@ import signal
 from dataclasses import replace
 
 from elastic_agents.vocabulary import (
+    ENDING,
+    TEARDOWN,
     Action,
     AskStop,
     AwaitCopies,
@@ -45,6 +47,7 @@ from elastic_agents.vocabulary import (
     View,
     Warn,
     WorkerDrained,
+    WorkerEnded,
     WorkerGone,
     WorkerReady,
 )
@@ -104,7 +107,10 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             if number != view.round or local_rank not in view.alive:
                 return view, []
             view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
-            return view, [AwaitEnd(number, local_rank)]
+            return view, [AwaitEnd(number, local_rank, TEARDOWN)]
+        case WorkerEnded(round=number, local_rank=local_rank):
+            ends = number == view.round and local_rank in view.alive
+            return view, [AwaitEnd(number, local_rank, ENDING)] if ends else []
         case Leave():
             return _leave(view, event)
         case CopiesDone():

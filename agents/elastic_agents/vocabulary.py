@@ -10,6 +10,7 @@ from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff
 
 __all__ = [
+    "ENDING",
     "HOLD",
     "SERVES",
     "TEARDOWN",
@@ -39,6 +40,7 @@ __all__ = [
     "View",
     "Warn",
     "WorkerDrained",
+    "WorkerEnded",
     "WorkerGone",
     "WorkerReady",
 ]
@@ -54,6 +56,10 @@ SERVES = 600.0
 
 TEARDOWN = 5.0
 """Seconds that a worker which has said that it is drained has to end; it may hang in what it leaves."""
+
+
+ENDING = 30.0
+"""Seconds that a worker has to exit whose script, threads and exit functions have ended: what it holds may be large."""
 
 
 class Phase(Enum):
@@ -135,6 +141,14 @@ class WorkerDrained:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """A worker said that its script has ended, and that only what it holds is still to be destroyed."""
+
+    round: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """This node is to leave the run: a signal, a notice, somebody's wish.
 
@@ -162,7 +176,7 @@ class DrainOver:
 
 @dataclass(frozen=True, slots=True)
 class TeardownOver:
-    """A drained worker's time to end has passed."""
+    """The time has passed that a worker has to exit which is drained, or whose script has ended."""
 
     round: int
     local_rank: int
@@ -208,6 +222,7 @@ Event = (
     | WorkerGone
     | WorkerReady
     | WorkerDrained
+    | WorkerEnded
     | Leave
     | CopiesDone
     | DrainOver
@@ -258,10 +273,11 @@ class AwaitCopies:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEnd:
-    """Raise TeardownOver for the worker after TEARDOWN seconds."""
+    """Raise TeardownOver for the worker after the seconds."""
 
     round: int
     local_rank: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from elastic_agents.output import OutputPump, Stream
 from elastic_agents.pace import Pace
 from elastic_agents.processes import StartRequest, WorkerProcesses
 from elastic_agents.sessions import empty_sessions, kill_sessions, reap_orphans
+from elastic_agents.vocabulary import WorkerEnded
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import read_error_file
@@ -52,6 +53,7 @@ class _Worker:
     logs: WorkerLogs
     stderr: Stream
     stopped: float | None = None  # when it was first told to end
+    ended_with: int | None = None
 
 
 class WorkerSet:
@@ -105,8 +107,18 @@ class WorkerSet:
         self._alive[pid] = _Worker(round_number, placement, pid, began, logs, stderr)
         return pid
 
+    def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
+        """Take note of the code that a worker is about to exit with; None if the process is no worker that runs."""
+        worker = self._alive.get(pid)
+        if worker is None:
+            return None
+        worker.ended_with = exit_code
+        return WorkerEnded(worker.round, worker.placement.local_rank)
+
     def reap(self, pid: int, exit_code: int) -> Reaped | None:
         """Take note of an exit; None if the process was no worker of the present round.
+
+        If its script had ended, and it was killed in what follows, the script's exit code counts.
 
         What a failed worker started is killed with it; what a finished one left running has until the round's end.
         """
@@ -114,6 +126,11 @@ class WorkerSet:
         if worker is None:
             return None
         now = self._clock.now()
+        if exit_code == -signal.SIGKILL and worker.ended_with is not None:
+            rank, exit_code = worker.placement.rank, worker.ended_with
+            _log.warning(
+                "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
+            )
         if exit_code != 0:
             self._end_sessions({pid})
         if not self._alive:

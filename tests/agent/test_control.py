@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 from harness import wait_for
 
-from elastic_agents.control import Control, WorkerSaved
+from elastic_agents.control import Control, ScriptEnded, WorkerSaved
 from elastic_agents.keeper import Keeper
 from elastic_agents.vocabulary import WorkerReady
+from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_launch import contract as c
 from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
 from elastic_launch.progress import Progress
@@ -151,3 +152,14 @@ def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: 
         reached = progress.read()
         assert reached is not None
         assert reached.step == 4
+
+
+@pytest.mark.parametrize("code", [0, 3, 255, -2])
+def test_the_agent_hears_with_which_code_a_script_has_ended(code: int, control: Control, said: Said) -> None:
+    """A worker says so in words of its own, since it imports nothing for its end."""
+    assert c.ENV_SOCKET == SOCKET
+    assert last_words(code) == c.pack(c.Ended(code))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(last_words(code))
+    assert said.get(timeout=30) == ScriptEnded(os.getpid(), code)

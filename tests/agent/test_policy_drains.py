@@ -82,10 +82,21 @@ def test_how_a_drained_worker_ends_does_not_count() -> None:
 
 def test_a_drained_worker_that_hangs_is_killed() -> None:
     found, actions = decide(DRAINING, drained(1), 2)
-    assert actions == [v.AwaitEnd(1, 1)]
+    assert actions == [v.AwaitEnd(1, 1, v.TEARDOWN)]
     assert after(found, v.TeardownOver(1, 1)) == (Phase.DRAINING, [v.Kill(frozenset({1}))])
     ended, _ = decide(found, gone(1, 0), 2)
     assert decide(ended, v.TeardownOver(1, 1), 2) == (ended, [])
+
+
+def test_a_worker_whose_script_has_ended_is_killed_if_it_hangs() -> None:
+    running, _ = decide(View(), form(1), 2)
+    found, actions = decide(running, v.WorkerEnded(1, 1), 2)
+    assert actions == [v.AwaitEnd(1, 1, v.ENDING)]
+    assert after(found, v.TeardownOver(1, 1)) == (Phase.RUNNING, [v.Kill(frozenset({1}))])
+    gone_by_itself, _ = decide(found, gone(1, 0), 2)
+    assert decide(gone_by_itself, v.TeardownOver(1, 1), 2) == (gone_by_itself, [])
+    assert decide(gone_by_itself, v.WorkerEnded(1, 1), 2) == (gone_by_itself, [])
+    assert decide(running, v.WorkerEnded(2, 1), 2) == (running, [])
 
 
 def test_workers_that_drain_unasked_are_believed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from harness import SCRIPTS, Job
 
@@ -35,3 +37,28 @@ def test_a_script_with_ddp_ends_every_time(ending: str, job: Job) -> None:
 def test_a_script_with_ddp_ends_fifty_times(ending: str, job: Job) -> None:
     for _ in range(50):
         _ends(job, ending, CODES[ending])
+
+
+HANGING = """
+import ctypes, os, sys
+import torch
+
+class Hanging:
+    def __del__(self):
+        ctypes.PyDLL(None).sleep(600)  # with the GIL held, as destructors of C++ do
+
+hanging = Hanging() if os.environ["RANK"] == "0" else None
+print("last line", flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(code: int, job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[str(script), str(code)])
+    assert agent.wait(60.0) == code, agent.output
+    if code == 0:
+        assert "was killed after its script had ended with exit code 0" in agent.output
