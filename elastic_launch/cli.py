@@ -24,7 +24,7 @@ from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
 from elastic_launch.notice_sources import claimed
 from elastic_launch.options import devices_of, read_notices, read_signals, read_torch_options
-from elastic_launch.output_flags import make_run_directory, read_log_dir, read_output
+from elastic_launch.output_flags import make_run_directory, read_log_dir, read_log_format, read_output
 from elastic_launch.pod import found_out, sentence
 from elastic_launch.process import PROGRAM, check_kernel, exiting, reported
 from elastic_launch.secret import Token, read_token
@@ -82,6 +82,7 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
         return ExitCode.DONE
     job = Job(line, os.environ)
     prepare(job)
+    _configure_logging(job.values)
     _find_out(job)
     if job.values.switch("--print-config"):
         sys.stdout.write(shown(job, {key: value for layer in _layers(job.values) for key, value in layer.items()}))
@@ -102,6 +103,16 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
     from elastic_agents.main import run
 
     return run(config, begun)
+
+
+def _configure_logging(values: Values) -> None:
+    """Have what is found out by and by said in the form that is asked for; whoever runs the workers does so anew."""
+    from elastic_agents.console import configure_logging
+
+    try:
+        configure_logging(read_log_format(values.text("--log-format")))
+    except UsageError as error:
+        raise values.attribute(error) from None
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
@@ -186,6 +197,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         no_preload=_modules("--no-preload", values),
         link_dir=link_dir,
         output=read_output(values),
+        log_format=read_log_format(values.text("--log-format")),
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),
         notices=notices,

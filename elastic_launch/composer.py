@@ -27,6 +27,7 @@ from elastic_launch.cli import read_command
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.flags import Flag, Line, Values, split
+from elastic_launch.output_flags import read_log_format
 from elastic_launch.process import check_kernel, exiting, reported
 from elastic_launch.settings import Setting
 
@@ -49,6 +50,7 @@ FLAGS = (
     Flag(("--run-directory",), "for files", "DIR", "runs/{timestamp}/"),
     Flag(("--shutdown-timeout",), "from SIGTERM to SIGKILL", "S", "30"),
     Flag(("-v", "--verbose"), "tell of what goes well, too"),
+    Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", "time", False),
     Flag(("-h", "--help"), "show this and exit"),
     Flag(("--version",), "show the version and exit"),
 )
@@ -140,6 +142,7 @@ def world(line: Line, environ: Mapping[str, str]) -> FixedWorld:
         if grace is None
         else Setting("--shutdown-timeout ", grace).seconds(zero=True),
         verbose="--verbose" in line.given,
+        log_format=read_log_format(line.given.get("--log-format", [None])[-1]),
     )
 
 

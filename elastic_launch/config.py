@@ -172,6 +172,7 @@ class LaunchConfig:
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
         output: what becomes of the workers' output.
+        log_format: form of the launcher's own lines, one of :data:`elastic_launch.output.LOG_FORMATS`.
         token: the run's secret, or None; part of no output and of no digest.
         own_token: whether this agent has made it, and keeps it in a file for elasticctl.
         warm: fork workers from a process that has their imports done, where possible.
@@ -202,6 +203,7 @@ class LaunchConfig:
     log_dir: Path = field(default_factory=lambda: state_directory())
     link_dir: Path | None = None
     output: Output = field(default_factory=Output)
+    log_format: str = "time"
     token: Token | None = field(default=None, repr=False)
     own_token: bool = False
     warm: bool = True

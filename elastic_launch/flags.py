@@ -137,6 +137,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--duplicate-stdout-filters",), "stdout's lines with these: in a file", "TEXT"),
             Flag(("--duplicate-stderr-filters",), "stderr's lines with these: in a file", "TEXT"),
             Flag(("--prefix",), "[node:rank] before each line that is shown"),
+            Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
             Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
         ),
     ),

@@ -17,6 +17,7 @@ from elastic_launch.errors import UsageError
 __all__ = [
     "LATEST",
     "LOGS_SPECS_GROUP",
+    "LOG_FORMATS",
     "TORCH_HEADER",
     "Output",
     "Route",
@@ -31,6 +32,9 @@ LATEST = "latest"
 
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 """torch's group of entry points for --logs-specs."""
+
+LOG_FORMATS = ("plain", "time", "json")
+"""Forms of the launcher's own lines."""
 
 TORCH_HEADER = "[${role_name}${local_rank}]:"
 """What torchrun puts before each line of a tee'd stream unless told otherwise."""

@@ -14,10 +14,19 @@ from pathlib import Path
 from elastic_launch.config import LaunchConfig, state_directory, writable
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
-from elastic_launch.output import LOGS_SPECS_GROUP, TORCH_HEADER, Output, Std, Streams, parse_ranks, parse_streams
+from elastic_launch.output import (
+    LOG_FORMATS,
+    LOGS_SPECS_GROUP,
+    TORCH_HEADER,
+    Output,
+    Std,
+    Streams,
+    parse_ranks,
+    parse_streams,
+)
 from elastic_launch.private import make_private, untrusted
 
-__all__ = ["make_run_directory", "read_log_dir", "read_output"]
+__all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +55,19 @@ def read_output(values: Values) -> Output:
     )
     _tell_without_effect(output)
     return output
+
+
+def read_log_format(text: str | None) -> str:
+    """Return the form of the launcher's own lines.
+
+    Raises:
+        UsageError: if there is no such form.
+    """
+    if text is None:
+        return LaunchConfig.log_format
+    if text not in LOG_FORMATS:
+        raise UsageError(f"--log-format {text} is no form of log lines.", f"Give {', '.join(LOG_FORMATS)}.")
+    return text
 
 
 def read_log_dir(values: Values) -> tuple[Path, Path | None]:

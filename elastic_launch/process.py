@@ -17,6 +17,7 @@ from typing import NoReturn
 from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
 from elastic_launch.interrupts import end_quietly
 from elastic_launch.termination import write_termination_log
+from elastic_launch.writer import IDLE, Writer, flush_all
 
 __all__ = ["GIVEN_UP", "PROGRAM", "check_kernel", "exiting", "reported"]
 
@@ -48,8 +49,12 @@ def reported(act: Callable[[], int]) -> int:
         return act()
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
-        write_termination_log(f"exit code {error.exit_code}: {error.message}\n{error.hint}\n")
-        print(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+        text = f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")
+        words = f"exit code {error.exit_code}: {error.message}\n{error.hint}\n"
+        # Neither a console that nobody reads nor a file system that hangs may keep this process.
+        with contextlib.closing(Writer("last words", limit=len(text), patience=IDLE)) as writer:
+            writer.put(lambda data: write_termination_log(words))
+            writer.put(lambda data: print(text, file=sys.stderr, flush=True))
         return error.exit_code
 
 
@@ -80,13 +85,16 @@ def _leave(code: int) -> NoReturn:
     """End with a code.
 
     A thread that was given up would abort the process if its call returned while the interpreter takes itself to
-    pieces: the call is C++, and forbids that its thread is unwound.
+    pieces: the call is C++, and forbids that its thread is unwound. One that hangs as it writes may hold what the
+    interpreter waits for.
     """
-    if any(thread.name == GIVEN_UP for thread in threading.enumerate()):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+    written = flush_all()
+    if not written or any(thread.name == GIVEN_UP for thread in threading.enumerate()):
+        if written:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -5,6 +5,7 @@ That module has these names, too.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 from elastic_launch.clock import Clock
 from elastic_launch.private import make_private, open_private
+from elastic_launch.writer import Writer
 
 __all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 
@@ -49,12 +51,16 @@ class JsonLines:
     Args:
         path: the file; made with its directory at the first event.
         on_error: told once, if the file cannot be written; the run goes on.
+        writer: writes it, so that nobody waits; without one events are written at once.
     """
 
-    def __init__(self, path: Path, clock: Clock, on_error: Callable[[OSError], None]) -> None:
+    def __init__(
+        self, path: Path, clock: Clock, on_error: Callable[[OSError], None], writer: Writer | None = None
+    ) -> None:
         self.path = path
         self._clock = clock
         self._on_error: Callable[[OSError], None] | None = on_error
+        self._writer = writer
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
@@ -66,15 +72,27 @@ class JsonLines:
                 **asdict(event),
             }
         )
+        data = f"{line}\n".encode()
+        if self._writer is None:
+            self._append(data)
+            return
+        if self._writer.stuck:
+            self._complain(TimeoutError(errno.ETIMEDOUT, "the file system does not answer"))
+        self._writer.put(self._append, data)
+
+    def _append(self, data: bytes) -> None:
         with self._lock:
             try:
                 make_private(self.path.parent)
-                with open(open_private(self.path, os.O_WRONLY | os.O_APPEND), "a") as file:
-                    file.write(line + "\n")
+                with open(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", 0) as file:
+                    file.write(data)
             except OSError as error:
-                on_error, self._on_error = self._on_error, None
-                if on_error:
-                    on_error(error)
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        on_error, self._on_error = self._on_error, None
+        if on_error:
+            on_error(error)
 
 
 def event_name(kind: type[Any]) -> str:

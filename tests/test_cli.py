@@ -123,6 +123,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("local-ranks-filter", "0,2", "output", Output(local_ranks=frozenset({0, 2}))),
     ("duplicate-stdout-filters", "loss,a,,b", "output", Output(stdout_filters=("loss", "a,b"))),
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
+    ("log-format", "json", "log_format", "json"),
     ("logs-specs", "default", "output", Output()),
     ("config", "job.yaml", "role", "from-a-file"),
     ("master-addr", "10.0.0.7", "options", TorchOptions()),

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from elastic_agents import vocabulary as v
+from elastic_agents.console import Consoles
 from elastic_agents.control import Control, ScriptEnded, WorkerSaved
 from elastic_agents.departure import Departure
 from elastic_agents.guard import Guard
@@ -31,6 +32,7 @@ from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, group_of, place, placements
 from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.sinks import Kept
 from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
@@ -48,6 +50,7 @@ from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.threads import ThreadDied
+from elastic_launch.writer import IDLE, Writer
 
 __all__ = ["LocalElasticAgent"]
 
@@ -63,6 +66,8 @@ class LocalElasticAgent(ElasticAgent):
     Args:
         backend: the way to the leader; closed with the agent.
         events: where this node's events go.
+        files: writes the run's own files.
+        consoles: the agent's, where workers' output is shown.
         inbox: shared with whoever feeds signals in; by default the agent's own.
         processes: makes what starts the workers; by default plain fork and exec.
     """
@@ -72,6 +77,8 @@ class LocalElasticAgent(ElasticAgent):
         config: LaunchConfig,
         backend: Backend,
         events: EventSink,
+        files: Writer,
+        consoles: Consoles,
         *,
         clock: Clock | None = None,
         inbox: Inbox[object] | None = None,
@@ -81,6 +88,8 @@ class LocalElasticAgent(ElasticAgent):
         self._clock = clock or MonotonicClock()
         self._inbox: Inbox[object] = inbox or Inbox(self._clock)
         self._events = events
+        self._files = files
+        self._consoles = consoles
         self._make_processes = processes
         self._store: WorkerStore | None = None
         self._run_file = RunFile(config.run_directory, config.token if config.own_token else None)
@@ -91,7 +100,7 @@ class LocalElasticAgent(ElasticAgent):
         self._restarts = 0
         self._failure: m.Failure | None = None
         self._local_failures: dict[int, Reaped] = {}
-        self._places = LogPlaces(config)
+        self._places = LogPlaces(config, files)
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
         self._hosting = False
         self._member = False
@@ -109,6 +118,11 @@ class LocalElasticAgent(ElasticAgent):
         """The notice because of which this node has left; only after :meth:`run`."""
         return self._departure.notice
 
+    @property
+    def kept(self) -> Kept:
+        """What became of the workers' log files; only after :meth:`run`."""
+        return self._pump.kept
+
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._group
 
@@ -119,7 +133,7 @@ class LocalElasticAgent(ElasticAgent):
             SUCCEEDED, FAILED with the failures of this node's workers in its last round, or STOPPED on request.
         """
         guard = Guard()
-        pump = OutputPump()
+        pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
         keeper.start()
@@ -129,7 +143,7 @@ class LocalElasticAgent(ElasticAgent):
         # In this order, each also where one before has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
         ends += [processes.close, self._secure, self._control.close, keeper.close, pump.close, self._membership.close]
-        ends += [self._close_store, guard.close, self._run_file.close]
+        ends += [self._close_store, guard.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
             for end in reversed(ends):
                 stack.callback(end)
@@ -140,9 +154,16 @@ class LocalElasticAgent(ElasticAgent):
                 self._react(self._inbox.take())
         assert self._outcome is not None
         self._outcome = replace(self._outcome, unsaved=keeper.failed)
-        self._run_file.end(self._outcome.code, self._outcome.cause)
-        files = {rank: logs.error_file for rank, logs in self._logs.items()}
-        return result_of(self._outcome.code, self._local_failures, files)
+        self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
+        error_files = {rank: logs.error_file for rank, logs in self._logs.items()}
+        try:
+            return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
+        except TimeoutError:
+            return result_of(self._outcome.code, {}, {})
+
+    def _of_run_file(self, act: Callable[[], None]) -> None:
+        """Have something done to the run's file, by the one thread that does."""
+        self._files.put(lambda data: act())
 
     def _secure(self) -> None:
         """What a run that failed has in memory only is what it can go on from."""
@@ -192,7 +213,7 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case LinkUp(leader=leader):
                 self._member = True
-                self._run_file.led_from(leader)
+                self._of_run_file(partial(self._run_file.led_from, leader))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason) | CutOff(reason=reason):
@@ -260,7 +281,8 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
         backend = "c10d" if config.backend == "static" else config.backend
-        self._run_file.write(Whereabouts(config.run_id, backend, where, config.node_id))
+        found = Whereabouts(config.run_id, backend, where, config.node_id)
+        self._of_run_file(partial(self._run_file.write, found))
         tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:

@@ -1,42 +1,111 @@
-"""The launcher's own lines."""
+"""The agent's own console: the form of its lines, and the writers that everything there goes through."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import sys
+import select
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 
 from elastic_agents.sinks import has_colours, painted
 from elastic_launch.config import LaunchConfig
 from elastic_launch.plain_text import plain
+from elastic_launch.writer import Writer
 
-__all__ = ["announce", "configure_logging"]
+__all__ = ["Consoles", "announce", "configure_logging"]
 
 _log = logging.getLogger("elastic_launch")
 
 _COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 """SGR codes by level; other lines are as they are."""
 
+LIMIT = 1024 * 1024
+"""Bytes that wait for a console at most, and as many again of the launcher's own lines."""
 
-def configure_logging(*, complain: bool = True) -> None:
+PATIENCE = 5.0
+"""Seconds after which a console that has taken nothing counts as one that nobody reads."""
+
+PIECE = 16384
+"""Bytes that are written at once: less than a pipe holds, so that a slow reader is known from one that has stopped."""
+
+
+class Consoles:
+    """What this process writes to its standard streams: each in a thread, or both in one if they are the same file."""
+
+    def __init__(self) -> None:
+        self._writers: dict[tuple[int, int], Writer] = {}
+
+    def put_to(self, descriptor: int, *, wait: bool) -> Callable[[bytes], bool]:
+        """Return what has data written to a descriptor, see :meth:`Writer.put`."""
+        writer = self._writer_of(descriptor)
+        return partial(writer.put, partial(_write, writer, descriptor), wait=wait)
+
+    def flush(self) -> bool:
+        """Wait, for as long as the consoles are read, until all is written; return whether it is."""
+        return all(writer.flush() for writer in self._writers.values())
+
+    def close(self) -> None:
+        """Write what is left, as far as the consoles are read."""
+        writers, self._writers = self._writers, {}
+        for writer in writers.values():
+            writer.close()
+
+    def _writer_of(self, descriptor: int) -> Writer:
+        try:
+            found = os.fstat(descriptor)
+            key = (found.st_dev, found.st_ino)
+        except OSError:  # closed: writing will fail, which is no reason to fail here
+            key = (-1, descriptor)
+        if key not in self._writers:
+            name = {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))
+            lost = partial(_tell_lost, name)
+            self._writers[key] = Writer(f"console {name}", limit=LIMIT, patience=PATIENCE, lost=lost)
+        return self._writers[key]
+
+
+def _write(writer: Writer, descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view[:PIECE]) :]
+            writer.progress()
+        except BlockingIOError:  # whoever shares the console has made it so; it is no reason to lose anything
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            room.poll()
+        except OSError:
+            return  # nobody reads the console any more; the files have it
+
+
+def _tell_lost(name: str, lines: int, seconds: float) -> None:
+    _log.warning("%d lines were dropped here: nobody read %s for %.0f s", lines, name, seconds)
+
+
+def configure_logging(form: str = "time", *, node: str = "", consoles: Consoles | None = None) -> None:
     """Write the launcher's lines to stderr, from the level on that LOGLEVEL names.
 
     Args:
-        complain: say so if it names none.
+        form: one of :data:`elastic_launch.output.LOG_FORMATS`.
+        node: id of this node.
+        consoles: what writes them; without it they are written at once, by whoever logs them.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(coloured=has_colours(2)))
+    handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
+    handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))
     _log.handlers[:] = [handler]
     _log.propagate = False
     wanted = os.environ.get("LOGLEVEL") or "INFO"
-    levels = logging.getLevelNamesMapping()
-    _log.setLevel(levels.get(wanted.upper(), logging.INFO))
-    if complain and wanted.upper() not in levels:
-        _log.warning("LOGLEVEL=%s is no level: INFO is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted)
+    _log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
 
 
 def announce(config: LaunchConfig) -> None:
     """Say what begins, and where its files go."""
+    wanted = os.environ.get("LOGLEVEL") or "INFO"
+    if wanted.upper() not in logging.getLevelNamesMapping():
+        _log.warning("LOGLEVEL=%s is no level: INFO is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted)
     if config.found_out:
         _log.info("%s", config.found_out)
     kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"
@@ -46,18 +115,59 @@ def announce(config: LaunchConfig) -> None:
         _log.info(text, ignored)
 
 
-class _Formatter(logging.Formatter):
-    """Puts the launcher's name before each message, in the colour of its level.
+class _Handler(logging.Handler):
+    """Never waits: who logs may be who others depend on."""
+
+    def __init__(self, consoles: Consoles) -> None:
+        super().__init__()
+        self._put = consoles.put_to(2, wait=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._put(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+
+class _Text(logging.Formatter):
+    """Puts the launcher's name before each message, in the colour of its level, and before that the time.
 
     Much of what is told comes from workers and other nodes, and must not move the terminal's cursor.
+
+    Args:
+        stamped: whether the time; in full, unless somebody sits before it.
     """
 
-    def __init__(self, *, coloured: bool) -> None:
+    def __init__(self, *, stamped: bool) -> None:
         super().__init__("%(message)s")
-        self._coloured = coloured
+        self._stamped = stamped
+        self._coloured = has_colours(2)
+        self._short = os.isatty(2)
 
     def format(self, record: logging.LogRecord) -> str:
         name, colour = "[elastic-launch]", _COLOURS.get(record.levelno)
         if self._coloured and colour is not None:
             name = painted(name, colour)
-        return f"{name} {plain(super().format(record))}"
+        return f"{self._time(record.created)}{name} {plain(super().format(record))}"
+
+    def _time(self, created: float) -> str:
+        if not self._stamped:
+            return ""
+        if self._short:
+            return time.strftime("%H:%M:%S ", time.localtime(created))
+        return f"{datetime.fromtimestamp(created, UTC).isoformat(timespec='milliseconds')[:-6]}Z "
+
+
+class _Json(logging.Formatter):
+    """One object in a line."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__("%(message)s")
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        found = {
+            "time": moment,
+            "level": record.levelname,
+            "node": self._node,
+            "message": plain(super().format(record)),
+        }
+        return json.dumps(found)

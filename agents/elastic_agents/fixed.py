@@ -10,12 +10,12 @@ import os
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_agents.console import Consoles, configure_logging
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
 from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
@@ -65,6 +65,7 @@ class FixedWorld:
         ranks: files of this node's workers, in rank order.
         grace: seconds between SIGTERM and SIGKILL.
         verbose: whether to tell of what goes well, too.
+        log_format: form of the launcher's own lines, one of :data:`elastic_launch.output.LOG_FORMATS`.
     """
 
     argv: tuple[str, ...]
@@ -78,6 +79,7 @@ class FixedWorld:
     run_directory: Path
     grace: float
     verbose: bool = False
+    log_format: str = "time"
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Return a worker's environment: environ and what Composer adds to it."""
@@ -135,7 +137,13 @@ def run(world: FixedWorld) -> int:
     Raises:
         UsageError: if a file for output cannot be opened.
     """
-    _configure_logging(world.verbose)
+    with closing(Consoles()) as consoles:
+        configure_logging(world.log_format, node=str(world.node_rank), consoles=consoles)
+        logging.getLogger("elastic_launch").setLevel(logging.INFO if world.verbose else logging.WARNING)
+        return _run(world)
+
+
+def _run(world: FixedWorld) -> int:
     inbox: Inbox[object] = Inbox(MonotonicClock())
     with SignalsTo((number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN), inbox):
         return _Agent(world, inbox).run()
@@ -309,12 +317,3 @@ def _tail(path: Path, start: int) -> list[str]:
     except OSError:
         return []
     return lines[-SHOWN_LINES:]
-
-
-def _configure_logging(verbose: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[elastic-launch] %(message)s"))
-    logger = logging.getLogger("elastic_launch")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elastic_agents.logs_specs import NamedLogs
@@ -15,10 +16,14 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.output import LATEST, Route
 from elastic_launch.private import make_private
+from elastic_launch.writer import Writer
 
 __all__ = ["LogPlaces", "WorkerLogs", "link_latest"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+PATIENCE = 3.0
+"""Seconds that workers wait for their directories to be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +35,25 @@ class WorkerLogs:
     error_file: Path
 
     @property
-    def directory(self) -> Path:
-        """Where to look for what the worker said."""
-        return (self.stderr.path or self.error_file).parent
+    def directory(self) -> Path | None:
+        """Where to look for what the worker said, if it is kept."""
+        path = self.stderr.path or self.stdout.path
+        return None if path is None else path.parent
 
 
 class LogPlaces:
     """Says where the output of a node's workers goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
 
+    Args:
+        files: makes the directories, which may hang.
+
     Raises:
         UsageError: if the named logs specs cannot be had.
     """
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, files: Writer) -> None:
         self._config = config
+        self._files = files
         self._named = NamedLogs(config) if config.output.logs_specs else None
 
     def prepare(
@@ -58,6 +68,10 @@ class LogPlaces:
             LogsSpecsFailed: if the named logs specs fail.
         """
         logs = {place.local_rank: self._own(number, place) for place in placements}
+        try:
+            self._files.ask(partial(_make_room, [own.error_file for own in logs.values()]), PATIENCE)
+        except OSError as error:  # as with a full disk: the workers can do without
+            _log.warning("no logs are kept of round %d: %s", number, error)
         envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
         if self._named is not None:
             for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
@@ -69,12 +83,13 @@ class LogPlaces:
         directory = config.run_directory / f"round_{number}"
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / str(placement.rank) / "error.json"
-        try:
-            make_private(error_file.parent)
-            error_file.unlink(missing_ok=True)
-        except OSError as error:  # as with a full disk: the workers can do without
-            _log.warning("no logs are kept of rank %d in round %d: %s", placement.rank, number, error)
         return WorkerLogs(out, err, error_file)
+
+
+def _make_room(error_files: Sequence[Path]) -> None:
+    for path in error_files:
+        make_private(path.parent)
+        path.unlink(missing_ok=True)
 
 
 def link_latest(config: LaunchConfig) -> None:

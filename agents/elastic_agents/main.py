@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_agents.console import announce, configure_logging
+from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
@@ -27,15 +28,23 @@ from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
 from elastic_launch.threads import deaths_reported_to
 from elastic_launch.torch_options import TorchOptions
+from elastic_launch.writer import IDLE, Writer
 
 if TYPE_CHECKING:
     from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
+    from elastic_agents.sinks import Kept
     from elastic_agents.warm.parting import Begun
 
 __all__ = ["run"]
 
 _log = logging.getLogger("elastic_launch")
+
+LIMIT = 4 * 1024 * 1024
+"""Bytes of events that wait to be written at most."""
+
+PATIENCE = 3.0
+"""Seconds after which the file system that has a run's files counts as one that does not answer."""
 
 
 class _Journal:
@@ -59,18 +68,25 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
     Args:
         begun: what this process has begun with, having announced the run; None: with nothing.
     """
-    configure_logging(complain=begun is None)
-    clock = MonotonicClock()
-    inbox: Inbox[object] = Inbox(clock)
-    if config.foreign is not None:
+    consoles = Consoles()
+    with closing(consoles):
+        configure_logging(config.log_format, node=config.node_id, consoles=consoles)
+        if config.foreign is None:
+            return _run(config, begun, consoles)
         if config.health_port is not None:
             _log.warning("--health-port has no effect: torch's own agent runs the workers.")
         from elastic_agents.foreign import run_foreign
 
         return run_foreign(config)
+
+
+def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
+    clock = MonotonicClock()
+    inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
-    with signals, deaths_reported_to(inbox.put), _health(config, begun) as health:
+    files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
+    with closing(files), signals, deaths_reported_to(inbox.put), _health(config, begun) as health:
         if begun is None:
             announce(config)
         else:
@@ -80,22 +96,25 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
                 config.run_directory / f"events-{config.node_id}.jsonl",
                 clock,
                 lambda error: _log.warning("events are not recorded: %s", error),
+                files,
             ),
             clock,
         )
         _check(config)
         # First of all: it takes longest, and needs nothing of what follows.
-        processes = start_processes(config, begun.parted if begun is not None else None)
+        processes = start_processes(config, begun.parted if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_agents.logs import link_latest
             from elastic_agents.torch_events import TorchEvents
             from elastic_launch.rendezvous.choice import backend_of
 
-        link_latest(config)
+        files.put(lambda data: link_latest(config))
         events = TorchEvents(config, journal, clock)
         backend = backend_of(config, clock, events)
-        agent = LocalElasticAgent(config, backend, events, clock=clock, inbox=inbox, processes=processes)
+        agent = LocalElasticAgent(
+            config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes
+        )
         events.group = agent.get_worker_group()
         if health is not None:
             health.ask(inbox)
@@ -105,9 +124,13 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
-    if line := journal.ledger.summary(config.limits.max_restarts):
-        _log.info("%s", line)
-    return _tell(config, agent.outcome)
+        if line := journal.ledger.summary(config.limits.max_restarts):
+            _log.info("%s", line)
+        return _tell(config, agent.outcome, agent.kept, files)
+
+
+def _tell_lost(lines: int, seconds: float) -> None:
+    _log.warning("%d events are not recorded: the file system did not answer for %.0f s", lines, seconds)
 
 
 @contextmanager
@@ -138,21 +161,30 @@ def _check(config: LaunchConfig) -> None:
             check_handler(options.event_log_handler)
 
 
-def _tell(config: LaunchConfig, outcome: Outcome) -> int:
+def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> int:
     """Print the summary; a root cause comes last, where the user looks first."""
-    directory = config.run_directory
+    logs = _logs(config, kept)
     if outcome.unsaved:
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
     if outcome.code == ExitCode.DONE:
-        _log.info("done: %s; restarts: %d; logs in %s", outcome.cause, outcome.restarts, directory)
+        _log.info("done: %s; restarts: %d%s", outcome.cause, outcome.restarts, logs)
         return outcome.code
     stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
     level = logging.WARNING if stopped else logging.ERROR
-    write_termination_log(last_words(outcome.code, outcome.cause, outcome.failure))
-    _log.log(level, "exit code %d: %s; logs in %s", outcome.code, outcome.cause, directory)
+    words = last_words(outcome.code, outcome.cause, outcome.failure)
+    with suppress(TimeoutError):
+        files.ask(partial(write_termination_log, words), IDLE)
+    _log.log(level, "exit code %d: %s%s", outcome.code, outcome.cause, logs)
     if outcome.failure is not None:
         _log.log(level, "%s", root_cause(outcome.failure))
     return outcome.code
+
+
+def _logs(config: LaunchConfig, kept: Kept) -> str:
+    """Where the workers' output is, if it is in files."""
+    if not config.output.keep or not kept.useful:
+        return ""
+    return f"; logs{', in part,' if kept.complaint else ''} in {config.run_directory}"
 
 
 @contextmanager

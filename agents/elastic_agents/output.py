@@ -10,15 +10,23 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from elastic_agents.sinks import Appended, Console, Lines, Sink, colour_of, has_colours, painted
+from elastic_agents.console import Consoles
+from elastic_agents.sinks import Appended, Console, Kept, Lines, Sink, colour_of, has_colours, painted
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.output import Route
 from elastic_launch.threads import VitalThread
+from elastic_launch.writer import Writer
 
 __all__ = ["OutputPump", "Stream"]
 
 TAIL_LINES = 20
 TAIL_LINE_BYTES = 2000
+
+LIMIT = 16 * 1024 * 1024
+"""Bytes that wait for log files at most."""
+
+PATIENCE = 10.0
+"""Seconds after which log files that have taken nothing do not hold the workers any longer."""
 
 
 class Stream:
@@ -63,14 +71,26 @@ class Stream:
 
 
 class OutputPump:
-    """A thread that moves the workers' output."""
+    """A thread that moves the workers' output.
 
-    def __init__(self) -> None:
+    It waits for consoles and files, and so do the workers, while these take anything.
+
+    Args:
+        consoles: the agent's own; without them those that routes mean are written by this object.
+
+    Attributes:
+        kept: what became of the log files.
+    """
+
+    def __init__(self, consoles: Consoles | None = None) -> None:
+        self._own = Consoles()
+        self._consoles = consoles or self._own
+        self.kept = Kept()
+        self._files = Writer("logs", limit=LIMIT, patience=PATIENCE, lost=self.kept.lost)
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._closed = False
-        self._complaints: list[str] = []
         self._lock = threading.Lock()
         self._thread = VitalThread(self._run, "output")
         self._thread.start()
@@ -89,8 +109,12 @@ class OutputPump:
         self._wake_out.send(b"x")
         return stream, sink
 
+    def flush(self) -> bool:
+        """Wait until what has been read so far is written; return whether it is, see :meth:`Writer.flush`."""
+        return self._files.flush() & self._consoles.flush()
+
     def close(self, timeout: float = 1.0) -> None:
-        """Stop once all streams have ended, or after timeout seconds."""
+        """Stop once all streams have ended, or after timeout seconds; then wait while the files take anything."""
         with self._lock:
             streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
         deadline = time.monotonic() + timeout
@@ -105,6 +129,8 @@ class OutputPump:
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+        self._files.close()
+        self._own.close()
 
     def _sinks(self, console: int, route: Route) -> list[Sink]:
         sinks: list[Sink] = []
@@ -112,11 +138,12 @@ class OutputPump:
             prefix = route.prefix
             if prefix and has_colours(console):
                 prefix = painted(prefix, colour_of(route.rank))
-            sinks.append(Lines(Console(console), prefix) if prefix else Console(console))
+            shown = Console(self._consoles.put_to(console, wait=True))
+            sinks.append(Lines(shown, prefix) if prefix else shown)
         if route.path is not None:
-            sinks.append(Appended(route.path, self._complaints))
+            sinks.append(Appended(route.path, self._files, self.kept))
         if route.matching is not None:
-            sinks.append(Lines(Appended(route.matching, self._complaints), route.header, route.filters))
+            sinks.append(Lines(Appended(route.matching, self._files, self.kept), route.header, route.filters))
         return sinks
 
     def _run(self) -> None:

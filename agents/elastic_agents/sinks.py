@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from elastic_launch.private import make_private
+from elastic_launch.writer import Writer
 
-__all__ = ["LONGEST_LINE", "Appended", "Console", "Lines", "Sink", "colour_of", "has_colours", "painted"]
+__all__ = ["LONGEST_LINE", "Appended", "Console", "Kept", "Lines", "Sink", "colour_of", "has_colours", "painted"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -31,25 +32,57 @@ class Sink(Protocol):
 
 
 class Console:
-    """A stream of the agent's own; it stays open."""
+    """A stream of the agent's own; it stays open.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    Args:
+        put: has what it is given written there, and may wait for room.
+    """
+
+    def __init__(self, put: Callable[[bytes], object]) -> None:
+        self._put = put
 
     def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._descriptor, view) :]
-            except BlockingIOError:  # whoever shares the console has made it so; it is no reason to lose anything
-                room = select.poll()
-                room.register(self._descriptor, select.POLLOUT)
-                room.poll()
-            except OSError:
-                return  # nobody reads the console any more; the files have it
+        self._put(data)
 
     def close(self) -> None:
         """It is not ours."""
+
+
+class Kept:
+    """What became of an agent's log files.
+
+    Attributes:
+        any: whether anything is in them.
+        complaint: why something is not; the first one is logged, the others would say the same.
+    """
+
+    def __init__(self) -> None:
+        self.any = False
+        self.complaint = ""
+        self._hangs = False
+
+    @property
+    def useful(self) -> bool:
+        """Whether a reader may find something there."""
+        return self.any or not self.complaint
+
+    def complain(self, error: OSError) -> None:
+        """Something could not be written."""
+        if not self.complaint:
+            self.complaint = str(error)
+            _log.warning("the workers' output is not kept in files: %s", error)
+
+    def hang(self) -> None:
+        """The file system takes nothing, for some time."""
+        if not self._hangs:
+            self._hangs = True
+            _log.warning("the workers' output is not written to files: the file system does not answer")
+
+    def lost(self, lines: int, seconds: float) -> None:
+        """Lines are in no file, since none took anything for a while."""
+        self._hangs = False
+        self.complaint = self.complaint or "the file system did not answer"
+        _log.warning("%d lines are missing in log files: these took nothing for %.0f s", lines, seconds)
 
 
 class Appended:
@@ -58,15 +91,34 @@ class Appended:
     It may be shared with other writers: what one call of :meth:`write` brings stays together.
 
     Args:
-        complaints: of all files of an agent; the first one is logged, the others would say the same.
+        writer: of all files of an agent.
+        kept: likewise.
     """
 
-    def __init__(self, path: Path, complaints: list[str]) -> None:
+    def __init__(self, path: Path, writer: Writer, kept: Kept) -> None:
         self._path = path
-        self._complaints = complaints
+        self._writer = writer
+        self._kept = kept
         self._file: BinaryIO | None = None
+        self._missing = 0  # lines
+        self._whole = True  # what came last ended with a line
 
     def write(self, data: bytes) -> None:
+        whole = data
+        if self._missing:
+            gap = b"[elastic-launch] %d lines are missing here\n" % self._missing
+            whole = (gap if self._whole else b"\n" + gap) + data
+        if self._writer.stuck:
+            self._kept.hang()
+        if self._writer.put(self._append, whole, wait=True):
+            self._missing, self._whole = 0, data.endswith(b"\n")
+        else:
+            self._missing += data.count(b"\n") or 1
+
+    def close(self) -> None:
+        self._writer.put(self._close)
+
+    def _append(self, data: bytes) -> None:
         try:
             if self._file is None:
                 make_private(self._path.parent)
@@ -74,20 +126,16 @@ class Appended:
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 self._file = os.fdopen(descriptor, "ab", 0)
             self._file.write(data)
+            self._kept.any = True
         except OSError as error:  # a full disk must not stop training
-            self._complain(error)
+            self._kept.complain(error)
 
-    def close(self) -> None:
+    def _close(self, data: bytes) -> None:
         if self._file is not None:
             try:
                 self._file.close()
             except OSError as error:  # network file systems may say only now that there was no room (close(2))
-                self._complain(error)
-
-    def _complain(self, error: OSError) -> None:
-        if not self._complaints:
-            _log.warning("the workers' output is not kept in files: %s", error)
-            self._complaints.append(str(error))
+                self._kept.complain(error)
 
 
 class Lines:

@@ -61,4 +61,5 @@ def _who(failure: Failure) -> str:
 
 def _where(failure: Failure) -> list[str]:
     hint = hint_on(failure)
-    return ([f"    hint: {hint}"] if hint else []) + [f"    its logs: {failure.log}"]
+    lines = [f"    hint: {hint}"] if hint else []
+    return [*lines, f"    its logs: {failure.log}"] if failure.log else lines

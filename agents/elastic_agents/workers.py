@@ -174,7 +174,7 @@ class WorkerSet:
             ran=failed - worker.started,
             ago=now - failed,
             error=error,
-            log=worker.logs.directory,
+            log=worker.logs.directory if self._pump.kept.useful else None,
             stderr=lines,
             preempted=preempted,
             stopped=worker.stopped is not None,

@@ -223,6 +223,7 @@ def _written(pump: OutputPump, path: Path, data: bytes) -> Stream:
     with os.fdopen(sink, "wb") as file:
         file.write(data)
     assert stream.ended.wait(10)
+    assert pump.flush()
     os.close(console)
     return stream
 
@@ -265,5 +266,6 @@ def test_a_console_that_nobody_reads_stops_nothing(pump: OutputPump, tmp_path: P
     os.write(sink, b"still here\n")
     os.close(sink)
     assert stream.ended.wait(10)
+    assert pump.flush()
     os.close(console)
     assert (tmp_path / "log").read_bytes() == b"still here\n"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import pty
+import re
 import termios
 import threading
+import time
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,20 +24,23 @@ from harness import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agents.console import configure_logging
+from elastic_agents import console as console_module
+from elastic_agents import output as output_module
+from elastic_agents.console import announce, configure_logging
 from elastic_agents.logs import link_latest
 from elastic_agents.output import OutputPump
-from elastic_agents.sinks import LONGEST_LINE, Appended, Lines
+from elastic_agents.sinks import LONGEST_LINE, Appended, Kept, Lines
 from elastic_agents.summary import hint_on, last_words, root_cause
 from elastic_launch.config import Command, LaunchConfig
-from elastic_launch.output import Route
+from elastic_launch.output import LOG_FORMATS, Route
 from elastic_launch.rendezvous.messages import Failure
 from elastic_launch.termination import LIMIT, write_termination_log
+from elastic_launch.writer import Writer
 
 FAILURE = Failure("a", "crash", 5, 1, 42, 1, "exit code 1: ValueError: boom", log="/logs", round=3, host="h7", ran=2.0)
 
 
-class Kept:
+class Poured:
     """A sink that remembers each write."""
 
     def __init__(self) -> None:
@@ -51,8 +58,8 @@ class Kept:
         return b"".join(self.writes).splitlines()
 
 
-def poured(*pieces: bytes, filters: tuple[str, ...] = ()) -> Kept:
-    kept = Kept()
+def poured(*pieces: bytes, filters: tuple[str, ...] = ()) -> Poured:
+    kept = Poured()
     lines = Lines(kept, "> ", filters)
     for piece in pieces:
         lines.write(piece)
@@ -69,7 +76,7 @@ def test_lines_come_whole_whatever_pieces_they_are_written_in() -> None:
 
 
 def test_a_line_is_not_passed_on_before_its_end() -> None:
-    kept = Kept()
+    kept = Poured()
     lines = Lines(kept, "")
     lines.write(b"no end")
     assert kept.writes == []
@@ -127,6 +134,7 @@ def shown(pump: OutputPump, route: Route, data: bytes) -> bytes:
     os.write(sink, data)
     os.close(sink)
     assert stream.ended.wait(10)
+    assert pump.flush()
     os.write(console, b"#")
     seen = b""
     while not seen.endswith(b"#"):
@@ -176,6 +184,7 @@ def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPu
         seen += os.read(source, 65536)
     os.close(sink)
     assert stream.ended.wait(10)
+    assert pump.flush()
     os.close(console)
     while piece := os.read(source, 65536):
         seen += piece
@@ -200,6 +209,76 @@ def test_files_that_cannot_be_written_are_mentioned_once(
     for name in "ab":
         assert shown(pump, Route(path=tmp_path / "file" / name), b"x\n") == b"x\n"
     assert len([record for record in caplog.records if "not kept in files" in record.message]) == 1
+
+
+def filled() -> tuple[int, int]:
+    """A pipe that takes nothing more."""
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(sink, b"#" * 4096)
+    os.set_blocking(sink, True)
+    return source, sink
+
+
+def test_a_console_that_hangs_keeps_neither_workers_nor_their_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
+    monkeypatch.setattr(console_module, "PATIENCE", 0.3)
+    source, console = filled()
+    with contextlib.closing(OutputPump()) as pump:
+        stream, sink = pump.open(console, Route(path=tmp_path / "log"))
+        data = b"".join(b"%099d\n" % number for number in range(50_000))  # five times what waits for a console
+        with os.fdopen(sink, "wb") as worker:
+            worker.write(data)
+        assert stream.ended.wait(60)
+        wait_for("the file", lambda: (tmp_path / "log").stat().st_size == len(data))
+        assert (tmp_path / "log").read_bytes() == data
+        # Whoever reads it again finds the beginning, and is told how much is missing.
+        os.set_blocking(source, False)
+        seen = bytearray()
+
+        def all_accounted_for() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    seen.extend(os.read(source, 65536))
+            told = [int(text.split()[0]) for text in caplog.messages if "lines were dropped here" in text]
+            return sum(told) + seen.count(b"\n") == 50_000
+
+        wait_for("what was dropped to be told", all_accounted_for)
+    os.close(console)
+    os.close(source)
+    assert data.startswith(bytes(seen).lstrip(b"#"))
+
+
+def test_files_that_hang_keep_neither_workers_nor_the_console(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
+    monkeypatch.setattr(output_module, "PATIENCE", 0.3)
+    monkeypatch.setattr(output_module, "LIMIT", 100_000)
+    log = tmp_path / "log"
+    os.mkfifo(log)  # to open it hangs
+    console = os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT)
+    with contextlib.closing(OutputPump()) as pump:
+        stream, sink = pump.open(console, Route(path=log))
+        data = b"".join(b"%099d\n" % number for number in range(5_000))
+        with os.fdopen(sink, "wb") as worker:
+            worker.write(data)
+        assert stream.ended.wait(60)
+        wait_for("the console", lambda: (tmp_path / "console").stat().st_size == len(data))
+        assert not pump.kept.any
+        reader = os.open(log, os.O_RDONLY)
+        kept = b""
+        while "lines are missing in log files" not in caplog.text or len(kept) < 100:
+            kept += os.read(reader, 65536)
+    os.close(console)
+    os.close(reader)
+    assert "is not written to files: the file system does not answer" in caplog.text
+    assert pump.kept.complaint == "the file system did not answer"
+    assert data.startswith(kept)
 
 
 # The link.
@@ -252,18 +331,36 @@ def logging_as_it_was() -> Iterator[None]:
 @pytest.mark.usefixtures("logging_as_it_was")
 def test_an_unknown_level_is_mentioned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOGLEVEL", "loud")
-    configure_logging()
-    assert capsys.readouterr().err.startswith("[elastic-launch] LOGLEVEL=loud is no level: INFO is used")
+    configure_logging("plain")
+    announce(config(Path("/logs"), "r"))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("[elastic-launch] LOGLEVEL=loud is no level: INFO is used")
+    assert said[1] == "[elastic-launch] run r, logs in /logs/r"
 
 
 @pytest.mark.usefixtures("logging_as_it_was")
 def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOGLEVEL", "warning")
-    configure_logging()
+    configure_logging("plain")
     logger = logging.getLogger("elastic_launch.agent")
     logger.info("low")
     logger.warning("high")
     assert capsys.readouterr().err == "[elastic-launch] high\n"
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_lines_have_the_form_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for form in LOG_FORMATS:
+        configure_logging(form, node="a")
+        logging.getLogger("elastic_launch.agent").warning("two\nlines of %s", "ä")
+        said[form] = capsys.readouterr().err
+    assert said["plain"] == "[elastic-launch] two\nlines of ä\n"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[elastic-launch\] two\nlines of ä\n", said["time"])
+    assert said["json"].count("\n") == 1
+    found = json.loads(said["json"])
+    assert abs(time.time() - datetime.fromisoformat(found.pop("time")).timestamp()) < 60
+    assert found == {"level": "WARNING", "node": "a", "message": "two\nlines of ä"}
 
 
 # The last words.
@@ -341,11 +438,14 @@ def test_what_is_no_file_is_no_termination_log(make: Callable[[Path], None], tmp
 
 def test_a_file_that_cannot_be_closed_stops_no_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Network file systems may say only then that there was no room."""
-    complaints: list[str] = []
-    file = Appended(tmp_path / "stdout.log", complaints)
-    file.write(b"a line\n")
-    assert file._file is not None
-    os.close(file._file.fileno())
-    file.close()
-    assert len(complaints) == 1
+    kept = Kept()
+    with contextlib.closing(Writer("logs", limit=1000, patience=60)) as writer:
+        file = Appended(tmp_path / "stdout.log", writer, kept)
+        file.write(b"a line\n")
+        assert writer.flush()
+        assert file._file is not None
+        os.close(file._file.fileno())
+        file.close()
+    assert kept.any
+    assert kept.complaint
     assert "the workers' output is not kept in files" in caplog.text

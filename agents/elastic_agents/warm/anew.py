@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_agents.console import announce, configure_logging
+from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.placing import shared_environment
 from elastic_agents.warm.become import BLOCKED
 from elastic_agents.warm.parting import Begun, Kept
@@ -51,11 +51,14 @@ def begin_anew(config: LaunchConfig) -> Begun | None:
     """
     if not wants_server(config) or not _is_plain() or not _gains(config):
         return None
-    configure_logging()
     health = None if config.health_port is None else _listener(config)
     heard = {*BLOCKED, *config.signals.leave, *config.signals.forward, *claimed(config.notices)}
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, heard))
-    announce(config)
+    with contextlib.closing(Consoles()) as consoles:
+        configure_logging(config.log_format, node=config.node_id, consoles=consoles)
+        announce(config)
+        if not consoles.flush():  # nobody reads it now; the lines stay until somebody does
+            return Begun(mask, health)
     try:
         kept = _kept(config, mask).put()
         try:

@@ -27,6 +27,7 @@ from elastic_agents.warm.server import command, open_log
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
 from elastic_launch.threads import VitalThread
+from elastic_launch.writer import Writer
 
 if TYPE_CHECKING:
     from elastic_agents.warm.parting import Parted
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["WarmProcesses", "WarmServer", "start_processes"]
 
 _log = logging.getLogger("elastic_launch.warm")
+
+OPEN_TIMEOUT = 3.0
+"""Seconds that the file for what imports print may take to be opened."""
 
 PATIENCE = 120.0
 """Seconds that the first workers wait for the imports at most; then they do their own."""
@@ -47,16 +51,17 @@ MOST_REPLACED = 3
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_processes(config: LaunchConfig, parted: Parted | None = None) -> Callable[[OnExit], WorkerProcesses]:
+def start_processes(config: LaunchConfig, parted: Parted | None, files: Writer) -> Callable[[OnExit], WorkerProcesses]:
     """Start what a node's workers will be started by, as early as can be, and return how to take it into use.
 
     Args:
         parted: a server that this process comes with.
+        files: opens the file for what imports print, which may hang.
     """
     if not wants_server(config):
         return ExecProcesses
     env = shared_environment(config)
-    make = partial(WarmServer.execute, config, env, ahead=config.nproc)
+    make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
     try:
         _be_subreaper(True)
         server = WarmServer(parted.server, parted.orders, parted.source, env, config.nproc) if parted else make()
@@ -122,8 +127,11 @@ class WarmServer:
         self._thread.start()
 
     @staticmethod
-    def execute(config: LaunchConfig, env: Mapping[str, str], ahead: int) -> WarmServer:
+    def execute(config: LaunchConfig, env: Mapping[str, str], ahead: int, files: Writer | None = None) -> WarmServer:
         """Start a server that shares nothing with this process.
+
+        Args:
+            files: opens the file for what imports print; None: this thread does, which may hang.
 
         Raises:
             OSError: if it cannot be executed.
@@ -134,7 +142,8 @@ class WarmServer:
         with ExitStack() as undo:
             undo.callback(os.close, source)
             undo.enter_context(orders)
-            with theirs, open(tell, "wb"), open_log(str(settings["log"])) as output:
+            log = partial(open_log, str(settings["log"]))
+            with theirs, open(tell, "wb"), log() if files is None else files.ask(log, OPEN_TIMEOUT) as output:
                 process = subprocess.Popen(
                     command(settings),
                     env=server_environment(env),
