@@ -22,7 +22,7 @@ from elastic_agents.console import Consoles
 from elastic_agents.control import Control, ScriptEnded, WorkerSaved
 from elastic_agents.departure import Departure
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, SignalCaught
+from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
 from elastic_agents.keeper import Keeper
 from elastic_agents.logs import LogPlaces, WorkerLogs
 from elastic_agents.logs_specs import LogsSpecsFailed
@@ -33,6 +33,7 @@ from elastic_agents.placing import arguments, environment, group_of, place, plac
 from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.sinks import Kept
+from elastic_agents.stuck import LOOK_EVERY
 from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
@@ -223,6 +224,9 @@ class LocalElasticAgent(ElasticAgent):
             case EstimateDue(round=number):
                 self._estimate(number)
                 return None
+            case LookDue(round=number):
+                self._look(number)
+                return None
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
@@ -311,6 +315,8 @@ class LocalElasticAgent(ElasticAgent):
                 tell_ended(reaped)
             elif self._view.leaving is None:
                 self._had_failed(reaped)
+        if exit_code == 0 and self._view.alive == frozenset(range(self._config.nproc)):
+            self._inbox.put_later(LOOK_EVERY, LookDue(reaped.round))  # the first that has finished
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
@@ -366,6 +372,13 @@ class LocalElasticAgent(ElasticAgent):
             self._local_failures[failure.rank] = reaped
             tell_late(failure)
             self._membership.failed(failure)
+
+    def _look(self, number: int) -> None:
+        """End workers that hang at their end, while others of this node have finished."""
+        if number != self._view.round or self._view.phase is not v.Phase.RUNNING or not self._view.alive:
+            return
+        self._workers.kill_stuck()
+        self._inbox.put_later(LOOK_EVERY, LookDue(number))
 
     def _estimate(self, number: int) -> None:
         if number == self._view.round and self._view.phase is v.Phase.RUNNING:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "SignalCaught", "SignalsTo"]
+__all__ = ["CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "LookDue", "SignalCaught", "SignalsTo"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,13 @@ class Exited:
 @dataclass(frozen=True, slots=True)
 class CanStart:
     """Workers can be started without waiting for anything."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookDue:
+    """Some of the round's workers have finished: it is time to look whether the others hang."""
 
     round: int
 

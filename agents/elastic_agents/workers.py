@@ -18,6 +18,7 @@ from elastic_agents.output import OutputPump, Stream
 from elastic_agents.pace import Pace
 from elastic_agents.processes import StartRequest, WorkerProcesses
 from elastic_agents.sessions import empty_sessions, kill_sessions, reap_orphans
+from elastic_agents.stuck import Watch
 from elastic_agents.vocabulary import WorkerEnded
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
@@ -80,6 +81,7 @@ class WorkerSet:
         self._alive: dict[int, _Worker] = {}
         self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
         self._sessions: set[int] = set()
+        self._watch = Watch()
 
     def start(
         self,
@@ -202,6 +204,18 @@ class WorkerSet:
         """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""
         for pid in self._chosen(local_ranks):
             self._stop(pid)
+            self._processes.signal(pid, signal.SIGKILL)
+
+    def kill_stuck(self) -> None:
+        """Kill the workers that are left if all of them hang in their interpreter's lock."""
+        stuck = self._watch.look(list(self._alive))
+        if len(stuck) < len(self._alive):
+            return  # who still works may need the others
+        for pid in stuck:
+            rank = self._alive[pid].placement.rank
+            _log.error(
+                "rank %d (pid %d) hangs in its interpreter's lock, and is killed: others have finished", rank, pid
+            )
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_round(self) -> list[int]:

@@ -62,3 +62,29 @@ def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(code: i
     assert agent.wait(60.0) == code, agent.output
     if code == 0:
         assert "was killed after its script had ended with exit code 0" in agent.output
+
+
+LOCKED = """
+import ctypes, os, threading, time
+
+def wait_for_the_lock():
+    while True:
+        sum(range(1000))
+
+if os.environ["RANK"] == "0":
+    threading.Thread(target=wait_for_the_lock, daemon=True).start()
+    time.sleep(0.2)
+    ctypes.PyDLL(None).sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_an_executed_worker_that_hangs_in_pythons_lock_is_killed_once_others_have_finished(
+    job: Job, tmp_path: Path
+) -> None:
+    script = tmp_path / "locked.py"
+    script.write_text(LOCKED)
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", "--no-warm", command=[str(script)])
+    assert agent.wait(90.0) == 128 + 9, agent.output
+    assert "rank 0" in agent.output
+    assert "hangs in its interpreter's lock, and is killed: others have finished" in agent.output

@@ -1,0 +1,51 @@
+"""A process that hangs in its interpreter's lock is told from one that waits for something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elastic_agents import stuck
+from elastic_agents.stuck import Watch
+
+PROGRAMS = {
+    "holds the lock": ("ctypes.PyDLL(None).sleep(600)", True),
+    "waits without the lock": ("ctypes.CDLL(None).sleep(600)", False),
+    "waits for a thread": ("thread.join()", False),
+    "works": ("while True: sum(range(1000))", False),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_process_hangs_if_a_thread_holds_the_lock_and_does_not_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, hangs = PROGRAMS[name]
+    monkeypatch.setattr(stuck, "STUCK_AFTER", 1.0)
+    code = (
+        "import ctypes, threading, time\n"
+        "def beat():\n"
+        "    while True: threading.Event().wait(0.005)\n"
+        "thread = threading.Thread(target=beat, daemon=True)\n"
+        "thread.start()\n"
+        "time.sleep(0.1)\n"
+        "print('begun', flush=True)\n"
+        f"{call}\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        watch, found = Watch(), []
+        deadline = time.monotonic() + (60.0 if hangs else 3.0)
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.1)
+            found = watch.look([process.pid])
+        process.kill()
+    assert found == ([process.pid] if hangs else [])
+
+
+def test_a_process_that_is_gone_does_not_hang() -> None:
+    assert Watch().look([2**22 + 1]) == []
