@@ -21,6 +21,8 @@ __all__ = ["OutputPump", "Stream"]
 
 TAIL_LINES = 20
 TAIL_LINE_BYTES = 2000
+HEAD_BYTES = 1400
+CUT = b" [...] "
 
 LIMIT = 16 * 1024 * 1024
 """Bytes that wait for log files at most."""
@@ -44,8 +46,8 @@ class Stream:
         """Pass data on and remember its end."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         now = self._clock.now()
-        self._lines.extend((now, line[-TAIL_LINE_BYTES:]) for line in lines)
-        self._partial = self._partial[-TAIL_LINE_BYTES:]
+        self._lines.extend((now, _shortened(line)) for line in lines)
+        self._partial = _shortened(self._partial)
         for sink in self._sinks:
             sink.write(data)
 
@@ -165,3 +167,11 @@ class OutputPump:
         with self._lock:
             self._selector.unregister(stream.source)
         stream.close()
+
+
+def _shortened(line: bytes) -> bytes:
+    """Cut a long line in its middle, as an exception begins with its type; also one that was cut before, and grew."""
+    if len(line) <= TAIL_LINE_BYTES:
+        return line
+    head, rest = line[:HEAD_BYTES], line[HEAD_BYTES:].removeprefix(CUT)
+    return head + CUT + rest[HEAD_BYTES + len(CUT) - TAIL_LINE_BYTES :]

@@ -237,10 +237,13 @@ def test_output_is_kept_whole_in_the_file_and_its_end_in_memory(pump: OutputPump
 
 
 def test_lines_without_end_are_bounded_in_memory(pump: OutputPump, tmp_path: Path) -> None:
-    stream = _written(pump, tmp_path / "log", b"x" * 5_000_000)
+    stream = _written(pump, tmp_path / "log", b"ValueError: " + b"x" * 5_000_000 + b"y\n")
     (line,) = stream.tail()
     assert len(line) <= 2000
-    assert (tmp_path / "log").stat().st_size == 5_000_000
+    assert line.startswith("ValueError: xxx")
+    assert line.endswith("xxxy")
+    assert line.count(" [...] ") == 1
+    assert (tmp_path / "log").stat().st_size == 5_000_014
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ import contextlib
 import ctypes
 import gc
 import io
+import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 import types
 from collections.abc import Mapping
 from typing import NoReturn
@@ -26,6 +29,9 @@ __all__ = ["SOCKET", "end", "last_words"]
 
 SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing for its end."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file for the worker's exception (elastic_launch.error_file.ENV_ERROR_FILE)."""
 
 FLUSH_FAILED = 120
 """Exit code of an interpreter that could not flush its standard streams."""
@@ -43,6 +49,7 @@ def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
     """
     at_once = isinstance(error, SystemExit) and getattr(error, "at_once", False)
     interrupted = type(error) is KeyboardInterrupt
+    _record(error, env.get(ERROR_FILE, ""))
     code = 0 if error is None else _report(error)
     # The first to run; what it raises is reported as what an exit function raises is.
     atexit.register(threading._shutdown)  # type: ignore[attr-defined]
@@ -63,6 +70,25 @@ def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
 def last_words(code: int) -> bytes:
     """Return what the agent is told once only destructors are left: elastic_launch.contract.Ended."""
     return b'{"type": "ended", "exit_code": %d}\n' % code
+
+
+def _record(error: BaseException | None, path: str) -> None:
+    """Leave an exception where the agent looks for it, in the form of torch's ``@record``, unless that has done so.
+
+    At once, as the end may take long: whose exception was the first is known by when its file was written.
+    """
+    if not isinstance(error, Exception) or not path or os.getpid() != os.getsid(0):  # forked by the worker
+        return
+    kind, tb = type(error), _without_ours(error.__traceback__)
+    with contextlib.suppress(OSError, MemoryError, RecursionError, ValueError), open(path, "x") as file:
+        entries = traceback.format_exception_only(kind, error)
+        named = (entry for entry in entries if entry.partition(":")[0].rstrip().endswith(kind.__qualname__))
+        stack = "".join(traceback.format_exception(kind, error, tb))
+        message = {
+            "message": next(named, kind.__qualname__).rstrip(),
+            "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+        }
+        json.dump({"message": message}, file)
 
 
 def _report(error: BaseException) -> int:

@@ -1,0 +1,85 @@
+"""What the user reads as the root cause, and what ends a run that makes no progress: real workers, real exceptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Job
+
+SLOW_EXIT = """
+import atexit, os, time
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo")
+data = torch.ones(4)
+dist.all_reduce(data)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if dist.get_rank() == 0:
+        atexit.register(time.sleep, 60)
+        dist.destroy_process_group()
+        raise ValueError("the loss is not finite")
+    dist.all_reduce(data)
+"""
+
+INTERRUPTED = "raise KeyboardInterrupt\n"
+
+ODD = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("\\0\\x1b[31m\\x07" + "\\N{PARTY POPPER}" * 400_000)
+assert os.environ["ELASTIC_LAUNCH_START_REASON"].isprintable()
+"""
+
+
+def script(directory: Path, text: str) -> list[str]:
+    path = directory / "script.py"
+    path.write_text(text)
+    return [str(path)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [(), ("--no-warm",)], ids=["forked", "executed"])
+def test_the_cause_is_the_first_failure_not_the_first_exit(job: Job, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A rank that raises and takes long to end, as it frees its memory, is passed over for none of its peers."""
+    agent = job.launch("--standalone", "--nproc", "2", *flags, command=script(tmp_path, SLOW_EXIT))
+    assert agent.wait(60) == 0
+    (broken,) = job.events("round_broken")
+    assert "rank 1" in broken["cause"], "its peer ended first"
+    assert broken["next"] == ""
+    (found,) = job.events("cause_found")
+    assert (found["round"], found["kind"]) == (1, "crash")
+    assert found["cause"].startswith("rank 0 on node")
+    assert found["cause"].endswith(": ValueError: the loss is not finite")
+    assert len(job.events("restart_charged")) == 1
+    assert job.events("round_formed")[1]["cause"] == found["cause"]
+    assert job.events("round_formed")[1]["form_s"] < 30, "nobody waits for it to end"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tmp_path: Path) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=script(tmp_path, SLOW_EXIT))
+    assert agent.wait(60) == 1
+    said = agent.output.split("root cause: ")[1]
+    assert said.startswith("rank 0 on node")
+    assert "raise ValueError(" in said
+    assert "Connection closed by peer" not in said
+    assert agent.output.count("a round forms") == 1, "the first"
+
+
+def test_workers_that_interrupt_themselves_do_not_restart_without_end(job: Job, tmp_path: Path) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "0", command=script(tmp_path, INTERRUPTED))
+    assert agent.wait(60) == 92
+    assert "exit code 92: no progress in 5 restarts, no restart allowed (--max-restarts 0)" in agent.output
+    assert "signal 2 (SIGINT)" in agent.output.split("root cause")[-1]
+    assert len(job.events("round_formed")) == 5
+
+
+def test_whatever_an_exception_says_it_costs_one_restart_and_goes_on(job: Job, tmp_path: Path) -> None:
+    """Emoji take twelve bytes each on a link, a NUL cannot be in an environment, and escapes move a cursor."""
+    agent = job.launch("--standalone", "--max-restarts", "1", command=script(tmp_path, ODD))
+    assert agent.wait(60) == 0
+    assert len(job.events("restart_charged")) == 1
+    ours = [line for line in agent.output.splitlines() if line.startswith("[elastic-launch]")]
+    assert any("ValueError" in line and "more characters]" in line for line in ours)
+    assert all(line.isprintable() for line in ours)
