@@ -33,6 +33,13 @@ TICK = 0.02
 """Seconds by which the time of a file may be early: the kernel takes it from a clock that ticks."""
 
 
+AT_ONCE, AT_LAST = 0.5, 5.0
+"""Seconds that what a failed worker has started gets to die, and what is left at the round's end.
+
+The agent's main loop waits for it: a process that the kernel cannot end must not hold it once for each worker.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Reaped:
     """A worker's end."""
@@ -134,7 +141,7 @@ class WorkerSet:
                 "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
             )
         if exit_code != 0:
-            self._end_sessions({pid})
+            self._end_sessions({pid}, AT_ONCE)
         if not self._alive:
             self._leave_empty_sessions()
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
@@ -220,7 +227,7 @@ class WorkerSet:
 
     def end_round(self) -> list[int]:
         """Kill whatever the round's workers left behind; return the processes that could not be killed."""
-        stuck = self._end_sessions(set(self._sessions))
+        stuck = self._end_sessions(set(self._sessions), AT_LAST)
         self._reaped.clear()
         return stuck
 
@@ -240,14 +247,15 @@ class WorkerSet:
         with suppress(OSError):  # the round's end will look at them again
             self._forget(empty_sessions(self._sessions))
 
-    def _end_sessions(self, sids: set[int]) -> list[int]:
+    def _end_sessions(self, sids: set[int], timeout: float) -> list[int]:
         try:
-            stuck = kill_sessions(sids)
+            stuck = kill_sessions(sids, timeout)
             reap_orphans(sids)
         except OSError as error:
             _log.warning("what workers have started may still run: %s", error)
             return []  # the next round's end tries again, or the guard
-        self._forget(sids)
+        if not stuck or timeout >= AT_LAST:
+            self._forget(sids)
         return stuck
 
     def _forget(self, sids: set[int]) -> None:
