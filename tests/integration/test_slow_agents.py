@@ -61,7 +61,7 @@ def _hold(agent: Agent, ended: threading.Event) -> None:
                 continue
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(int(300 * SLOWNESS))
 def test_a_run_whose_storage_hangs_says_so_at_once_and_fails_at_its_end(job: Job) -> None:
     agent = _launch(job, 40, 10, 0.05, restarts=0)
