@@ -150,7 +150,7 @@ class RoundBroken(Event):
     Attributes:
         kind, cause: as first reported.
         lasted_s: seconds since it was formed.
-        next: empty if a worker has failed: whether another round forms is said when it is judged what that costs.
+        next: empty if it may cost a restart, as if a worker has failed: what follows is said when that is judged.
     """
 
     leader: ClassVar[bool] = True

@@ -74,6 +74,7 @@ class Budget:
         gained = self._gained(lasted, begun)
         if gained:
             self.idle = 0
+            self.mark = begun
         if kind is Kind.MEMBERSHIP:
             return Ruling(kind)
         if kind.is_final:
@@ -108,14 +109,15 @@ class Budget:
             return ExitCode.STARTUP_FAILURE, cause
         return exit_code(root_cause(broken.failures), self._most), cause
 
+    def spares(self, kind: Kind, *, lasted: float, begun: int | None, nodes: int = 1) -> bool:
+        """Whether it would be free if a round ended now for what befell its nodes; see :meth:`rule`."""
+        return kind is Kind.MEMBERSHIP or self._gained(lasted, begun) or self.idle < FREE + nodes
+
     def _gained(self, lasted: float, begun: int | None) -> bool:
         """Whether the training advances: a round has begun at a higher step than any before."""
         if begun is None:
             return self.mark is None and lasted >= LONG
-        gained = self.mark is None or begun > self.mark
-        if gained:
-            self.mark = begun
-        return gained
+        return self.mark is None or begun > self.mark
 
 
 def _failed_soon(failure: Failure) -> bool:

@@ -174,7 +174,9 @@ class Rounds:
 
     def _break(self, kind: Kind, cause: str, now: float) -> None:
         """End the round for what befell its nodes."""
-        self._end_round(Broken(now, kind, cause), kind, self._outlook)
+        lasted, nodes = now - self._formed_at, self._limits.max_nodes
+        free = self._budget.spares(kind, lasted=lasted, begun=self._begun, nodes=nodes)
+        self._end_round(Broken(now, kind, cause), kind, self._outlook if free else lambda: "")
 
     def _break_for(self, failure: m.Failure, now: float) -> None:
         """End the round because a worker failed; what it costs, and so whether another one forms, is judged later."""

@@ -374,3 +374,11 @@ def test_the_failure_of_an_earlier_round_is_no_root_cause_of_another_end() -> No
     run.advance(11)
     assert run.code == 94
     assert run.orders("a", m.RunEnd)[0].failure is None
+
+
+def test_a_lost_node_announces_no_round_that_may_not_come() -> None:
+    run = running("1:1", "a", max_restarts=0)
+    for _ in range(FREE + 1):
+        run.report("a", m.Stopped(run.number, 7000))
+    assert [event.next for event in run.told(RoundBroken)] == ["a round forms"] * FREE + [""]
+    assert run.code == 92
