@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_endpoint
 from elastic_launch.events import Event, LeaderElected
-from elastic_launch.rendezvous import c10d, membership
+from elastic_launch.rendezvous import membership
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.choice import backend_of
 
@@ -130,7 +130,6 @@ class CountedPrefixStore(CountedCalls, dist.PrefixStore):
 def counted() -> Iterator[None]:
     with (
         mock.patch.object(membership, "socket", CountedSockets()),
-        mock.patch.object(c10d, "TCPStore", CountedStore),
         mock.patch.object(c10d_rendezvous_backend, "TCPStore", CountedStore),
         mock.patch.object(dist, "PrefixStore", CountedPrefixStore),
     ):

@@ -131,10 +131,10 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
         backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
         token = token or left.token()
     leader = parse_endpoint(found.leader) if found is not None and found.leader else None
-    backend = LaunchConfig.backend if backend in (None, "static") else backend
-    if backend not in BACKENDS:
+    backend = LaunchConfig.backend if backend is None else backend
+    if backend not in (*BACKENDS, "static"):
         raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
-    if backend == "c10d":
+    if backend != "etcd":
         return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
     if not run_id:
         raise UsageError("--rdzv-backend etcd keeps many runs.", "Name one with --rdzv-id ID.")
@@ -207,7 +207,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
 def _drain(options: argparse.Namespace, address: Address) -> int:
     seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
     with Inquiry(address) as inquiry:
-        if options.node and address.backend == "c10d" and options.node == inquiry.status().leader:
+        if options.node and address.backend != "etcd" and options.node == inquiry.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run's store: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, with its state saved.",

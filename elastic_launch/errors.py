@@ -11,7 +11,8 @@
         ├── StoreError                  the control store failed or did not answer in time
         │   ├── RecordTooLargeError     it never takes a record of that size
         │   └── DeniedError             it does not let this node in
-        └── ProtocolError               a message or record that cannot be understood
+        ├── ProtocolError               a message or record that cannot be understood
+        └── InternalError               a part of the rendezvous has failed by a fault of its own
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "ElasticLaunchError",
     "EndpointError",
     "ExitCode",
+    "InternalError",
     "ProtocolError",
     "RecordTooLargeError",
     "RefusedError",
@@ -106,3 +108,15 @@ class DeniedError(StoreError):
 
 class ProtocolError(RendezvousError):
     """A message or record that cannot be understood."""
+
+
+class InternalError(RendezvousError):
+    """A part of the rendezvous has failed by a fault of its own; trying again does not help.
+
+    Args:
+        what: the part and its error, in words.
+    """
+
+    def __init__(self, what: str) -> None:
+        hint = "This is a fault of elastic-launch itself: please report it with the traceback that was printed."
+        super().__init__(f"Internal error: {what}.", hint)

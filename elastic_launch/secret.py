@@ -21,6 +21,7 @@ __all__ = [
     "ENV_ETCD_PASSWORD",
     "ENV_ETCD_USER",
     "ENV_TOKEN",
+    "HINT_NO_TOKEN",
     "HINT_TOKEN",
     "MIN_LENGTH",
     "Token",
@@ -43,6 +44,8 @@ MIN_LENGTH = 16
 """Characters. What crosses the network allows guessing at leisure, so a token should be random, not thought up."""
 
 _MAX_BYTES = 4096
+
+HINT_NO_TOKEN = f"Start all nodes with one token, or this one without: no {ENV_TOKEN} and no --token-file."
 
 HINT_TOKEN = f"Set {ENV_TOKEN} or --token-file to the run's token."
 

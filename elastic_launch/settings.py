@@ -40,7 +40,7 @@ OF_TORCH = {
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
     "heartbeat_timeout": "a node is judged by dead_after",
-    "store_type": "the store is a TCPStore",
+    "store_type": "the control record is in the leader's memory",
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 

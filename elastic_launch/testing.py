@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 from elastic_launch.clock import Clock
-from elastic_launch.errors import StoreError
-from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.rendezvous.store import MemoryStore
 
 __all__ = ["FakeClock", "MemoryStore"]
 
@@ -34,44 +31,3 @@ class FakeClock(Clock):
             raise ValueError(f"A monotonic clock cannot be advanced by {seconds:g} s.")
         self._now += seconds
         return self._now
-
-
-class MemoryStore(ControlStore):
-    """A control store in this process' memory, for any number of threads.
-
-    Waiting is done in real time, on a condition variable: a change ends it at once.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._value: bytes | None = None
-        self._closed = False
-
-    def load(self, timeout: float) -> bytes | None:
-        with self._changed:
-            self._check_open()
-            return self._value
-
-    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        with self._changed:
-            self._check_open()
-            if self._value != expected:
-                return False
-            self._value = value
-            self._changed.notify_all()
-            return True
-
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._value != known, timeout)
-            self._check_open()
-            return self._value
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError("The store in memory is closed.")

@@ -9,12 +9,14 @@ from harness import SLOWNESS
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.errors import RendezvousError
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.happenings import MembershipEvent
+from elastic_launch.rendezvous.happenings import MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 
 TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
@@ -48,7 +50,13 @@ class Sink:
 
 
 def backend_for(
-    name: str, store: MemoryStore, events: Sink, limits: Limits, *, reuse: bool = False
+    name: str,
+    store: MemoryStore,
+    events: Sink,
+    limits: Limits,
+    *,
+    reuse: bool = False,
+    token: Token | None = None,
 ) -> tuple[LaunchConfig, ElectedBackend]:
     config = LaunchConfig(
         Command(("python", "train.py"), ("train.py",)),
@@ -59,6 +67,7 @@ def backend_for(
         timing=TIMING,
         node_id=name,
         reuse=reuse,
+        token=token,
     )
     return config, ElectedBackend(config, MonotonicClock(), events, lambda: View(store))
 
@@ -66,9 +75,12 @@ def backend_for(
 class Node:
     """A node whose workers start and stop at once."""
 
-    def __init__(self, name: str, store: MemoryStore, events: Sink, limits: Limits, *, reuse: bool) -> None:
+    def __init__(
+        self, name: str, store: MemoryStore, events: Sink, limits: Limits, *, reuse: bool, token: Token | None
+    ) -> None:
         self.name = name
-        self.config, self.backend = backend_for(name, store, events, limits, reuse=reuse)
+        self.config, self.backend = backend_for(name, store, events, limits, reuse=reuse, token=token)
+        self.lost: list[RendezvousError] = []
         self.rounds: list[m.Form] = []
         self.broken: list[int] = []
         self.ends: list[int] = []
@@ -89,6 +101,8 @@ class Node:
                 self.membership.stopped(self.rounds[-1].round.number if self.rounds else 0, 29500)
             case m.RunEnd(code=code):
                 self.ends.append(code)
+            case RendezvousLost(error=error):
+                self.lost.append(error)
 
     def members(self) -> list[str]:
         return [member.node_id for member in self.rounds[-1].round.members] if self.rounds else []
@@ -100,9 +114,10 @@ class Nodes:
         self.events = Sink()
         self.nodes: dict[str, Node] = {}
 
-    def start(self, *names: str, limits: Limits | None = None, reuse: bool = False) -> None:
+    def start(self, *names: str, limits: Limits | None = None, reuse: bool = False, token: Token | None = None) -> None:
         for name in names:
-            self.nodes[name] = Node(name, self.store, self.events, limits or Limits(1, 4, 3), reuse=reuse)
+            limits = limits or Limits(1, 4, 3)
+            self.nodes[name] = Node(name, self.store, self.events, limits, reuse=reuse, token=token)
             self.nodes[name].membership.start()
 
     def leave(self, name: str) -> None:

@@ -284,8 +284,7 @@ class LocalElasticAgent(ElasticAgent):
         config = self._config
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
-        backend = "c10d" if config.backend == "static" else config.backend
-        found = Whereabouts(config.run_id, backend, where, config.node_id)
+        found = Whereabouts(config.run_id, config.backend, where, config.node_id)
         self._of_run_file(partial(self._run_file.write, found))
         tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 

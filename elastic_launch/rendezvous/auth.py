@@ -26,7 +26,15 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous import codec
 from elastic_launch.secret import Token, keyed
 
-__all__ = ["AuthenticationError", "Channel", "MissingTokenError", "Seal", "link_key"]
+__all__ = [
+    "AuthenticationError",
+    "Channel",
+    "MissingTokenError",
+    "OtherTokenError",
+    "Seal",
+    "UnexpectedTokenError",
+    "link_key",
+]
 
 _NONCE = 32
 _MAC = 64
@@ -39,6 +47,14 @@ class AuthenticationError(ProtocolError):
 
 class MissingTokenError(AuthenticationError):
     """A node said hello without any proof: it has no token."""
+
+
+class UnexpectedTokenError(AuthenticationError):
+    """A node wants a proof of the token where the run has none."""
+
+
+class OtherTokenError(AuthenticationError):
+    """The leader has another token than this node, or none. Whoever listens there can say so: it proves nothing."""
 
 
 def link_key(token: Token | None, run_id: str) -> bytes | None:
@@ -99,10 +115,12 @@ class _NodeSide:
         self.opening = _line("challenge", nonce=self._nonce)
 
     def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        if _kind(line) == "refused":
+            raise OtherTokenError("This node has a token, the run has none.")
         fields = _read(line, "answer", nonce=_NONCE, mac=_MAC // 2)
         nonces = (self._nonce, fields["nonce"])
         if not hmac.compare_digest(fields["mac"], keyed(self._key, b"leader", *nonces)):
-            raise AuthenticationError("What listens at the leader's address does not know the run's token.")
+            raise OtherTokenError("The token differs from that of the run, or it is another run.")
         up, down = _session(self._key, nonces)
         return _line("proof", mac=keyed(self._key, b"node", *nonces)), Seal(up, down)
 
@@ -136,6 +154,14 @@ def _line(kind: str, **fields: bytes) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
+def _kind(line: bytes) -> object:
+    """The type of a line that has no proof, None if it has none."""
+    try:
+        return codec.loads(line).get("type")
+    except ProtocolError:
+        return None
+
+
 def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
     """Read a line of the handshake: fields of so many bytes, in hexadecimal."""
     try:
@@ -166,12 +192,13 @@ class Channel:
         unsent: what is to go onto the wire; the owner takes from its front.
     """
 
-    def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES) -> None:
+    def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES, *, open_leader: bool = False) -> None:
         self.unsent = bytearray()
         self._reader = codec.LineReader(limit)
         self._side = side
         self._seal: Seal | None = None
         self._held: list[bytes] = []
+        self._first = open_leader
         if side is not None:
             self.unsent += side.opening
 
@@ -183,7 +210,7 @@ class Channel:
     @classmethod
     def of_leader(cls, key: bytes | None, limit: int) -> Channel:
         """The leader's side of a link that came in; limit as for :meth:`allow`."""
-        return cls(None if key is None else _LeaderSide(key), limit)
+        return cls(None if key is None else _LeaderSide(key), limit, open_leader=key is None)
 
     @property
     def ready(self) -> bool:
@@ -216,7 +243,10 @@ class Channel:
         for line in self._reader.feed(data):
             if self._side is not None:
                 self._shake_hands(self._side, line)
+            elif self._first and _kind(line) == "challenge":
+                raise UnexpectedTokenError("A node came with a token, which the run does not have.")
             else:
+                self._first = False
                 messages.append(line if self._seal is None else self._seal.open(line))
         return messages
 

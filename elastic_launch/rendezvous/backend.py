@@ -1,29 +1,35 @@
-"""Finding the leader, or becoming it. The c10d way: the leader is the host of the store that the endpoint names."""
+"""Finding the leader, or becoming it. The c10d way: the leader's own links are what listens at the endpoint."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import secrets
+import socket
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, RefusedError, StoreError
+from elastic_launch.errors import EndpointError, InternalError
 from elastic_launch.events import EventSink
+from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import link_key
-from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
 from elastic_launch.rendezvous.hosting import explain, said_rank
-from elastic_launch.rendezvous.net import listen, listen_anywhere, routable_address, source_address, try_listen
+from elastic_launch.rendezvous.net import (
+    ANY_ADDRESS,
+    is_hidden,
+    listen_anywhere,
+    routable_address,
+    source_address,
+    try_listen,
+)
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.service import LeaderService
-from elastic_launch.rendezvous.shared_store import SharedStore
-from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.rendezvous.store import ControlStore, MemoryStore
 
-__all__ = ["Backend", "C10dBackend", "Place"]
+__all__ = ["Backend", "C10dBackend", "Found", "Place"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +44,36 @@ class Place:
     Attributes:
         address: what it advertises.
         incarnation: random per agent start.
-        endpoint: where the store is, or None as long as it is not known.
-        hosting: whether this node has the store.
+        endpoint: where nodes find the leader, or None as long as it is not known.
+        hosting: whether that is this node.
     """
 
     address: str
     incarnation: str
     endpoint: Endpoint | None
     hosting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the leader's links listen.
+
+    Attributes:
+        address: a name or an address.
+        what: it is, for messages, as in "the rendezvous endpoint node0:29400".
+        incarnation: of the leader's node, empty if it is not known.
+        given: whether nothing but the user's word leads there, so that what differs there is most likely his mistake.
+        strange: whether something listens there that may be another service.
+        record: the control record, if it was found in a store.
+    """
+
+    address: str
+    port: int
+    what: str
+    incarnation: str = ""
+    given: bool = False
+    strange: bool = False
+    record: ControlRecord | None = None
 
 
 class Backend(Protocol):
@@ -59,18 +87,16 @@ class Backend(Protocol):
         """
         ...
 
-    def find_leader(self, timeout: float) -> ControlRecord:
-        """Return the present record, or fail within about timeout seconds.
+    def find_leader(self, timeout: float) -> Found:
+        """Return where the leader should be, or fail within about timeout seconds.
 
         Raises:
             RendezvousError: if it cannot be had now; ``RefusedError`` if trying again is of no use.
         """
         ...
 
-    def unreachable(
-        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
-    ) -> None:
-        """Take note that a record's leader cannot be reached.
+    def unreachable(self, found: Found, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
+        """Take note that a leader cannot be reached.
 
         Args:
             refused: whether its host answered that nobody listens there.
@@ -79,8 +105,8 @@ class Backend(Protocol):
         """
         ...
 
-    def reached(self) -> None:
-        """Take note that the leader lives: it has said something."""
+    def reached(self, order: m.Order) -> None:
+        """Take note that the leader lives: it has said something, and this node obeys it."""
         ...
 
     def unsure_for(self) -> float:
@@ -93,84 +119,96 @@ class Backend(Protocol):
 
 
 class C10dBackend:
-    """See the module."""
+    """The leader is the node that listens at the endpoint, and the control record is in its memory."""
 
     def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
         self._config = config
         self._clock = clock
         self._events = events
         self._endpoint = config.endpoint
-        self._store: ControlStore | None = None
         self._service: LeaderService | None = None
-        self._taken = False  # the endpoint is this host's, but somebody else listens there
+        self._hosted: Found | None = None
+        self._taken = False  # the endpoint is this host's, but something else listens there
 
     def open(self) -> Place:
         config = self._config
         incarnation = secrets.token_hex(6)
         wanted = config.endpoint or self._own_endpoint()
-        address = config.local_addr or source_address(wanted)
-        listener = None
-        taken = False
+        hidden = config.limits.max_nodes > 1 and is_hidden(wanted)
+        address = config.local_addr or (routable_address() if hidden else source_address(wanted))
+        listener, taken = None, False
         if config.is_host is not False:
-            listener, taken = try_listen(wanted)
-            if config.backend == "static" and listener is None and not taken:
-                listener = listen_anywhere(wanted.port)  # the address may be translated on the way to this host
+            listener, taken = self._listen(wanted, hidden=hidden)
             if config.is_host and listener is None:
                 found = "its port is in use" if taken else "it is not an address of this host"
                 asker = "--node-rank 0" if config.backend == "static" else "is_host=true"
                 raise EndpointError(
-                    f"This node is to host the store at {wanted} ({asker}), but {found}.",
+                    f"This node is to host the run at {wanted} ({asker}), but {found}.",
                     "Give another --rdzv-endpoint, or leave out is_host.",
                 )
             if config.endpoint is None and listener is None:
                 raise EndpointError(
-                    f"This node is to host the store at its own address, but --local-addr {wanted.host} is not one.",
+                    f"This node is to host the run at its own address, but --local-addr {wanted.host} is not one.",
                     "Give an address of this host, or name the node that hosts by --rdzv-endpoint.",
                 )
-        self._tell(wanted, hosts=listener is not None, taken=taken)
+        self._tell(wanted, hosts=listener is not None, taken=taken, hidden=address if hidden else "")
         if listener is None:
             self._taken = taken
             return Place(address, incarnation, wanted, hosting=False)
-        port = int(listener.getsockname()[1])
-        self._endpoint = Endpoint(wanted.host, port)
-        with contextlib.ExitStack() as undo:
-            undo.callback(listener.close)
-            links = undo.enter_context(contextlib.closing(listen(address)))
-            host = str(listener.getsockname()[0])
-            if host in ("::", "0.0.0.0"):
-                host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
-            hosted = host_store(listener, host, config.run_id, config.timing.read_timeout)
-            store: ControlStore = SealedStore(hosted, config.token, config.run_id)
-            if config.backend == "static":
-                store = SharedStore(store, hosted)
-            leader = Leader(config.node_id, incarnation, address, int(links.getsockname()[1]))
-            record = ControlRecord(config.run_id, config.digest(), 1, leader, work=config.work()).renewed()
-            if not store.compare_and_set(None, record.encode(), config.timing.read_timeout):
-                raise StoreError("the new store holds a control record already.")
-            undo.pop_all()
-        self._store = store
-        command = " ".join(config.command.display)
+        self._endpoint = Endpoint(wanted.host, int(listener.getsockname()[1]))
+        self._lead(listener, address, incarnation)
+        return Place(address, incarnation, self._endpoint, hosting=True)
+
+    def _listen(self, wanted: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
+        """Listen at the endpoint if it is this host's; return the listener, and whether the port is in use."""
+        if not hidden:
+            return try_listen(wanted)
+        try:
+            return listen_anywhere(wanted.port), False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None, True
+            raise
+
+    def _lead(self, listener: socket.socket, address: str, incarnation: str) -> None:
+        """Lead from now on, with links at the endpoint itself."""
+        self._serve(listener, MemoryStore(), address, incarnation)
+
+    def _serve(self, links: socket.socket, store: ControlStore, address: str, incarnation: str) -> None:
+        config = self._config
+        host, port = str(links.getsockname()[0]), int(links.getsockname()[1])
+        if host in ANY_ADDRESS:
+            host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
+        leader = Leader(config.node_id, incarnation, address, port)
+        record = ControlRecord(config.run_id, config.digest(), 1, leader, work=config.work()).renewed()
+        store.compare_and_set(None, record.encode(), config.timing.read_timeout)
         self._service = LeaderService(
             links,
             store,
             record,
             config.limits,
             config.timing,
-            command,
+            " ".join(config.command.display),
             self._clock,
             self._events,
             key=link_key(config.token, config.run_id),
         )
+        self._hosted = Found(host, port, "this node's own leader", incarnation)
         self._service.start()
-        return Place(address, incarnation, self._endpoint, hosting=True)
 
-    def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool) -> None:
+    def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool, hidden: str) -> None:
         config = self._config
         if config.endpoint is None or config.limits.max_nodes == 1:
             return  # nobody else is to come, or the command for them is printed
         said = said_rank(config.node_rank, os.environ)
         level, text = explain(
-            wanted, said, hosts=hosts, taken=taken, is_host=config.is_host, nodes=config.limits.max_nodes
+            wanted,
+            said,
+            hosts=hosts,
+            taken=taken,
+            is_host=config.is_host,
+            nodes=config.limits.max_nodes,
+            hidden=hidden,
         )
         _log.log(level, "%s", text)
 
@@ -184,32 +222,20 @@ class C10dBackend:
             listener.close()
         return Endpoint(host, 29400 if listener is not None and not taken else 0)
 
-    def find_leader(self, timeout: float) -> ControlRecord:
-        if self._store is not None:
-            return _present(self._store, timeout)
+    def find_leader(self, timeout: float) -> Found:
+        if self._service is not None and self._service.died is not None:
+            raise InternalError(f"the leader's thread has ended by {self._service.died.error}")
+        if self._hosted is not None:
+            return self._hosted
         assert self._endpoint is not None
-        timeout = min(timeout, self._config.timing.read_timeout)
-        try:
-            found = connect_store(self._endpoint, self._config.run_id, timeout)
-            store = SealedStore(found, self._config.token, self._config.run_id)
-        except NotAStoreError as error:
-            if self._taken:
-                raise RefusedError(error.message, error.hint) from error
-            raise
-        try:
-            record = _present(store, timeout)
-            self._taken = False
-            return record
-        finally:
-            store.close()
+        where = f"the rendezvous endpoint {self._endpoint}"
+        return Found(self._endpoint.host, self._endpoint.port, where, given=True, strange=self._taken)
 
-    def unreachable(
-        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
-    ) -> None:
+    def unreachable(self, found: Found, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         """Nothing follows: only an agent at the endpoint can lead."""
 
-    def reached(self) -> None:
-        """Nothing follows."""
+    def reached(self, order: m.Order) -> None:
+        self._taken = False
 
     def unsure_for(self) -> float:
         return 0.0  # nobody else can lead
@@ -218,13 +244,3 @@ class C10dBackend:
         if self._service is not None:
             self._service.close(ACK_TIMEOUT)
             self._service = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-
-def _present(store: ControlStore, timeout: float) -> ControlRecord:
-    value = store.wait_changed(None, timeout)
-    if value is None:
-        raise StoreError(f"the store held no control record within {timeout:g} s.")
-    return ControlRecord.parse(value)

@@ -8,7 +8,6 @@ from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.events import EventSink
 from elastic_launch.rendezvous.backend import Backend, C10dBackend
-from elastic_launch.rendezvous.sealed_store import SealedStore
 from elastic_launch.rendezvous.store import ControlStore
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER
 
@@ -17,16 +16,19 @@ __all__ = ["backend_of"]
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
     """Return the backend that the configuration names."""
-    if config.backend in ("c10d", "static"):
+    if config.backend == "c10d":
         return C10dBackend(config, clock, events)
-    # Only who asks for etcd pays for its client.
+    # Only who asks for a store pays for its client.
+    if config.backend == "static":
+        from elastic_launch.rendezvous.static import StaticBackend
+
+        return StaticBackend(config, clock, events)
     from elastic_launch.rendezvous.elected import ElectedBackend
     from elastic_launch.rendezvous.etcd import EtcdStore
 
     user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
 
     def open_store() -> ControlStore:
-        store = EtcdStore(config.endpoints, config.run_id, user=user, password=password)
-        return SealedStore(store, config.token, config.run_id)
+        return EtcdStore(config.endpoints, config.run_id, user=user, password=password)
 
     return ElectedBackend(config, clock, events, open_store)

@@ -5,7 +5,8 @@ term by compare-and-set and leads on; of several that try, one succeeds, and the
 watches the record, and steps down as soon as another term stands there.
 
 The invariant is the record's: one value, changed as a whole, terms only rising. A leader that was paused or cut off can
-neither write (its compare-and-set fails) nor order (nodes ignore lower terms than they have seen).
+neither write (its compare-and-set fails) nor order (nodes ignore lower terms than they have seen). What others write
+into the record is not believed, and repaired; see ``continuity``.
 """
 
 from __future__ import annotations
@@ -21,34 +22,42 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from elastic_launch.clock import Clock
-from elastic_launch.config import LaunchConfig
-from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, StoreError
+from elastic_launch.config import Endpoint, LaunchConfig
+from elastic_launch.errors import EndpointError, ExitCode, InternalError, RefusedError, StoreError
 from elastic_launch.events import EventSink, LeaderElected
+from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import link_key
-from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Place
+from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Found, Place
+from elastic_launch.rendezvous.claimed_store import ClaimedStore
+from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Continuity, Sight, SpoiledError
 from elastic_launch.rendezvous.net import listen, source_address
+from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
+from elastic_launch.rendezvous.seal import Patience, ValueSeal
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
 from elastic_launch.rendezvous.succession import Succession
+from elastic_launch.threads import ThreadDied, VitalThread
 
-__all__ = ["ElectedBackend"]
+__all__ = ["ElectedBackend", "found_by"]
 
 _log = logging.getLogger(__name__)
 
 WATCH = 1.0
 """Seconds for which one look at the record lasts at most: what it takes to stop watching."""
 
-
 RESIGN_TIMEOUT = 1.0
 """Seconds that a leader which goes has to say so."""
+
+MOST_DEATHS = 2
+"""Internal errors of its leader after which a node goes."""
 
 
 class ElectedBackend:
     """A way to the leader by way of the record in a store of its own.
 
     Args:
-        open_store: opens a further view of the store; called for the node, and for a leader's watch.
+        open_store: opens a further view of the store; called for the node, and for a leader's watch and writes.
     """
 
     def __init__(
@@ -63,8 +72,13 @@ class ElectedBackend:
         self._links: socket.socket | None = None  # where it leads, or will
         self._incarnation = secrets.token_hex(6)
         self._succession = Succession(self._incarnation, config.timing.dead_after)
+        self._seal = ValueSeal(config.token, config.run_id)
+        self._continuity = Continuity(self._seal)
+        self._patience = Patience(STANDS)
+        self._spoiled_at: float | None = None
+        self._once = Once(_log)
         self._reign: _Reign | None = None
-        self._came = False  # to a run: an end that this node finds from then on is that run's
+        self._deaths = 0
 
     def open(self) -> Place:
         config = self._config
@@ -72,50 +86,49 @@ class ElectedBackend:
         self._store = self._open_store()
         return Place(self._address, self._incarnation, config.endpoint, hosting=False)
 
-    def find_leader(self, timeout: float) -> ControlRecord:
-        """Return the present record, or, if there is no leader, write one as the leader and return that.
+    def find_leader(self, timeout: float) -> Found:
+        """Return where the leader is by the record, or, if there is no leader, write one as the leader.
 
         Raises:
             RefusedError: if nobody leads, and this node's command or limits are not the record's.
         """
-        assert self._store is not None
-        value = self._look(timeout)
-        if value is None:
-            digest, work = self._config.digest(), self._config.work()
-            record = ControlRecord(self._config.run_id, digest, 1, self._candidate(), work=work)
-            return self._take(None, record, timeout, "first")
-        record = ControlRecord.parse(value)
+        self._count_deaths()
+        stored = self._look(timeout)
+        try:
+            record = self._continuity.judge(stored)
+        except SpoiledError as spoiled:
+            return self._without_record(stored, spoiled, timeout)
+        self._spoiled_at = None
+        if record is None:
+            config = self._config
+            record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), work=config.work())
+            return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, "first")
+        if record.end is not None and not self._continuity.member:
+            return self._come_late(stored, record, timeout)
+        self._patience.over()
         if record.end is not None:
-            if self._config.reuse and not self._came:
-                return self._begin_anew(value, record, timeout)
-            return record
-        self._came = True
+            return found_by(record)
         leading = self._reign is not None and self._reign.alive
         takeover = self._succession.decide(record, self._clock.now(), leading=leading)
         if takeover is None:
-            return record
+            return found_by(record)
         self._check_same(record)
-        if record.leader.incarnation == self._incarnation and self._reign is not None:
-            record = replace(record, restarts=max(record.restarts, self._reign.restarts))
-        following = replace(record, term=record.term + 1, leader=self._candidate())
-        return self._take(value, following, timeout, takeover.cause, dead=takeover.dead)
+        return self._take(stored, self._following(record), timeout, takeover.cause, dead=takeover.dead)
 
-    def unreachable(
-        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
-    ) -> None:
-        """Take note that a record's leader cannot be reached.
-
-        Args:
-            refused: whether its host answered that nobody listens there.
-            silent_for: seconds for which its link was silent already.
-            seen_round: the last round that this node has heard of.
-        """
+    def unreachable(self, found: Found, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         now = self._clock.now()
-        self._succession.unreachable(record, now, refused=refused, silent_for=silent_for, seen_round=seen_round)
+        assert found.record is not None
+        self._succession.unreachable(found.record, now, refused=refused, silent_for=silent_for, seen_round=seen_round)
 
-    def reached(self) -> None:
-        """Take note that the leader lives: it has said something."""
+    def reached(self, order: m.Order) -> None:
         self._succession.reached()
+        match order:
+            case m.Welcome(run=run):
+                self._continuity.welcomed(run)
+            case m.Form(term=term, round=formed, restarts=restarts):
+                self._continuity.heard(term, formed, restarts)
+            case m.Pulse(term=term, round=number, restarts=restarts):
+                self._continuity.heard(term, Round(number), restarts)
 
     def unsure_for(self) -> float:
         return self._reign.unsure_for() if self._reign is not None else math.inf
@@ -143,18 +156,55 @@ class ElectedBackend:
         self._succession.looked(self._clock.now() - began, failed=False)
         return value
 
-    def _begin_anew(self, value: bytes, ended: ControlRecord, timeout: float) -> ControlRecord:
-        """Put a new run in the place of an ended one; terms and rounds go on, so that nothing old can be mistaken."""
-        term, last = ended.term + 1, Round(ended.round.number)
-        config, leader = self._config, self._candidate()
-        begun = ControlRecord(
-            ended.run_id, config.digest(), term, leader, round=last, first_term=term, work=config.work()
-        )
-        return self._take(value, begun, timeout, f"a new run under the id {ended.run_id}")
+    def _without_record(self, stored: bytes | None, spoiled: SpoiledError, timeout: float) -> Found:
+        """Go by what this node has seen, if it has; take over from there if no leader has repaired the record."""
+        newest, now = self._continuity.newest, self._clock.now()
+        if newest is None or not self._continuity.member:
+            if self._patience.stands(stored, now):
+                raise spoiled.cause
+            raise StoreError(f"{spoiled} Waiting for the run's leader to repair the record.", spoiled.cause.hint)
+        self._once.warn("spoiled", "%s It is not believed.", spoiled)
+        if self._spoiled_at is None:
+            self._spoiled_at = now
+        leading = self._reign is not None and self._reign.alive
+        takeover = self._succession.decide(newest, now, leading=leading)
+        if takeover is None or now - self._spoiled_at < self._config.timing.dead_after:
+            return found_by(newest)
+        self._check_same(newest)
+        following = self._following(replace(newest, term=newest.term + UNSEEN))
+        return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead, repaired=True)
+
+    def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> Found:
+        """Begin a new run in the place of an ended one, or return its end, unless a leader takes that end back."""
+        assert ended.end is not None
+        config, run = self._config, f"run {ended.run_id!r}"
+        if config.token is not None and not self._patience.stands(stored, self._clock.now()):
+            raise StoreError(f"the record says that {run} has ended; whether a leader contradicts is waited for.")
+        if config.reuse:
+            # Terms and rounds go on, so that nothing old can be mistaken.
+            term, last, leader = ended.term + 1, Round(ended.round.number), self._candidate()
+            begun = ControlRecord(
+                ended.run_id, config.digest(), term, leader, round=last, first_term=term, work=config.work()
+            )
+            begun = replace(begun, run=secrets.token_hex(8))
+            return self._take(stored, begun, timeout, f"a new run under the id {ended.run_id}")
+        if ended.end.code == ExitCode.DONE and config.token is None:
+            raise RefusedError(
+                f"The record says that {run} had ended with 0 before this node came, which nothing proves without a "
+                f"token: {ended.end.cause}.",
+                "For a new run give another --rdzv-id, or all nodes --rdzv-conf reuse=true.",
+            )
+        return found_by(ended)
 
     def _candidate(self) -> Leader:
         """Return this node as leader; the port follows with its listener."""
         return Leader(self._config.node_id, self._incarnation, self._address, 0)
+
+    def _following(self, record: ControlRecord) -> ControlRecord:
+        """Return the record with which this node takes over."""
+        if record.leader.incarnation == self._incarnation and self._reign is not None:
+            record = replace(record, restarts=max(record.restarts, self._reign.restarts))
+        return replace(record, term=record.term + 1, leader=self._candidate())
 
     def _check_same(self, record: ControlRecord) -> None:
         config = self._config
@@ -168,9 +218,21 @@ class ElectedBackend:
             )
 
     def _take(
-        self, expected: bytes | None, record: ControlRecord, timeout: float, cause: str, *, dead: str = ""
-    ) -> ControlRecord:
-        """Try to write a record with this node as its leader, and lead; return what stands there then."""
+        self,
+        expected: bytes | None,
+        record: ControlRecord,
+        timeout: float,
+        cause: str,
+        *,
+        dead: str = "",
+        repaired: bool = False,
+    ) -> Found:
+        """Try to write a record with this node as its leader, and lead; return where the leader is then.
+
+        Args:
+            expected: what the store holds, as it was read.
+            repaired: whether that is spoiled.
+        """
         assert self._store is not None
         with contextlib.ExitStack() as undo:
             watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
@@ -180,22 +242,19 @@ class ElectedBackend:
             links = undo.enter_context(contextlib.closing(listener.dup()))
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
-            if not self._store.compare_and_set(expected, record.encode(), timeout):
-                self._came = True
-                value = self._store.load(timeout)
-                if value is None:
-                    raise StoreError(
-                        "the control record has vanished from the store.", "Do not delete it while it runs."
-                    )
-                return ControlRecord.parse(value)
+            if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
+                return self._beaten(timeout)
             undo.pop_all()
         if self._reign is not None:
             self._reign.close()
+        self._continuity.wrote(record)
+        self._spoiled_at = None
         command = " ".join(self._config.command.display)
         limits, timing = self._config.limits, self._config.timing
+        claimed = ClaimedStore(written, self._seal, record, _log)
         service = LeaderService(
             links,
-            written,
+            claimed,
             record,
             limits,
             timing,
@@ -204,15 +263,51 @@ class ElectedBackend:
             self._events,
             dead=frozenset({dead} - {""}),
             key=link_key(self._config.token, self._config.run_id),
+            repaired=repaired,
         )
         self._succession.reached()
-        self._came = True
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
         look = min(WATCH, timing.dead_after / 5)
-        self._reign = _Reign(service, watched, written, record, self._clock, look)
+        self._reign = _Reign(service, watched, claimed, self._clock, look)
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
         self._reign.start()
-        return record
+        return found_by(record)
+
+    def _beaten(self, timeout: float) -> Found:
+        """Another node has written first."""
+        assert self._store is not None
+        try:
+            record = self._continuity.judge(self._store.load(timeout))
+        except SpoiledError as spoiled:
+            raise StoreError(f"{spoiled} It is looked at again.") from spoiled
+        if record is None:
+            raise StoreError("the control record has vanished from the store.", "Do not delete it while it runs.")
+        return found_by(record)
+
+    def _count_deaths(self) -> None:
+        """Note how this node's last reign ended.
+
+        Raises:
+            InternalError: if it has died by internal errors too often: another node may do better.
+        """
+        reign = self._reign
+        if reign is None or reign.counted:
+            return
+        if reign.died is not None:
+            reign.counted = True
+            self._deaths += 1
+            if self._deaths >= MOST_DEATHS:
+                raise InternalError(f"the leader's thread has ended by {reign.died.error}")
+        if reign.yielded:
+            reign.counted = True
+            self._continuity.forget()
+
+
+def found_by(record: ControlRecord) -> Found:
+    """Return where a record's leader is."""
+    leader = record.leader
+    where = f"the address of leader {leader.node_id}, {Endpoint(leader.address, leader.port)}"
+    return Found(leader.address, leader.port, where, leader.incarnation, record=record)
 
 
 def _address(config: LaunchConfig) -> str:
@@ -239,30 +334,40 @@ def _address(config: LaunchConfig) -> str:
 
 
 class _Reign:
-    """A node's leadership: the service, and a thread that ends it when another term stands in the record."""
+    """A node's leadership: the service, and a thread that ends it when another term stands in the record.
+
+    Attributes:
+        yielded: whether it ended because another run has the record, before its own had formed a round.
+        counted: whether its end was taken note of.
+    """
 
     def __init__(
         self,
         service: LeaderService,
         watched: ControlStore,
-        written: ControlStore,
-        record: ControlRecord,
+        claimed: ClaimedStore,
         clock: Clock,
         look: float,
     ) -> None:
+        self.yielded = self.counted = False
         self._service = service
         self._watched = watched
-        self._written = written
-        self._record = record
+        self._claimed = claimed
         self._clock = clock
         self._look = look
         self._sure = clock.now()
+        self._watch_died: ThreadDied | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="leader-watch", daemon=True)
+        self._thread = VitalThread(self._watch, "leader-watch", owner=self._failed)
 
     @property
     def alive(self) -> bool:
         return self._service.alive
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended it, if that was an internal error."""
+        return self._service.died or self._watch_died
 
     @property
     def restarts(self) -> int:
@@ -287,24 +392,51 @@ class _Reign:
         if leads and standing.end is None:
             resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
             with contextlib.suppress(StoreError):  # then they find out
-                self._written.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
+                self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
         self._watched.close()
-        self._written.close()
+        self._claimed.close()
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._watch_died = died
+        self._service.depose("the thread that watches the record has ended by an internal error")
 
     def _watch(self) -> None:
-        known: bytes | None = self._record.encode()
+        known: bytes | None = self._claimed.value
         told = False
         while not self._stop.is_set() and self._service.alive:
             began = self._clock.now()
             try:
                 known = self._watched.wait_changed(known, self._look)
                 told = False
-                if known is None or ControlRecord.parse(known).leader != self._record.leader:
-                    self._service.depose("another node leads")
+                if not self._judge(known):
                     return
                 self._sure = began  # it may have waited ever since for changes that cannot arrive
-            except (StoreError, ProtocolError, RefusedError) as error:  # refused: not written under the run's token
+            except StoreError as error:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
                 told = True
                 self._stop.wait(WATCH)
+
+    def _judge(self, stored: bytes | None) -> bool:
+        """Look at what the store holds, and repair it if it is spoiled; say whether this node still leads.
+
+        Raises:
+            StoreError: if the store does not answer.
+        """
+        sight = self._claimed.look(stored)
+        if sight is Sight.OWN:
+            return True
+        # What was read may be older than this leader's last write: what is spoiled stands for longer.
+        if self._watched.load(self._look) != stored:
+            return True
+        if sight is Sight.SUCCEEDED:
+            self._service.depose("another node leads")
+            return False
+        if sight is Sight.RIVAL and not self._claimed.begun:
+            self.yielded = True
+            self._service.depose("another run with this id has the record")
+            return False
+        self._claimed.repair(stored, self._look)
+        if sight is Sight.RIVAL:
+            self._stop.wait(WATCH)  # should that run's leader live, it writes likewise
+        return True

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import etcd_client
 
 from elastic_launch.config import Endpoint
-from elastic_launch.errors import DeniedError, EndpointError, RecordTooLargeError, StoreError
+from elastic_launch.errors import DeniedError, EndpointError, InternalError, RecordTooLargeError, StoreError
+from elastic_launch.threads import ThreadDied, VitalThread
 
 __all__ = ["EtcdStore", "EtcdUnreachableError"]
 
@@ -164,7 +165,8 @@ class EtcdStore:
         self._closing = asyncio.Event()
         self._unfinished: set[asyncio.Task[Any]] = set()
         self._links = [self._link(member) for member in range(len(self._endpoints))]
-        self._thread = threading.Thread(target=self._serve, name="etcd-store", daemon=True)
+        self._died: ThreadDied | None = None
+        self._thread = VitalThread(self._serve, "etcd-store", owner=self._failed)
         self._thread.start()
 
     def load(self, timeout: float) -> bytes | None:
@@ -188,6 +190,8 @@ class EtcdStore:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
+            if self._died is not None:
+                raise InternalError(f"the client of etcd has ended by {self._died.error}")
             coroutine = work(self._loop.time() + timeout)
             future = asyncio.run_coroutine_threadsafe(self._until_cancelled(coroutine), self._loop)
         try:
@@ -201,6 +205,9 @@ class EtcdStore:
         with contextlib.suppress(asyncio.CancelledError):
             return await work
         raise self._closed_error() if self._closing.is_set() else asyncio.CancelledError
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._died = died
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

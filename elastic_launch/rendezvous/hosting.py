@@ -6,12 +6,11 @@ but where the two disagree, the endpoint may be a slip. Host names are no eviden
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Mapping
 
 from elastic_launch.config import Endpoint
-from elastic_launch.rendezvous.net import resolve
+from elastic_launch.rendezvous.net import is_loopback
 
 __all__ = ["explain", "said_rank"]
 
@@ -39,6 +38,7 @@ def explain(
     taken: bool,
     is_host: bool | None,
     nodes: int,
+    hidden: str = "",
 ) -> Line:
     """Return the level and the text of the line that says why this node hosts the store or does not.
 
@@ -48,14 +48,20 @@ def explain(
         taken: whether the endpoint is an address of this host, whose port is in use.
         is_host: what the user says.
         nodes: that the run may have.
+        hidden: what this node advertises, if it knows the endpoint's name by loopback only.
     """
     if hosts:
         why = "as it is told" if is_host else f"{wanted.host} is an address of this host, and the port was free"
         text = f"this node hosts the store at {wanted}: {why}"
-        if said is not None and said[0] > 0 and not is_host and nodes > 1 and _is_loopback(wanted):
+        if said is not None and said[0] > 0 and not is_host and nodes > 1 and is_loopback(wanted):
             return logging.WARNING, (
                 f"{text}. But {said[1]} says that it is not the first, and {wanted.host} is every host's own: "
                 "unless all nodes are on this one, give the first node's address with --rdzv-endpoint"
+            )
+        if hidden:
+            return logging.WARNING, (
+                f"{text}{_also(said, first=False)}. This host knows {wanted.host} by loopback only, where no "
+                f"other host can come: the run listens at all addresses of this host, and the others are given {hidden}"
             )
         return logging.INFO, f"{text}{_also(said, first=False)}"
     if is_host is False:
@@ -73,7 +79,3 @@ def _also(said: tuple[int, str] | None, *, first: bool) -> str:
     if said is None or (said[0] == 0) is not first:
         return ""
     return f" (although {said[1]} says that it is {'the' if first else 'not the'} first)"
-
-
-def _is_loopback(endpoint: Endpoint) -> bool:
-    return all(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback for _, address in resolve(endpoint))

@@ -25,8 +25,7 @@ from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel, link_key
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.sealed_store import SealedStore
-from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.rendezvous.seal import ValueSeal
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, Token
 
 __all__ = ["Address", "Inquiry", "RunEndedError"]
@@ -83,10 +82,7 @@ class Inquiry:
             with contextlib.suppress(RendezvousError):  # it may have moved, and something else may listen there
                 self._call(address.leader)
                 return
-        record = _present_record(address)
-        if record.end is not None:
-            raise RunEndedError(address.run_id, record.end.code, record.end.cause)
-        self._call(Endpoint(record.leader.address, record.leader.port))
+        self._call(_leader(address))
 
     def _call(self, where: Endpoint) -> None:
         self._where = where
@@ -209,24 +205,24 @@ class Inquiry:
         self._channel.send(m.pack(message))
 
 
-def _present_record(address: Address) -> ControlRecord:
-    with contextlib.closing(_open_store(address)) as store:
+def _leader(address: Address) -> Endpoint:
+    """Return where the leader is: at the endpoint itself, or where a store says."""
+    if address.backend == "c10d":
+        return address.endpoints[0]
+    # Only who asks for a store pays for its client: torch takes seconds.
+    if address.backend == "static":
+        from elastic_launch.rendezvous.static import published_leader
+
+        found = published_leader(address.endpoints[0], address.run_id, address.token, TIMEOUT)
+        return Endpoint(found.address, found.port)
+    from elastic_launch.rendezvous.etcd import EtcdStore
+
+    user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
+    with contextlib.closing(EtcdStore(address.endpoints, address.run_id, user=user, password=password)) as store:
         value = store.load(TIMEOUT)
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)
-    return ControlRecord.parse(value)
-
-
-def _open_store(address: Address) -> ControlStore:
-    # Each of the two imports much that the other does not need: torch takes seconds.
-    found: ControlStore
-    if address.backend == "c10d":
-        from elastic_launch.rendezvous.c10d import connect_store
-
-        found = connect_store(address.endpoints[0], address.run_id, TIMEOUT)
-    else:
-        from elastic_launch.rendezvous.etcd import EtcdStore
-
-        user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
-        found = EtcdStore(address.endpoints, address.run_id, user=user, password=password)
-    return SealedStore(found, address.token, address.run_id)
+    record = ControlRecord.parse(ValueSeal(address.token, address.run_id).open(value))
+    if record.end is not None:
+        raise RunEndedError(address.run_id, record.end.code, record.end.cause)
+    return Endpoint(record.leader.address, record.leader.port)

@@ -45,6 +45,7 @@ class LeaderMachine(Rounds):
         command: the run's command in words, for refusals.
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be gone.
+        repaired: whether later rounds than the record's may have been formed, see ``continuity``.
     """
 
     # What comes in.
@@ -290,7 +291,7 @@ class LeaderMachine(Rounds):
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
         beat = self._timing.beat_among(self._limits.max_nodes)
-        self._send(link, m.Welcome(self.record.term, hello.node_id, beat, self._timing.dead_after))
+        self._send(link, m.Welcome(self.record.term, hello.node_id, beat, self._timing.dead_after, self.record.run))
 
     def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
         if self._running and node.active:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from elastic_launch.clock import Clock
 from elastic_launch.config import Endpoint, LaunchConfig
@@ -28,15 +29,19 @@ from elastic_launch.errors import (
 from elastic_launch.plain_text import clipped
 from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.auth import Channel, link_key
-from elastic_launch.rendezvous.backend import Backend, Place
+from elastic_launch.rendezvous.auth import Channel, OtherTokenError, link_key
+from elastic_launch.rendezvous.backend import Backend, Found, Place
 from elastic_launch.rendezvous.happenings import AT_ENDPOINT, LinkDown, LinkUp, MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.hearing import Hearing
 from elastic_launch.rendezvous.node import NodeSide, Search
 from elastic_launch.rendezvous.once import Once
-from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.secret import HINT_TOKEN
 
 __all__ = ["Membership"]
+
+HINT_STRANGE = (
+    "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +89,9 @@ class Membership:
         self._key = link_key(config.token, config.run_id)
         self._once = Once(_log)
         self._answered = False
-        self._record: ControlRecord | None = None
+        self._spoke = False  # whatever it was
+        self._welcomed = False
+        self._found: Found | None = None
         timing = config.timing
         self._hearing = Hearing(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
@@ -242,42 +249,47 @@ class Membership:
                     raise
                 self._closing.wait(RETRY)
                 continue
-            search.linked()
-            self._answered = False
+            self._answered = self._spoke = False
             with contextlib.ExitStack() as link:
                 link.enter_context(sock)
                 silent = self._converse(sock)
-                if silent and self._answered:
+                if silent:
                     self._former.push(link.pop_all())
             self._wait_released()
             if self._answered:
+                search.linked()
                 search.lost(clock.now())
             if silent and not self._closing.is_set():
                 search.fell_silent()
-                assert self._record is not None
+                assert self._found is not None
                 seen = self._side.hello.seen_round
-                self._backend.unreachable(self._record, refused=False, silent_for=timing.dead_after, seen_round=seen)
-                self._notify(LinkDown(f"the leader was silent for {timing.dead_after:g} s", gone=False, until=until))
-            if not self._answered:
+                self._backend.unreachable(self._found, refused=False, silent_for=timing.dead_after, seen_round=seen)
+                if self._answered:
+                    text = f"the leader was silent for {timing.dead_after:g} s"
+                    self._notify(LinkDown(text, gone=False, until=until))
+            if not self._answered and not self._closing.is_set():
                 # Something listens there that is silent, closes the link, or was found not to be the leader.
-                self._doubt(search)
+                self._doubt(search, until, silent=silent)
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
-        record = self._record
-        if self._config.limits.max_nodes == 1 or record is None:
+        found = self._found
+        if self._config.limits.max_nodes == 1 or found is None:
             return
-        leads = record.leader.incarnation == self._side.hello.incarnation
+        leads = found.incarnation == self._side.hello.incarnation
         if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
             self._notify(cut_off)
 
-    def _doubt(self, search: Search) -> None:
+    def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
         """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
-        assert self._record is not None
-        self._backend.unreachable(self._record, refused=False)
-        if search.over(self._clock.now()) and not self._closing.is_set():
-            where = Endpoint(self._record.leader.address, self._record.leader.port)
-            raise EndpointError(f"What listens at {where} does not answer as the run's leader.", "See its log.")
+        found, now = self._found, self._clock.now()
+        assert found is not None
+        self._backend.unreachable(found, refused=False)
+        text = f"what listens at {found.what} does not answer as the run's leader"
+        if search.over(now) or (found.strange and (silent or self._spoke)):
+            raise EndpointError(f"{text[0].upper()}{text[1:]}.", HINT_STRANGE)
+        if search.failed(now):
+            self._notify(LinkDown(text, gone=search.gone, until=until))
         self._closing.wait(RETRY)
 
     def _wait_released(self) -> None:
@@ -290,26 +302,22 @@ class Membership:
 
     def _connect(self, timeout: float) -> socket.socket:
         try:
-            record = self._backend.find_leader(timeout)
+            found = self._backend.find_leader(timeout)
         except DeniedError as error:
-            if self._record is not None:
+            if self._found is not None:
                 raise
             raise RefusedError(error.message, error.hint) from error
-        if record.end is not None:
-            cause = record.end.cause
-            if self._record is None:
-                cause = f"run {record.run_id!r} had ended before this node came: {cause}"
-                if self._config.backend == "etcd":
-                    cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
-            self._notify(m.RunEnd(record.term, record.end.code, cause, record.restarts))
+        if found.record is not None and found.record.end is not None:
+            record, end = found.record, found.record.end
+            self._notify(m.RunEnd(record.term, end.code, self._end_cause(end.cause), record.restarts))
             self._closing.set()
             raise StoreError("the run has ended.")
-        self._record = record
+        self._found = found
         try:
-            sock = socket.create_connection((record.leader.address, record.leader.port), timeout=timeout)
-        except OSError as error:
-            self._backend.unreachable(record, refused=isinstance(error, ConnectionRefusedError))
-            raise
+            sock = socket.create_connection((found.address, found.port), timeout=timeout)
+        except (OSError, UnicodeError) as error:
+            self._backend.unreachable(found, refused=isinstance(error, ConnectionRefusedError))
+            raise _unreached(found, error) from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
@@ -319,6 +327,15 @@ class Membership:
             sock.close()
             raise
         return sock
+
+    def _end_cause(self, cause: str) -> str:
+        """Why the run ended; a node that was never in it says so: it has done nothing."""
+        if self._welcomed:
+            return cause
+        cause = f"run {self._config.run_id!r} had ended before this node came: {cause}"
+        if self._config.backend == "etcd":
+            cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
+        return cause
 
     def _converse(self, sock: socket.socket) -> bool:
         """Exchange messages until the link ends; say whether it ended by silence."""
@@ -387,12 +404,20 @@ class Membership:
             return None
         if not data:
             return None
+        self._spoke = True
         try:
             for line in channel.feed(data):
                 order = m.unpack(line)
                 if isinstance(order, m.Order):
                     self._answered = True
                     self._obey(order)
+        except OtherTokenError as error:
+            assert self._found is not None
+            if not self._welcomed and self._found.given:
+                hint = f"{HINT_TOKEN} If it is that already, check --rdzv-id and --rdzv-endpoint."
+                raise RefusedError(f"{error.message.rstrip('.')}, at {self._found.what}.", hint) from error
+            self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
+            return None
         except ProtocolError as error:
             self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
             return None
@@ -403,17 +428,33 @@ class Membership:
         with self._lock:
             if not self._side.obey(order):
                 return
-        self._backend.reached()
+        self._backend.reached(order)
         match order:
             case m.Pulse() | asking.Answer() | asking.Found():
                 return
             case m.Welcome():
                 self._former.close()
-                assert self._record is not None
-                self._notify(LinkUp(str(Endpoint(self._record.leader.address, self._record.leader.port))))
+                self._welcomed = True
+                assert self._found is not None
+                self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
+            case m.RunEnd(cause=cause):
+                self._notify(replace(order, cause=self._end_cause(cause)))
             case _:
                 if isinstance(order, m.Form):
                     self._hearing.formed()
                 self._notify(order)
+
+
+def _unreached(found: Found, error: OSError | UnicodeError) -> EndpointError:
+    """Say why there is no connection to where the leader should be."""
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return UnresolvedError(
+            f"{found.what[0].upper()}{found.what[1:]} does not resolve: {error}.",
+            "Check --rdzv-endpoint, and that the name is known on this host.",
+        )
+    return EndpointError(
+        f"Nothing answers at {found.what}: {error.strerror or error}.",
+        "Start the agent on that host, or correct --rdzv-endpoint.",
+    )

@@ -79,7 +79,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(Protocol):

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from elastic_launch.config import Endpoint
 from elastic_launch.errors import EndpointError, UnresolvedError
 
-__all__ = ["listen", "listen_anywhere", "resolve", "routable_address", "source_address", "try_listen"]
+__all__ = [
+    "ANY_ADDRESS",
+    "is_hidden",
+    "is_loopback",
+    "listen",
+    "listen_anywhere",
+    "resolve",
+    "routable_address",
+    "source_address",
+    "try_listen",
+]
+
+ANY_ADDRESS = ("::", "0.0.0.0")
+"""What a socket that listens at all addresses is bound to."""
+
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 _ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses that are nowhere (RFC 5737, RFC 3849): to connect a datagram socket asks the route and sends nothing."""
@@ -28,6 +44,31 @@ def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, i
             "Check --rdzv-endpoint, and that the name is known on this host.",
         ) from error
     return [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
+
+
+def is_loopback(endpoint: Endpoint) -> bool:
+    """Whether the endpoint has addresses of loopback only.
+
+    Raises:
+        UnresolvedError: if the name does not resolve.
+    """
+    return all(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback for _, address in resolve(endpoint))
+
+
+def is_hidden(endpoint: Endpoint) -> bool:
+    """Whether the endpoint is a host's name that this host knows by loopback only, as Debian's 127.0.1.1.
+
+    Other hosts reach that name at another address. Who writes ``localhost`` or an address means it.
+
+    Raises:
+        UnresolvedError: if the name does not resolve.
+    """
+    name = endpoint.host.rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name not in _LOCAL_NAMES and not name.endswith(".localhost") and is_loopback(endpoint)
+    return False
 
 
 def try_listen(endpoint: Endpoint) -> tuple[socket.socket | None, bool]:

@@ -28,12 +28,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The hello was accepted."""
+    """The hello was accepted.
+
+    Attributes:
+        run: as of the control record.
+    """
 
     term: int
     node_id: str
     beat: float
     dead_after: float
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """I am alive (leader to node)."""
+    """I am alive (leader to node).
+
+    Attributes:
+        round, restarts: the last round's number, and restarts charged.
+    """
 
     term: int
+    round: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

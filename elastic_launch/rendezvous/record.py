@@ -94,6 +94,7 @@ class ControlRecord:
         idle: restarts in a row that were not charged, and since which the training has not advanced.
         nonce: random per write; tells two writers of otherwise equal records apart.
         first_term: the term in which this run began; above 1 if another one had its id before.
+        run: random per run; tells two runs of one id apart. Empty where the record is in its leader's memory only.
     """
 
     run_id: str
@@ -109,6 +110,7 @@ class ControlRecord:
     size: Size | None = None
     nonce: str = ""
     first_term: int = 1
+    run: str = ""
     schema: int = SCHEMA
 
     def renewed(self) -> ControlRecord:

@@ -22,6 +22,7 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import Budget, Ruling
+from elastic_launch.rendezvous.continuity import UNSEEN
 from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Draining, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.leavers import is_needed, no_longer_needed, sources
 from elastic_launch.rendezvous.outlook import Outlook
@@ -59,6 +60,8 @@ class Rounds:
         command: str,
         now: float,
         dead: frozenset[str] = frozenset(),
+        *,
+        repaired: bool = False,
     ) -> None:
         self.record = record
         self.nodes: dict[str, Node] = {}
@@ -77,6 +80,9 @@ class Rounds:
         self._drain: Draining | None = None
         self._broken: Broken | None = None
         self._floor = record.round.number
+        if repaired:
+            self._floor += UNSEEN
+            self._owed.add("")  # members that nobody here knows of may come, for as long as any that is owed
         self._arrivals = 0
         self._last_arrival = now
         self._parked_at: float | None = None
@@ -228,6 +234,8 @@ class Rounds:
         """Do what has become possible or due."""
         if self.ended:
             return
+        if now - self._began >= self._timing.dead_after:
+            self._owed.discard("")
         if self._running:
             if self._drain is not None:
                 self._consider_draining(self._drain, now)

@@ -17,14 +17,15 @@ from elastic_launch.events import EventSink
 from elastic_launch.rendezvous import asking, codec
 from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.auth import Channel, MissingTokenError
+from elastic_launch.rendezvous.auth import Channel, MissingTokenError, UnexpectedTokenError
 from elastic_launch.rendezvous.leader import LeaderMachine
 from elastic_launch.rendezvous.link import Link
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.requests import Requests
 from elastic_launch.rendezvous.store import ControlStore
-from elastic_launch.secret import HINT_TOKEN
+from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
+from elastic_launch.threads import ThreadDied, VitalThread
 
 __all__ = ["LeaderService"]
 
@@ -53,7 +54,7 @@ class LeaderService:
     Args:
         listener: where the links come in; taken over.
         record: the record as committed for this leader's term; ``store`` holds it.
-        dead: incarnations of nodes whose process is known to be gone.
+        dead, repaired: as of :class:`LeaderMachine`.
         key: of the links, derived from the run's token; None without one.
     """
 
@@ -69,6 +70,8 @@ class LeaderService:
         events: EventSink,
         dead: frozenset[str] = frozenset(),
         key: bytes | None = None,
+        *,
+        repaired: bool = False,
     ) -> None:
         self._listener = listener
         self._store = store
@@ -77,7 +80,7 @@ class LeaderService:
         self._timing = timing
         self._beat = timing.beat_among(limits.max_nodes)
         self._events = events
-        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
+        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead, repaired=repaired)
         self._requests = Requests(self._machine)
         self._key = key
         self._once = Once(_log)
@@ -95,7 +98,8 @@ class LeaderService:
         self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
         self._sure = clock.now()
-        self._thread = threading.Thread(target=self._run, name="leader", daemon=True)
+        self._died: ThreadDied | None = None
+        self._thread = VitalThread(self._run, "leader", owner=self._failed)
 
     def start(self) -> None:
         """Begin to lead."""
@@ -108,6 +112,11 @@ class LeaderService:
     def alive(self) -> bool:
         """Whether it leads."""
         return self._thread.is_alive() and not self._deposed
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended it, if that was an internal error."""
+        return self._died
 
     @property
     def restarts(self) -> int:
@@ -147,6 +156,9 @@ class LeaderService:
         self._thread.join(linger + 5)
         self._listener.close()
         self._wake_out.close()
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._died = died  # its links are closed, so its own node looks for the leader, and learns of it
 
     def _run(self) -> None:
         try:
@@ -201,20 +213,24 @@ class LeaderService:
                 self._receive(key.data)
 
     def _accept(self) -> None:
+        number = self._next_link
         try:
             sock, address = self._listener.accept()
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(sock)
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._selector.register(sock, selectors.EVENT_READ, number)
+                undo.pop_all()
         except OSError as error:
             self._once.warn("accept", "a link could not be accepted: %s", error)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room()
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        number, self._next_link = self._next_link, self._next_link + 1
+        self._next_link += 1
         channel = Channel.of_leader(self._key, STRANGERS_LINE)
         self._links[number] = Link(sock, str(address[0]), self._clock.now(), channel)
         self._strangers[number] = None
-        self._selector.register(sock, selectors.EVENT_READ, number)
         if len(self._strangers) > MAX_STRANGERS:
             self._drop_stranger()
 
@@ -248,7 +264,10 @@ class LeaderService:
         try:
             reports = [m.unpack(line) for line in link.channel.feed(data)]
         except MissingTokenError as error:
-            self._reject(number, link, error)
+            self._reject(number, link, error, "the token is missing: the run has one, this node has none.", HINT_TOKEN)
+            return
+        except UnexpectedTokenError as error:
+            self._reject(number, link, error, "this node has a token, the run has none.", HINT_NO_TOKEN)
             return
         except ProtocolError as error:
             self._once.warn(type(error).__name__, "a link from %s was closed: %s", link.peer, error)
@@ -260,11 +279,10 @@ class LeaderService:
             if number in self._links and not link.closing:
                 self._handle(number, link, report)
 
-    def _reject(self, number: int, link: Link, error: MissingTokenError) -> None:
-        """Tell a node without a token what it lacks. It has proven nothing, so nothing else follows."""
-        self._once.warn("no token", "a link from %s was refused: %s", link.peer, error)
-        reason = "the token is missing: the run has one, this node has none."
-        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, HINT_TOKEN)))
+    def _reject(self, number: int, link: Link, error: ProtocolError, reason: str, hint: str) -> None:
+        """Tell a node in the open how its token differs. It has proven nothing, so nothing else follows."""
+        self._once.warn("token", "a link from %s was refused: %s", link.peer, error)
+        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, hint)))
         link.closing = True
         self._flush(number)
 
@@ -360,7 +378,8 @@ class LeaderService:
         if self._deaf:
             self._deaf = False
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-        pulse = m.pack(m.Pulse(self._machine.record.term))
+        record = self._machine.record
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts))
         for number, link in list(self._links.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)
@@ -369,7 +388,10 @@ class LeaderService:
                 self._drop(number, tell=False)
 
     def _flush(self, number: int) -> None:
-        link = self._links[number]
+        """Send what can be sent. The link may have been dropped by now, as by what followed from another's end."""
+        link = self._links.get(number)
+        if link is None:
+            return
         if not link.flush():
             self._drop(number, tell=True)
             return

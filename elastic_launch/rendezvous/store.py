@@ -1,11 +1,13 @@
-"""What a control store must do. Implementations: ``c10d``, ``etcd`` and, for tests,
-``elastic_launch.testing.MemoryStore``."""
+"""What a control store must do, and the one in the leader's own memory. Another one: ``etcd``."""
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
-__all__ = ["ControlStore"]
+from elastic_launch.errors import StoreError
+
+__all__ = ["ControlStore", "MemoryStore"]
 
 
 class ControlStore(Protocol):
@@ -42,3 +44,44 @@ class ControlStore(Protocol):
     def close(self) -> None:
         """Release what the store holds."""
         ...
+
+
+class MemoryStore(ControlStore):
+    """A control store in this process' memory, for any number of threads.
+
+    Waiting is done in real time, on a condition variable: a change ends it at once.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._value: bytes | None = None
+        self._closed = False
+
+    def load(self, timeout: float) -> bytes | None:
+        with self._changed:
+            self._check_open()
+            return self._value
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        with self._changed:
+            self._check_open()
+            if self._value != expected:
+                return False
+            self._value = value
+            self._changed.notify_all()
+            return True
+
+    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._value != known, timeout)
+            self._check_open()
+            return self._value
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("The store in memory is closed.")

@@ -81,10 +81,9 @@ def test_a_node_that_does_not_fit_is_refused_and_harms_nobody(
 def test_another_protocol_version_is_refused(job: Job) -> None:
     host = job.node("a", "--rdzv-id", "run")
     job.world(1)
-    record = _record_at(job)
     hello = {"type": "hello", "version": 99, "run_id": "run", "digest": "x", "command": "c", "limits": "l"}
     hello |= {"node_id": "n", "incarnation": "i", "workers": 1, "address": "127.0.0.1", "store_port": 1}
-    with socket.create_connection((record["leader"]["address"], record["leader"]["port"]), timeout=10) as link:
+    with socket.create_connection(("127.0.0.1", job.port), timeout=10) as link:
         link.sendall(json.dumps(hello).encode() + b"\n")
         answer = json.loads(link.makefile().readline())
     assert answer["type"] == "refused"
@@ -96,9 +95,8 @@ def test_another_protocol_version_is_refused(job: Job) -> None:
 def test_garbage_on_the_links_port_harms_nobody(job: Job) -> None:
     host = job.node("a", "--rdzv-id", "run")
     job.world(1)
-    record = _record_at(job)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 100 + b"\n", b'{"type":"hello"}\n', b"[1]\n"):
-        with socket.create_connection((record["leader"]["address"], record["leader"]["port"]), timeout=10) as link:
+        with socket.create_connection(("127.0.0.1", job.port), timeout=10) as link:
             link.sendall(garbage)
             link.settimeout(20)
             assert link.recv(100) == b""
@@ -112,16 +110,3 @@ def test_an_event_log_that_cannot_be_written_does_not_stop_the_run(job: Job, tmp
     agent = job.launch("--standalone", "--log-dir", str(blocked))
     assert agent.wait() == 2
     assert "--log-dir" in agent.output
-
-
-def _record_at(job: Job) -> dict[str, dict[str, object]]:
-    from elastic_launch.config import Endpoint
-    from elastic_launch.rendezvous.c10d import connect_store
-
-    store = connect_store(Endpoint("127.0.0.1", job.port), "run", 10)
-    try:
-        value = store.load(10)
-    finally:
-        store.close()
-    assert value is not None
-    return dict(json.loads(value))

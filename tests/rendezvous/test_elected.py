@@ -18,7 +18,7 @@ from elastic_launch.config import Limits
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.events import LeaderElected, NodeJoined, RoundFormed
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.elected import ElectedBackend, found_by
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
 from elastic_launch.rendezvous.succession import GONE_AFTER
 from elastic_launch.testing import FakeClock
@@ -45,6 +45,12 @@ class Unanswered(View):
         if not self.answers:
             raise StoreError("the write was not answered.")
         return written
+
+
+def record_by(backend: ElectedBackend) -> ControlRecord:
+    record = backend.find_leader(1.0).record
+    assert record is not None
+    return record
 
 
 @pytest.fixture
@@ -103,8 +109,8 @@ def test_a_running_round_survives_a_new_leader_that_takes_over_from_a_live_one(n
     _, outsider = backend_for("c", nodes.store, nodes.events, Limits(1, 4, 3))
     with contextlib.closing(outsider):
         outsider.open()
-        outsider.unreachable(record, refused=False, silent_for=TIMING.dead_after)
-        taken = outsider.find_leader(1.0)
+        outsider.unreachable(found_by(record), refused=False, silent_for=TIMING.dead_after)
+        taken = record_by(outsider)
         assert (taken.leader.node_id, taken.term) == ("c", record.term + 1)
         reign = nodes.nodes[first].backend._reign
         assert reign is not None
@@ -149,15 +155,15 @@ def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nod
     config, _ = backend_for("b", nodes.store, nodes.events, Limits(1, 4, 3))
     with contextlib.closing(ElectedBackend(config, MonotonicClock(), nodes.events, lambda: cable)) as backend:
         backend.open()
-        record = backend.find_leader(1.0)
-        backend.unreachable(record, refused=False, silent_for=TIMING.dead_after)
+        record = record_by(backend)
+        backend.unreachable(found_by(record), refused=False, silent_for=TIMING.dead_after)
         cable.cut = True
         with pytest.raises(StoreError):
             backend.find_leader(1.0)
         cable.cut = False
-        assert backend.find_leader(1.0).leader.node_id == "a"
-        backend.unreachable(record, refused=False)
-        assert backend.find_leader(1.0).leader.node_id == "b"
+        assert record_by(backend).leader.node_id == "a"
+        backend.unreachable(found_by(record), refused=False)
+        assert record_by(backend).leader.node_id == "b"
 
 
 def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(nodes: Nodes) -> None:
@@ -172,7 +178,7 @@ def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(no
         leader = nodes.record.leader
         socket.create_connection((leader.address, leader.port), timeout=1.0).close()
         unanswered.answers = True
-        taken = backend.find_leader(1.0)
+        taken = record_by(backend)
         assert (taken.term, taken.leader) == (2, leader)
 
 
@@ -196,14 +202,14 @@ def test_a_leader_counts_as_gone_after_refusals_without_a_break(nodes: Nodes) ->
     clock, record = FakeClock(), _leave_record(nodes)
     with contextlib.closing(_lone(nodes, "b", clock)) as backend:
         backend.open()
-        backend.unreachable(record, refused=False)
+        backend.unreachable(found_by(record), refused=False)
         clock.advance(0.8 * TIMING.dead_after)
-        backend.unreachable(record, refused=True)
-        assert backend.find_leader(1.0).term == 3
+        backend.unreachable(found_by(record), refused=True)
+        assert record_by(backend).term == 3
         clock.advance(0.1)
-        backend.unreachable(record, refused=False)  # not dead after all
-        backend.unreachable(record, refused=True)
-        assert backend.find_leader(1.0).term == 3
+        backend.unreachable(found_by(record), refused=False)  # not dead after all
+        backend.unreachable(found_by(record), refused=True)
+        assert record_by(backend).term == 3
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -212,9 +218,9 @@ def test_answers_that_take_turns_do_not_put_a_succession_off(nodes: Nodes, first
     with contextlib.closing(_lone(nodes, "b", clock)) as backend:
         backend.open()
         refused = first
-        while backend.find_leader(1.0).term == 3:
+        while record_by(backend).term == 3:
             assert clock.now() <= TIMING.dead_after
-            backend.unreachable(record, refused=refused)
+            backend.unreachable(found_by(record), refused=refused)
             refused = not refused
             clock.advance(0.3)
         assert "could not be reached for" in _elected(nodes)[-1].cause
@@ -224,10 +230,10 @@ def test_a_leader_that_has_answered_is_not_doubted(nodes: Nodes) -> None:
     clock, record = FakeClock(), _leave_record(nodes)
     with contextlib.closing(_lone(nodes, "b", clock)) as backend:
         backend.open()
-        backend.unreachable(record, refused=True)
+        backend.unreachable(found_by(record), refused=True)
         clock.advance(TIMING.dead_after)
-        backend.reached()
-        assert backend.find_leader(1.0).term == 3
+        backend.reached(m.Pulse(3))
+        assert record_by(backend).term == 3
 
 
 def test_what_listens_in_the_place_of_a_dead_leader_and_hangs_up_does_not_stop_the_succession(nodes: Nodes) -> None:
@@ -263,7 +269,7 @@ def test_who_came_with_another_command_does_not_lead(nodes: Nodes) -> None:
     clock, record = FakeClock(), _leave_record(nodes)
     with contextlib.closing(_lone(nodes, "b", clock, limits=Limits(1, 5, 3), reuse=True)) as backend:
         backend.open()
-        backend.unreachable(record, refused=True)
+        backend.unreachable(found_by(record), refused=True)
         clock.advance(GONE_AFTER)
         with pytest.raises(RefusedError, match="another command or other limits") as caught:
             backend.find_leader(1.0)
@@ -275,23 +281,23 @@ def test_an_ended_run_is_followed_by_a_new_one_only_on_request(nodes: Nodes) -> 
     ended = _leave_record(nodes, end=End(0, "all workers finished"))
     with contextlib.closing(_lone(nodes, "b", FakeClock())) as backend:
         backend.open()
-        assert backend.find_leader(1.0) == ended
+        with pytest.raises(RefusedError, match="had ended with 0 before this node came") as caught:
+            backend.find_leader(1.0)
+        assert "reuse=true" in caught.value.hint
+    assert nodes.record == ended
     with contextlib.closing(_lone(nodes, "b", FakeClock(), reuse=True, limits=Limits(1, 9, 0))) as backend:
         backend.open()
-        begun = backend.find_leader(1.0)
+        begun = record_by(backend)
         assert (begun.term, begun.first_term, begun.leader.node_id) == (4, 4, "b")
         assert (begun.round, begun.restarts, begun.end) == (Round(7), 0, None)
-        # From here on, an end is this run's.
-        over = replace(begun, end=End(0, "all workers finished")).renewed()
-        assert nodes.store.compare_and_set(begun.encode(), over.encode(), 1)
-        assert backend.find_leader(1.0) == over
+        assert begun.run
 
 
 def test_a_record_that_is_led_is_not_replaced(nodes: Nodes) -> None:
     record = _leave_record(nodes)
     with contextlib.closing(_lone(nodes, "b", FakeClock(), reuse=True)) as backend:
         backend.open()
-        assert backend.find_leader(1.0) == record
+        assert record_by(backend) == record
         assert nodes.record == record
 
 

@@ -9,19 +9,19 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from elected_nodes import View
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import EndpointError
 from elastic_launch.events import Event, LeaderElected
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.backend import Place
-from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.backend import Found, Place
+from elastic_launch.rendezvous.elected import ElectedBackend, found_by
 from elastic_launch.rendezvous.happenings import MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.membership import Membership
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.sealed_store import SealedStore
-from elastic_launch.rendezvous.store import ControlStore
+from elastic_launch.rendezvous.seal import ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 
@@ -56,13 +56,6 @@ class Impostor:
         self._listener.close()
 
 
-class Shared(SealedStore):
-    """One node's view of a store that all share: closing it closes nothing."""
-
-    def close(self) -> None:
-        return
-
-
 class Sink:
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -80,15 +73,13 @@ class Pointing:
     def open(self) -> Place:
         return Place("127.0.0.1", "me1", None, hosting=False)
 
-    def find_leader(self, timeout: float) -> ControlRecord:
-        return self._record
+    def find_leader(self, timeout: float) -> Found:
+        return found_by(self._record)
 
-    def unreachable(
-        self, record: ControlRecord, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
-    ) -> None:
+    def unreachable(self, found: Found, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         return
 
-    def reached(self) -> None:
+    def reached(self, order: m.Order) -> None:
         return
 
     def close(self) -> None:
@@ -115,11 +106,9 @@ def test_it_is_told_nothing_not_obeyed_and_succeeded(impostor: Impostor, caplog:
     config = _config(beat=0.1, dead_after=1.0)
     store, events = MemoryStore(), Sink()
 
-    def view() -> ControlStore:
-        return Shared(store, TOKEN, "run")
-
-    assert view().compare_and_set(None, _record(config, impostor.port).encode(), 1)
-    backend = ElectedBackend(config, MonotonicClock(), events, view)
+    sealed = ValueSeal(TOKEN, "run").close(_record(config, impostor.port).encode())
+    assert store.compare_and_set(None, sealed, 1)
+    backend = ElectedBackend(config, MonotonicClock(), events, lambda: View(store))
     heard: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
     membership = Membership(config, backend, MonotonicClock(), heard.put, lambda address: 29500)
     membership.start()
@@ -162,7 +151,7 @@ def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mistake_in_the_thread_leaves_nobody_waiting() -> None:
     class Broken(Pointing):
-        def find_leader(self, timeout: float) -> ControlRecord:
+        def find_leader(self, timeout: float) -> Found:
             raise ZeroDivisionError
 
     config = _config()

@@ -12,9 +12,9 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.events import Event
 from elastic_launch.rendezvous.backend import C10dBackend
-from elastic_launch.rendezvous.c10d import host_store
 from elastic_launch.rendezvous.elected import ElectedBackend
 from elastic_launch.rendezvous.net import listen, try_listen
+from elastic_launch.rendezvous.static_store import host_store
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.testing import MemoryStore
 
@@ -29,7 +29,7 @@ class Sink:
 @pytest.fixture(autouse=True, scope="module")
 def libuv_pipe() -> None:
     """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
-    host_store(listen(ADVERTISED), ADVERTISED, "run", 10).close()
+    host_store(listen(ADVERTISED), ADVERTISED, 10).close()
 
 
 def _listens_only_here(port: int) -> None:
@@ -64,14 +64,14 @@ def test_the_worker_store_reserved_and_served() -> None:
         del server
 
 
-def test_the_c10d_store_and_the_leaders_links(tmp_path: Path) -> None:
+def test_the_endpoint_of_c10d(tmp_path: Path) -> None:
     config = _config(endpoint=Endpoint(ADVERTISED, 0), log_dir=tmp_path)
     with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
         place = backend.open()
         assert place.hosting
         assert place.endpoint is not None
         _listens_only_here(place.endpoint.port)
-        _listens_only_here(backend.find_leader(10).leader.port)
+        assert backend.find_leader(10).port == place.endpoint.port, "one port for all"
 
 
 def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:
@@ -79,6 +79,6 @@ def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:
     store = MemoryStore()  # one for all views: a leader that finds its record gone stops listening
     with contextlib.closing(ElectedBackend(config, MonotonicClock(), Sink(), lambda: store)) as backend:
         backend.open()
-        leader = backend.find_leader(10).leader
+        leader = backend.find_leader(10)
         assert leader.address == ADVERTISED
         _listens_only_here(leader.port)

@@ -1,9 +1,13 @@
-"""A real leader whose writes fail."""
+"""A real leader whose writes fail, or its links, or its own code."""
 
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
+from dataclasses import replace
+
+import pytest
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Limits, Timing
@@ -11,10 +15,13 @@ from elastic_launch.errors import StoreError
 from elastic_launch.events import Event
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import Channel
+from elastic_launch.rendezvous.link import Link
 from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.testing import MemoryStore
+
+LIMITS = Limits(2, 2)
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 1)), "a", "a1", 1, "127.0.0.1", 7000)
 
@@ -76,3 +83,64 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
         left = _orders(sock, channel, None)
         assert not [order for order in left if not isinstance(order, m.Pulse)]
         assert not leader.alive
+
+
+class Breaking(Failing):
+    """A store with a fault of its own."""
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        if self.fails:
+            raise ZeroDivisionError
+        return super().compare_and_set(expected, value, timeout)
+
+
+def _leader(store: Failing, limits: Limits) -> LeaderService:
+    listener = listen("127.0.0.1")
+    record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", listener.getsockname()[1])).renewed()
+    assert store.compare_and_set(None, record.encode(), 1)
+    return LeaderService(listener, store, record, limits, Timing(), "train.py", MonotonicClock(), NoEvents())
+
+
+@pytest.mark.parametrize("what", ["a pulse", "the last words"])
+def test_a_link_may_end_by_what_follows_from_anothers_end(what: str) -> None:
+    """Both nodes of a round are gone; the first one's loss is told to the second, which is found gone by that."""
+    leader = _leader(Failing(), LIMITS)
+    with contextlib.ExitStack() as stack:
+        for held in (leader._listener, leader._selector, leader._wake_in, leader._wake_out):
+            stack.callback(held.close)
+        for name in "ab":
+            mine, theirs = socket.socketpair()
+            leader._links[len(leader._links) + 1] = link = Link(mine, "", 0.0, Channel.of_leader(None, 65536))
+            leader._selector.register(mine, selectors.EVENT_READ, len(leader._links))
+            hello = replace(HELLO, limits=str(LIMITS), node_id=name, incarnation=f"{name}1")
+            leader._handle(len(leader._links), link, hello)
+            stack.enter_context(contextlib.closing(theirs))
+        assert leader._machine.running
+        for link in leader._links.values():
+            link.sock.shutdown(socket.SHUT_RDWR)  # from now on each write fails
+        if what == "a pulse":
+            leader._pulse(leader._clock.now())
+        else:
+            for link in leader._links.values():
+                link.channel.send(b"over\n")
+            leader._flush_all()
+        assert not leader._links
+        assert not leader._machine.nodes
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_leader_that_ends_by_an_internal_error_is_noticed() -> None:
+    store = Breaking()
+    leader = _leader(store, Limits(1, 1))
+    address = leader._listener.getsockname()
+    leader.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(leader.close, 0.0)
+        sock = stack.enter_context(socket.create_connection(address, timeout=20))
+        store.fails = True
+        _say(sock, Channel.of_node(None), HELLO)
+        _orders(sock, Channel.of_node(None), None)  # up to the end of the link, by which the node learns of it
+        leader._thread.join(20)
+    assert not leader.alive
+    assert leader.died is not None
+    assert leader.died.error == "ZeroDivisionError: "

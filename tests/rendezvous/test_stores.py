@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from etcd_servers import Member, cluster
 
-from elastic_launch.config import Endpoint, parse_endpoints
-from elastic_launch.errors import EndpointError, RefusedError, StoreError
-from elastic_launch.rendezvous.c10d import NotAStoreError, connect_store, host_store
+from elastic_launch.config import parse_endpoints
 from elastic_launch.rendezvous.etcd import EtcdStore
-from elastic_launch.rendezvous.net import listen
 from elastic_launch.rendezvous.store import ControlStore
 from elastic_launch.testing import MemoryStore
 
@@ -23,12 +19,6 @@ TIMEOUT = 10.0
 
 Open = Callable[[], ControlStore]
 """Opens a further view of one and the same store."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def libuv_pipe() -> None:
-    """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
-    host_store(listen("127.0.0.1"), "127.0.0.1", "run", TIMEOUT).close()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,26 +33,13 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
 _runs = itertools.count()
 
 
-@pytest.fixture(params=["memory", "c10d", "etcd"])
+@pytest.fixture(params=["memory", "etcd"])
 def open_store(request: pytest.FixtureRequest) -> Iterator[Open]:
     if request.param == "memory":
         memory = MemoryStore()
         yield lambda: memory
         return
-    if request.param == "etcd":
-        yield from _open_etcd(request.getfixturevalue("etcd"))
-        return
-    listener = listen("127.0.0.1")
-    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-    opened: list[ControlStore] = [host_store(listener, "127.0.0.1", "run", TIMEOUT)]
-
-    def another() -> ControlStore:
-        opened.append(connect_store(endpoint, "run", TIMEOUT))
-        return opened[-1]
-
-    yield another
-    for store in reversed(opened):
-        store.close()
+    yield from _open_etcd(request.getfixturevalue("etcd"))
 
 
 def _open_etcd(member: Member) -> Iterator[Open]:
@@ -133,38 +110,3 @@ def test_a_large_value(open_store: Open, request: pytest.FixtureRequest) -> None
     assert store.compare_and_set(None, first, TIMEOUT)
     assert store.compare_and_set(first, second, TIMEOUT)
     assert open_store().load(TIMEOUT) == second
-
-
-def test_c10d_another_runs_store_is_refused() -> None:
-    listener = listen("127.0.0.1")
-    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-    store = host_store(listener, "127.0.0.1", "mine", TIMEOUT)
-    with pytest.raises(RefusedError, match="serves run 'mine', not 'yours'"):
-        connect_store(endpoint, "yours", TIMEOUT)
-    store.close()
-
-
-def test_c10d_nothing_listens() -> None:
-    listener = listen("127.0.0.1")
-    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-    listener.close()
-    with pytest.raises(EndpointError, match="Nothing answers"):
-        connect_store(endpoint, "run", 1.0)
-
-
-def test_c10d_a_service_that_is_no_store_is_given_up_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = Endpoint("127.0.0.1", server.getsockname()[1])
-        with pytest.raises(NotAStoreError, match="does not answer"):
-            connect_store(endpoint, "run", 1.0)
-
-
-def test_c10d_a_store_that_went_away_is_an_error() -> None:
-    listener = listen("127.0.0.1")
-    endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-    host = host_store(listener, "127.0.0.1", "run", TIMEOUT)
-    client = connect_store(endpoint, "run", TIMEOUT)
-    host.close()
-    with pytest.raises(StoreError, match="the c10d store at"):
-        client.load(TIMEOUT)
-    client.close()

@@ -13,6 +13,8 @@ FAULTS: dict[str, Callable[[Cluster], None]] = {
     "frozen for 20 s": lambda cluster: _leader(cluster, cluster.freeze),
     "cut off": lambda cluster: _leader(cluster, lambda node: cluster.partition(node.node_id)),
     "without its store": lambda cluster: _leader(cluster, lambda node: cluster.network.cut_off.add(node.node_id)),
+    "killed, and its record spoiled": lambda cluster: _spoiled(cluster, die=True),
+    "alive, and its record spoiled": lambda cluster: _spoiled(cluster, die=False),
     "unanswered": lambda cluster: _leader(cluster, lambda node: cluster.store.mute.add(node.node_id)),
 }
 
@@ -20,6 +22,12 @@ FAULTS: dict[str, Callable[[Cluster], None]] = {
 def _leader(cluster: Cluster, befall: Callable[..., None]) -> None:
     if cluster.leader is not None:
         befall(cluster.leader)
+
+
+def _spoiled(cluster: Cluster, *, die: bool) -> None:
+    if die:
+        _leader(cluster, lambda node: node.die(power=False))
+    cluster.store.spoil()
 
 
 def _scenario(cluster: Cluster) -> None:

@@ -112,7 +112,7 @@ class TakeoverRun(RuleBasedStateMachine):
                 network.cut_off.clear()
                 network.change()
 
-    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["down", "up", "mute", "late"]))
+    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["down", "up", "mute", "late", "spoil"]))
     def store(self, index: int, leader: bool, what: str) -> None:
         """Something befalls the store: none answers, or one node's writes go through without an answer, or too late."""
         node, store = self._pick(index, leader=leader), self.cluster.store
@@ -123,6 +123,8 @@ class TakeoverRun(RuleBasedStateMachine):
                 store.mute.add(node.node_id)
             case "late" if node is not None:
                 store.late.add(node.node_id)
+            case "spoil":
+                store.spoil()
 
     def teardown(self) -> None:
         """Without further faults the run trains, or has ended."""

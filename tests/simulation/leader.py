@@ -9,18 +9,23 @@ from elastic_launch.errors import StoreError
 from elastic_launch.rendezvous import instructions as to_do
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT
+from elastic_launch.rendezvous.claimed_store import ATTEMPTS
+from elastic_launch.rendezvous.continuity import Claim, Sight
 from elastic_launch.rendezvous.elected import WATCH
 from elastic_launch.rendezvous.leader import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.seal import ValueSeal
 from simulation.kernel import Mailbox, Task
 from simulation.network import END, Connection
 
 if TYPE_CHECKING:
     from simulation.node import SimNode
 
-__all__ = ["SimLeader"]
+__all__ = ["COMMAND", "SEAL", "SimLeader"]
 
 COMMAND = "train.py"
+
+SEAL = ValueSeal(None, "run")
 
 
 class SimLeader:
@@ -31,14 +36,14 @@ class SimLeader:
         closed: incarnations whose last link was seen to end.
     """
 
-    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str]) -> None:
+    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str], *, repaired: bool) -> None:
         self.node = node
         self.cluster, self.kernel = node.cluster, node.cluster.kernel
         self.port = record.leader.port
         self.began = self.kernel.now
         self.mailbox = Mailbox(self.kernel, node)
         limits, timing = self.cluster.limits, self.cluster.timing
-        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead)
+        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead, repaired=repaired)
         self.links: dict[int, Connection] = {}
         self.greeted: dict[int, str] = {}
         self.heard: dict[str, float] = {}
@@ -48,7 +53,8 @@ class SimLeader:
         self.over = False
         self._stopping = False
         self._numbers: dict[Connection, int] = {}
-        self._committed = record.encode()
+        self._claim = Claim(SEAL, record)
+        self._writing = False
 
     @property
     def alive(self) -> bool:
@@ -103,7 +109,8 @@ class SimLeader:
             if now >= next_pulse and not self.deposed:
                 next_pulse = now + beat
                 for number in self.greeted:
-                    self._send(number, m.Pulse(machine.record.term))
+                    record = machine.record
+                    self._send(number, m.Pulse(record.term, record.round.number, record.restarts))
         self.over = True
         for connection in self.links.values():
             connection.close(1)
@@ -146,15 +153,33 @@ class SimLeader:
                     self.cluster.checks.emitted(self, event)
 
     def _commit(self, record: ControlRecord) -> Task:
-        value, began = record.encode(), self.kernel.now
-        timeout = self.cluster.timing.read_timeout
+        began = self.kernel.now
+        self._writing = True
         try:
-            written = yield self.cluster.store.compare_and_set(self.node, self._committed, value, timeout)
+            written = yield from self._write(self._claim.stored, record)
         except StoreError:
             return False
+        finally:
+            self._writing = False
         if written:
-            self._committed, self._sure = value, max(self._sure, began)
+            self._sure = max(self._sure, began)
         return written
+
+    def _write(self, expected: bytes | None, record: ControlRecord) -> Task:
+        """As ``ClaimedStore``."""
+        store, timeout = self.cluster.store, self.cluster.timing.read_timeout
+        value = self._claim.propose(record)
+        for _ in range(ATTEMPTS):
+            if (yield store.compare_and_set(self.node, expected, value, timeout)):
+                self._claim.wrote(record)
+                return True
+            expected = yield store.load(self.node, timeout)
+            if expected == value:
+                self._claim.wrote(record)
+                return True
+            if self._claim.look(expected) is Sight.SUCCEEDED:
+                return False
+        return False
 
     def _send(self, number: int, order: m.Order) -> None:
         if number in self.links:
@@ -170,8 +195,18 @@ class SimLeader:
             except StoreError:
                 yield self.kernel.sleep(self.node, WATCH)
                 continue
-            if ControlRecord.parse(value).leader != self.machine.record.leader:
+            sight = self._claim.look(value)
+            if sight is Sight.SUCCEEDED:
                 self.depose()
                 return
+            if sight is not Sight.OWN and not self._writing:
+                self._writing = True
+                try:
+                    yield from self._write(value, self._claim.record.renewed())
+                except StoreError:
+                    pass
+                finally:
+                    self._writing = False
+                continue
             self._sure = max(self._sure, began)
             yield self.kernel.sleep(self.node, look)

@@ -121,6 +121,11 @@ class SimStore:
         self._network = network
         self._written = written
 
+    def spoil(self) -> None:
+        """A stranger writes garbage."""
+        if self.memory.load(0) is not None:
+            self.memory.compare_and_set(self.memory.load(0), b"garbage", 0)
+
     def load(self, host: Host, timeout: float) -> Wait:
         return self._request(host, timeout, lambda again: self.memory.load(0), write=False)
 

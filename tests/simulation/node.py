@@ -13,14 +13,16 @@ from elastic_agents import vocabulary as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Continuity, SpoiledError
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import Hearing
 from elastic_launch.rendezvous.membership import RETRY
 from elastic_launch.rendezvous.node import NodeSide, Search
-from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
+from elastic_launch.rendezvous.seal import Patience
 from elastic_launch.rendezvous.succession import Succession
 from simulation.kernel import Host, Mailbox, Resume, Task, Wait
-from simulation.leader import COMMAND, SimLeader
+from simulation.leader import COMMAND, SEAL, SimLeader
 from simulation.network import END, Connection
 from simulation.workers import SimWorkers
 
@@ -59,6 +61,9 @@ class SimNode(Host):
         self._hearing = Hearing(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
+        self._continuity = Continuity(SEAL)
+        self._patience = Patience(STANDS)
+        self._spoiled_at: float | None = None
         limits = str(cluster.limits)
         self.side.begin(
             m.Hello(
@@ -164,10 +169,9 @@ class SimNode(Host):
                 continue
             if connection is None:
                 return
-            search.linked()
             self._answered = False
             silent = yield from self._converse(connection)
-            if silent and self._answered:
+            if silent:
                 self._former.append(connection)
             else:
                 self._hang_up(connection)
@@ -175,16 +179,20 @@ class SimNode(Host):
                 yield self.kernel.sleep(self, 0.02)
             assert self._record is not None
             if self._answered:
+                search.linked()
                 search.lost(self.kernel.now)
             if silent and not self._closing:
                 search.fell_silent()
                 seen = self.side.hello.seen_round
                 self._unreachable(self._record, refused=False, silent_for=timing.dead_after, seen_round=seen)
-                self.inbox.put(LinkDown("silent", gone=False))
-            if not self._answered:
+                if self._answered:
+                    self.inbox.put(LinkDown("silent", gone=False))
+            if not self._answered and not self._closing:
                 self._unreachable(self._record, refused=False)
-                if search.over(self.kernel.now) and not self._closing:
+                if search.over(self.kernel.now):
                     raise StoreError("nobody answers as the leader.")
+                if search.failed(self.kernel.now):
+                    self.inbox.put(LinkDown("no answer", gone=search.gone))
                 yield self.kernel.sleep(self, RETRY)
 
     def _hang_up(self, connection: Connection) -> None:
@@ -269,16 +277,26 @@ class SimNode(Host):
                     return False
                 self._answered = True
                 if self.side.obey(order):
+                    self._learn(order)
                     self._notice(order)
                 hearing.heard(kernel.now)
         return True
+
+    def _learn(self, order: m.Order) -> None:
+        self.succession.reached()
+        match order:
+            case m.Welcome(run=run):
+                self._continuity.welcomed(run)
+            case m.Form(term=term, round=formed, restarts=restarts):
+                self._continuity.heard(term, formed, restarts)
+            case m.Pulse(term=term, round=number, restarts=restarts):
+                self._continuity.heard(term, Round(number), restarts)
 
     def _notice(self, order: m.Order) -> None:
         match order:
             case m.Welcome():
                 while self._former:
                     self._hang_up(self._former.pop())
-                self.succession.reached()
             case m.Refused(reason=reason):
                 raise RefusedError(reason)
             case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
@@ -298,26 +316,45 @@ class SimNode(Host):
             raise
         self.succession.looked(self.kernel.now - began, failed=False)
         me = Leader(self.node_id, self.incarnation, f"host-{self.node_id}", 0)
-        if value is None:
-            return (yield from self._take_over(None, ControlRecord("run", "digest", 1, me), timeout, ""))
-        record = ControlRecord.parse(value)
+        now, repaired = self.kernel.now, False
+        try:
+            record = self._continuity.judge(value)
+            self._spoiled_at = None
+        except SpoiledError as spoiled:
+            if not self._continuity.member:
+                if self._patience.stands(value, now):
+                    raise RefusedError("the record is spoiled.") from spoiled
+                raise StoreError("waiting for the repair.") from spoiled
+            record, repaired = self._continuity.newest, True
+            self._spoiled_at = now if self._spoiled_at is None else self._spoiled_at
+        if record is None:
+            first = ControlRecord("run", "digest", 1, me, run="01")
+            return (yield from self._take_over(None, first, timeout, ""))
         leading = self.reign is not None and self.reign.alive
-        takeover = self.succession.decide(record, self.kernel.now, leading=leading)
-        if takeover is None:
+        takeover = self.succession.decide(record, now, leading=leading)
+        waits = self._spoiled_at is not None and now - self._spoiled_at < self.cluster.timing.dead_after
+        if takeover is None or waits:
             return record
-        following = replace(record, term=record.term + 1, leader=me)
-        return (yield from self._take_over(value, following, timeout, takeover.dead))
+        following = replace(record, term=record.term + 1 + UNSEEN * repaired, leader=me)
+        return (yield from self._take_over(value, following, timeout, takeover.dead, repaired=repaired))
 
-    def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
+    def _take_over(
+        self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str, *, repaired: bool = False
+    ) -> Task:
         yield from self._end_reign()
         store = self.cluster.store
         self.port = self.port or self.cluster.next_port()
         record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
         if not (yield store.compare_and_set(self, expected, record.encode(), timeout)):
             value = yield store.load(self, timeout)
-            return ControlRecord.parse(value)
+            try:
+                return self._continuity.judge(value)
+            except SpoiledError as spoiled:
+                raise StoreError("looking again.") from spoiled
         self.succession.reached()
-        self.reign = SimLeader(self, record, frozenset({dead} - {""}))
+        self._continuity.wrote(record)
+        self._spoiled_at = None
+        self.reign = SimLeader(self, record, frozenset({dead} - {""}), repaired=repaired)
         self.cluster.leaders.append(self.reign)
         self.reign.start()
         return record

@@ -1,8 +1,8 @@
-"""The control record on torch's TCPStore, embedded in the node that the endpoint names.
+"""The store of the static backend: a TCPStore at the master's address, for the workers and for finding the leader.
 
 What TCPStore does and this file works around, as measured on torch 2.13: a client that connects to something else than
-a TCPStore, or to a frozen one, hangs beyond its timeout (so every client call runs on a thread that can be given up);
-``compare_set`` on a missing key returns the expected value (so writes are confirmed by reading); there is no watch.
+a TCPStore, or to a frozen one, hangs beyond its timeout (so every client call runs on a thread that can be given up).
+Whoever reaches its port can write to it and read it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -19,61 +18,60 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from elastic_launch.config import Endpoint
-from elastic_launch.errors import EndpointError, RefusedError, StoreError
+from elastic_launch.errors import EndpointError, StoreError
 from elastic_launch.process import GIVEN_UP
 from elastic_launch.rendezvous.net import resolve
 
-__all__ = ["C10dStore", "NotAStoreError", "connect_store", "host_store"]
+__all__ = ["NotAStoreError", "StaticStore", "connect_store", "host_store"]
 
 _OWN = "elastic_launch/"
-_RUN_KEY = f"{_OWN}run"
-_POLL = 0.05
+_LEADER = f"{_OWN}leader"
 
 T = TypeVar("T")
 
 
 class NotAStoreError(EndpointError):
-    """What listens at the endpoint does not answer as a run's c10d store."""
+    """What listens at the master's address does not answer as a TCPStore."""
 
 
-class C10dStore:
-    """One run's control record in a TCPStore.
+class StaticStore:
+    """A view of the store.
 
     Args:
         store: a TCPStore that nothing else uses at the same time.
         embedded: its server lives in this process and so answers at once.
     """
 
-    def __init__(self, store: TCPStore, run_id: str, where: str, *, embedded: bool) -> None:
+    def __init__(self, store: TCPStore, where: str, *, embedded: bool) -> None:
         self._store: TCPStore | None = store
-        self._key = f"{_OWN}record/{run_id}"
         self._where = where
         self._embedded = embedded
 
-    def load(self, timeout: float) -> bytes | None:
+    def leader(self, timeout: float) -> bytes | None:
+        """Return what is written of the leader, or None.
+
+        Raises:
+            StoreError: if the store did not answer within timeout seconds.
+        """
+
         def get(store: TCPStore) -> bytes | None:
-            return bytes(store.get(self._key)) if store.check([self._key]) else None
+            return bytes(store.get(_LEADER)) if store.check([_LEADER]) else None
 
         return self._call(get, timeout)
 
-    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        def swap(store: TCPStore) -> bool:
-            old = "" if expected is None else expected.decode()
-            store.compare_set(self._key, old, value.decode())
-            return store.check([self._key]) and bytes(store.get(self._key)) == value
+    def says(self, leader: bytes, timeout: float) -> bool:
+        """Whether this is what is written of the leader; unlike reading it, this never waits for a deleted key."""
+        text = leader.decode()
+        return self._call(
+            lambda store: store.check([_LEADER]) and bytes(store.compare_set(_LEADER, text, text)) == leader, timeout
+        )
 
-        return self._call(swap, timeout)
+    def publish(self, leader: bytes, timeout: float) -> None:
+        """Write where the leader is, whatever is written there."""
+        self._call(lambda store: store.set(_LEADER, leader.decode()), timeout)
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        deadline = time.monotonic() + timeout
-        while True:
-            value = self.load(max(_POLL, deadline - time.monotonic()))
-            if value != known or time.monotonic() >= deadline:
-                return value
-            time.sleep(_POLL)
-
-    def remove_others(self, timeout: float) -> None:
-        """Remove all keys that are not this project's own."""
+    def remove_workers_keys(self, timeout: float) -> None:
+        """Remove all keys but this project's own: a worker takes any key that it finds for one of its own round."""
 
         def remove(store: TCPStore) -> None:
             for key in store.list_keys():
@@ -88,11 +86,11 @@ class C10dStore:
     def _call(self, function: Callable[[TCPStore], T], timeout: float) -> T:
         store = self._store
         if store is None:
-            raise StoreError(f"The c10d store at {self._where} is closed.")
+            raise StoreError(f"The store at {self._where} is closed.")
         return _bounded(lambda: function(store), timeout, self._where, inline=self._embedded)
 
 
-def host_store(listener: socket.socket, host: str, run_id: str, timeout: float) -> C10dStore:
+def host_store(listener: socket.socket, host: str, timeout: float) -> StaticStore:
     """Serve a new store on a listening socket, which it takes over."""
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -103,16 +101,14 @@ def host_store(listener: socket.socket, host: str, run_id: str, timeout: float) 
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    store.set(_RUN_KEY, run_id)
-    return C10dStore(store, run_id, str(Endpoint(host, port)), embedded=True)
+    return StaticStore(store, str(Endpoint(host, port)), embedded=True)
 
 
-def connect_store(endpoint: Endpoint, run_id: str, timeout: float) -> C10dStore:
-    """Connect to the store at the endpoint.
+def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
+    """Connect to the store at the master's address.
 
     Raises:
-        EndpointError: if the name does not resolve, nothing listens, or what listens is no c10d store.
-        RefusedError: if it serves another run.
+        EndpointError: if the name does not resolve, nothing listens, or what listens is no store.
     """
     host = _reachable(endpoint, timeout)
 
@@ -124,19 +120,13 @@ def connect_store(endpoint: Endpoint, run_id: str, timeout: float) -> C10dStore:
     where = str(endpoint)
     try:
         store = _bounded(connect, timeout, where, inline=False)
-        served = _bounded(lambda: store.get(_RUN_KEY).decode(), timeout, where, inline=False)
     except StoreError as error:
         _reachable(endpoint, timeout)  # a host that was just dying may have accepted the first time
         raise NotAStoreError(
-            f"{endpoint} accepts connections but does not answer as a run's c10d store: {error.message}",
-            "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it.",
+            f"{endpoint} accepts connections but does not answer as a store of torch: {error.message}",
+            "If the port is in use by another service, choose another --master-port; if its agent is frozen, end it.",
         ) from error
-    if served != run_id:
-        raise RefusedError(
-            f"The endpoint {endpoint} serves run {served!r}, not {run_id!r}.",
-            "Give the same --rdzv-id on all nodes, or another --rdzv-endpoint for another run.",
-        )
-    return C10dStore(store, run_id, where, embedded=False)
+    return StaticStore(store, where, embedded=False)
 
 
 def _reachable(endpoint: Endpoint, timeout: float) -> str:
@@ -179,7 +169,7 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
             # An error that refers to itself by its traceback would keep the store's socket open until some collection.
             del error
     if not result:
-        raise StoreError(f"the c10d store at {where} did not answer within {timeout:g} s.")
+        raise StoreError(f"the store at {where} did not answer within {timeout:g} s.")
     return result[0]
 
 
@@ -189,4 +179,4 @@ def _translated(where: str) -> Iterator[None]:
         yield
     except (DistError, RuntimeError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
-        raise StoreError(f"the c10d store at {where} failed: {first}") from error
+        raise StoreError(f"the store at {where} failed: {first}") from error

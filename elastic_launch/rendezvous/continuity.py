@@ -1,0 +1,174 @@
+"""Which values of the control record a node believes: pure decisions.
+
+Whoever can write to the store can put anything there: garbage, nothing, an old record, or the end of an earlier run. A
+value counts only if it continues the run that a node has seen: it carries the run's own number and, with a token, its
+MAC, and neither term nor round fall. Anything else is spoiled:
+
+- the leader writes its record again, by compare-and-set;
+- a member takes it for nothing, and goes by the newest record that it has seen. It repairs only what has stood for
+  ``dead_after``, which no live leader would have let stand, and when it would take over from that record's leader. It
+  leaves out :data:`UNSEEN` terms and numbers of rounds, and forms none for another ``dead_after``: by then all members
+  that live have come to it and told what they know. So no term and no number is given twice, a leader of a term that it
+  did not know of is fenced like any other that was succeeded, and no two rounds train at once;
+- a node that comes waits for the repair. What still stands after :data:`STANDS` seconds, it believes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+from elastic_launch.errors import ProtocolError, RefusedError, RendezvousError
+from elastic_launch.rendezvous.record import ControlRecord, Round
+from elastic_launch.rendezvous.seal import ValueSeal
+
+__all__ = ["STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError"]
+
+STANDS = 2.5
+"""Seconds for which a node that comes looks at a record that refuses it, or has ended, before it believes it."""
+
+UNSEEN = 100
+"""Terms and rounds that there may have been since the newest record that a member has seen: more than in the seconds
+for which the record was spoiled."""
+
+
+class SpoiledError(Exception):
+    """The store does not hold a record that continues the run.
+
+    Args:
+        cause: what it holds instead; for a node that comes, what it ends with if that stands.
+    """
+
+    def __init__(self, cause: RendezvousError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+class Continuity:
+    """What one node has seen of its run.
+
+    Attributes:
+        newest: the newest record that was believed, or None.
+        member: whether that is known to be of this node's run: its leader has said so, or this node wrote it.
+    """
+
+    def __init__(self, seal: ValueSeal) -> None:
+        self._seal = seal
+        self.newest: ControlRecord | None = None
+        self.member = False
+        self._begun = False  # whether the run has formed a round
+
+    def judge(self, stored: bytes | None) -> ControlRecord | None:
+        """Return the record that was found in the store; None if there is none, and a run may begin.
+
+        Raises:
+            SpoiledError: if it is not to be believed.
+        """
+        newest = self.newest if self.member else None
+        if stored is None:
+            if newest is not None:
+                raise SpoiledError(ProtocolError("The control record was deleted."))
+            return None
+        try:
+            record = ControlRecord.parse(self._seal.open(stored))
+        except ProtocolError as error:
+            raise SpoiledError(ProtocolError(f"The control record cannot be understood: {error.message}")) from error
+        except RefusedError as error:
+            raise SpoiledError(error) from error
+        if newest is not None and record.run != newest.run and record.end is None and not self._begun:
+            self.forget()  # of two runs that began at once, this node's has nothing to lose
+        elif newest is not None and not _continues(record, newest):
+            raise SpoiledError(ProtocolError("The control record is of another run, or an old one of this run."))
+        self._believe(record)
+        return record
+
+    def welcomed(self, run: str) -> None:
+        """The leader has accepted this node, and says which run it leads."""
+        self.member = self.member or (self.newest is not None and self.newest.run == run)
+
+    def heard(self, term: int, formed: Round, restarts: int) -> None:
+        """The leader has said which round there is; its members are unknown where it said no more than the number."""
+        newest = self.newest
+        if self.member and newest is not None and newest.term == term and newest.round.number < formed.number:
+            self.newest = replace(newest, round=formed, restarts=max(newest.restarts, restarts))
+            self._begun = True
+
+    def wrote(self, record: ControlRecord) -> None:
+        """This node wrote the record: it leads."""
+        self._believe(record)
+        self.member = True
+
+    def forget(self) -> None:
+        """This node comes anew: the run that it was in was not the only one."""
+        self.newest, self.member, self._begun = None, False, False
+
+    def _believe(self, record: ControlRecord) -> None:
+        self.newest, self._begun = record, self._begun or bool(record.round.members)
+
+
+def _continues(record: ControlRecord, newest: ControlRecord) -> bool:
+    return record.run == newest.run and _order(record) >= _order(newest)
+
+
+def _order(record: ControlRecord) -> tuple[int, int]:
+    return record.term, record.round.number
+
+
+class Sight(Enum):
+    """What a leader sees in the store.
+
+    - OWN: what it wrote itself.
+    - SUCCEEDED: another node leads its run.
+    - RIVAL: a record of another run, which has not ended.
+    - SPOILED: anything else.
+    """
+
+    OWN = "own"
+    SUCCEEDED = "succeeded"
+    RIVAL = "rival"
+    SPOILED = "spoiled"
+
+
+class Claim:
+    """A leader's claim to the record.
+
+    Args:
+        record: as it was written for the leader's term.
+
+    Attributes:
+        stored: the value that the leader knows to be its own last one.
+        pending: a value that it may have written.
+    """
+
+    def __init__(self, seal: ValueSeal, record: ControlRecord) -> None:
+        self._seal = seal
+        self.record = record
+        self.stored = seal.close(record.encode())
+        self.pending: bytes | None = None
+
+    def look(self, stored: bytes | None) -> Sight:
+        """Judge what the store holds."""
+        pending = self.pending  # before the other: what was pending may just have become that
+        if stored is not None and stored in (pending, self.stored):
+            return Sight.OWN
+        if stored is None:
+            return Sight.SPOILED
+        try:
+            record = ControlRecord.parse(self._seal.open(stored))
+        except (ProtocolError, RefusedError):
+            return Sight.SPOILED
+        if record.run != self.record.run:
+            return Sight.RIVAL if record.end is None else Sight.SPOILED
+        # Of one term there are two leaders only if an old record was put back as a term began: this one yields.
+        other = record.leader != self.record.leader
+        return Sight.SUCCEEDED if record.term > self.record.term - other else Sight.SPOILED
+
+    def propose(self, record: ControlRecord) -> bytes:
+        """Return a record as it is to be written; from now on it may stand there."""
+        self.pending = self._seal.close(record.encode())
+        return self.pending
+
+    def wrote(self, record: ControlRecord) -> None:
+        """The record that was proposed last stands there."""
+        assert self.pending is not None
+        self.record, self.stored, self.pending = record, self.pending, None

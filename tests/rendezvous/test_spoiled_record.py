@@ -1,0 +1,258 @@
+"""What others write into the record of an elected leader ends nothing: real leaders and links, a store in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from elected_nodes import TIMING, Nodes, backend_for
+
+from elastic_launch.config import Limits
+from elastic_launch.errors import RefusedError, StoreError
+from elastic_launch.events import LeaderElected
+from elastic_launch.rendezvous.backend import Found
+from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Claim, Continuity, Sight, SpoiledError
+from elastic_launch.rendezvous.elected import ElectedBackend
+from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
+from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.secret import Token
+
+TOKEN = Token("correct-horse-battery-staple", "test")
+SEAL = ValueSeal(TOKEN, "run")
+FORGER = ValueSeal(Token("another-token-of-some-length", "test"), "run")
+
+RECORD = ControlRecord("run", "digest", 3, Leader("a", "a1", "127.0.0.1", 4711), Round(7), run="0123").renewed()
+OLD = replace(RECORD, run="4567", term=9, end=End(0, "all workers finished")).renewed()
+
+SPOILED = {
+    "garbage": b"\x00\xff{",
+    "other json": b"{}",
+    "forged": FORGER.close(RECORD.renewed().encode()),
+    "an older round": SEAL.close(replace(RECORD, round=Round(6)).renewed().encode()),
+    "an older term": SEAL.close(replace(RECORD, term=2).renewed().encode()),
+    "the end of another run": SEAL.close(OLD.encode()),
+    "deleted": None,
+}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    for name in list(nodes.nodes):
+        nodes.leave(name)
+
+
+def _member() -> Continuity:
+    continuity = Continuity(SEAL)
+    assert continuity.judge(SEAL.close(RECORD.encode())) == RECORD
+    continuity.welcomed("0123")
+    assert continuity.member
+    return continuity
+
+
+# Pure decisions.
+
+
+@pytest.mark.parametrize("stored", SPOILED.values(), ids=list(SPOILED))
+def test_a_member_believes_only_what_continues_its_run(stored: bytes | None) -> None:
+    member = _member()
+    with pytest.raises(SpoiledError):
+        member.judge(stored)
+    assert member.newest == RECORD
+    for following in (RECORD.renewed(), replace(RECORD, round=Round(8)), replace(RECORD, term=4, end=End(1, "x"))):
+        assert member.judge(SEAL.close(following.encode())) == following
+
+
+def test_a_node_that_comes_believes_what_is_sealed_until_a_leader_says_which_run_it_leads() -> None:
+    newcomer = Continuity(SEAL)
+    assert newcomer.judge(None) is None
+    assert newcomer.judge(SEAL.close(OLD.encode())) == OLD
+    newcomer.welcomed("0123")
+    assert not newcomer.member, "the record by which it came was another run's"
+    assert newcomer.judge(SEAL.close(RECORD.encode())) == RECORD
+    newcomer.welcomed("0123")
+    assert newcomer.member
+
+
+def test_a_member_hears_of_rounds_that_it_is_not_in() -> None:
+    member = _member()
+    member.heard(3, Round(40), 2)
+    member.heard(2, Round(99), 3)
+    assert member.newest == replace(RECORD, round=Round(40), restarts=2)
+
+
+@pytest.mark.parametrize("stored", SPOILED.values(), ids=list(SPOILED))
+def test_a_leader_takes_all_but_its_own_and_its_successors_for_spoiled(stored: bytes | None) -> None:
+    claim = Claim(SEAL, RECORD)
+    assert claim.look(stored) is Sight.SPOILED
+    assert claim.look(SEAL.close(RECORD.encode())) is Sight.OWN
+    following = replace(RECORD, round=Round(8)).renewed()
+    pending = claim.propose(following)
+    assert {claim.look(pending), claim.look(SEAL.close(RECORD.encode()))} == {Sight.OWN}
+    claim.wrote(following)
+    assert claim.look(pending) is Sight.OWN
+    assert claim.look(SEAL.close(RECORD.encode())) is Sight.SPOILED
+    assert claim.look(SEAL.close(replace(RECORD, term=4).encode())) is Sight.SUCCEEDED
+    assert claim.look(SEAL.close(replace(OLD, end=None).encode())) is Sight.RIVAL
+
+
+# Real nodes.
+
+
+def _spoil(nodes: Nodes, value: bytes | None) -> None:
+    with nodes.store._changed:
+        nodes.store._value = value
+        nodes.store._changed.notify_all()
+
+
+def _repaired(nodes: Nodes, spoiled: bytes | None) -> None:
+    nodes.until("the record to be repaired", lambda: nodes.store.load(1) != spoiled)
+
+
+@pytest.mark.parametrize("value", [b"garbage", b"{}", None], ids=["garbage", "other json", "deleted"])
+def test_the_leader_repairs_its_record_and_the_run_goes_on(
+    nodes: Nodes, value: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.start("a", "b")
+    nodes.together("a", "b")
+    before = nodes.record
+    for _ in range(3):
+        _spoil(nodes, value)
+        _repaired(nodes, value)
+    after = nodes.record
+    assert (after.term, after.leader, after.round, after.run) == (before.term, before.leader, before.round, before.run)
+    _spoil(nodes, value)
+    nodes.start("c")
+    nodes.together("a", "b", "c")
+    assert nodes.record.term == 1
+    assert len([x for x in caplog.records if "it is repaired" in x.getMessage()]) == 1
+
+
+def test_a_replayed_end_of_an_earlier_run_ends_neither_the_run_nor_a_node_that_comes(nodes: Nodes) -> None:
+    nodes.start("a", token=TOKEN)
+    nodes.together("a")
+    seal = ValueSeal(TOKEN, "none")
+    value = nodes.store.load(1)
+    assert value is not None
+    standing = ControlRecord.parse(seal.open(value))
+    old = seal.close(replace(standing, run="old", term=9, end=End(0, "all workers finished")).renewed().encode())
+    _spoil(nodes, old)
+    nodes.start("b", token=TOKEN)
+    nodes.together("a", "b")
+    assert not nodes.nodes["a"].ends
+    assert not nodes.nodes["b"].ends
+
+
+def test_a_node_that_comes_to_an_ended_run_makes_sure_of_it(nodes: Nodes) -> None:
+    """With a token; without one nothing proves the end, see test_elected."""
+    config, backend = backend_for("b", nodes.store, nodes.events, Limits(1, 4, 3), token=TOKEN)
+    leader = Leader("a", "a1", "127.0.0.1", 1)
+    ended = ControlRecord(config.run_id, config.digest(), 3, leader, end=End(0, "all workers finished"), run="01")
+    _spoil(nodes, ValueSeal(TOKEN, config.run_id).close(ended.encode()))
+    with contextlib.closing(backend):
+        backend.open()
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="whether a leader contradicts"):
+            backend.find_leader(1.0)
+        assert _settled(backend).record == ended
+        assert time.monotonic() - began >= STANDS
+
+
+def test_members_repair_what_no_leader_repairs_and_skip_rounds_that_they_may_not_know(nodes: Nodes) -> None:
+    nodes.start("a", "b", "c")
+    nodes.together("a", "b", "c")
+    leader, before = nodes.leader(), nodes.record
+    others = sorted({"a", "b", "c"} - {leader})
+    _crash(nodes, leader, then=lambda: _spoil(nodes, b"garbage"))
+    nodes.together(*others)
+    after = nodes.record
+    assert after.leader.node_id in others
+    assert (after.term, after.run) == (before.term + 1 + UNSEEN, before.run)
+    assert after.round.number > before.round.number + UNSEEN
+    elected = [event for event in nodes.events.seen if isinstance(event, LeaderElected)]
+    assert [event.term for event in elected] == [1, 2 + UNSEEN]
+
+
+def test_a_node_that_comes_to_garbage_that_stays_gives_up_in_words(nodes: Nodes) -> None:
+    _spoil(nodes, b"garbage")
+    nodes.start("a")
+    nodes.until("the node to give up", lambda: bool(nodes.nodes["a"].lost), 20)
+    assert "not JSON" in str(nodes.nodes["a"].lost[0])
+    assert nodes.store.load(1) == b"garbage", "it is not this node's to repair"
+
+
+def test_another_run_that_began_on_a_deleted_key_yields(nodes: Nodes) -> None:
+    """The node came between the deletion and the repair: of the two runs the older goes on."""
+    nodes.start("a", "b")
+    nodes.together("a", "b")
+    reign = nodes.nodes[nodes.leader()].backend._reign
+    assert reign is not None
+    config, _ = backend_for("c", nodes.store, nodes.events, Limits(1, 4, 3))
+    other = ControlRecord(
+        config.run_id, config.digest(), 1, Leader("c", "c1", "127.0.0.1", 1), Round(1, _members("c")), run="other"
+    ).renewed()
+    _spoil(nodes, other.encode())
+    nodes.until("the older run to have its record again", lambda: nodes.record.run != "other")
+    assert reign.alive
+
+
+def test_a_run_without_a_round_yields_to_another() -> None:
+    """As where the key is deleted while nodes come."""
+    limits = Limits(2, 4, 3)
+    nodes, other = Nodes(), Nodes()
+    with contextlib.ExitStack() as stack:
+        for each in (nodes, other):
+            stack.callback(lambda each=each: [each.leave(name) for name in list(each.nodes)])
+        nodes.start("a", limits=limits)
+        other.start("b", limits=limits)
+        for each in (nodes, other):
+            each.until("a record", lambda each=each: each.store.load(1) is not None)
+        _spoil(nodes, other.store.load(1))
+        nodes.until("both to be in one round", lambda: nodes.nodes["a"].members() == ["b", "a"])
+        assert not nodes.nodes["a"].lost
+
+
+def _members(*names: str) -> tuple[Member, ...]:
+    return tuple(Member(name, f"{name}1", 1, "127.0.0.1", 1) for name in names)
+
+
+def _crash(nodes: Nodes, name: str, then: object) -> None:
+    """End a leader as a kill does: no word to anybody, and its port refuses."""
+    node = nodes.nodes.pop(name)
+    backend: ElectedBackend = node.backend
+    reign = backend._reign
+    assert reign is not None
+    reign._stop.set()
+    reign._thread.join(10)
+    assert callable(then)
+    then()
+    reign._service.depose("killed by the test")
+    node.membership._closing.set()
+    assert backend._links is not None
+    node.membership.close()
+
+
+def test_a_refusal_for_the_token_is_believed_once_it_stands(nodes: Nodes) -> None:
+    _, backend = backend_for("b", nodes.store, nodes.events, Limits(1, 4, 3), token=TOKEN)
+    _spoil(nodes, FORGER.close(RECORD.encode()))
+    with contextlib.closing(backend):
+        backend.open()
+        with pytest.raises(StoreError, match="Waiting for the run's leader"):
+            backend.find_leader(1.0)
+        with pytest.raises(RefusedError, match="The token differs"):
+            _settled(backend)
+
+
+def _settled(backend: ElectedBackend) -> Found:
+    """What a node finds when it no longer waits for a leader's repair."""
+    deadline = time.monotonic() + 10 * STANDS
+    while True:
+        try:
+            return backend.find_leader(1.0)
+        except StoreError:
+            assert time.monotonic() < deadline
+            time.sleep(TIMING.beat)
