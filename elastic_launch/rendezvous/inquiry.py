@@ -91,7 +91,11 @@ class Inquiry:
         self._patience = TIMEOUT
         try:
             self._sock = socket.create_connection((where.host, where.port), TIMEOUT)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            if where in self._address.endpoints:
+                raise EndpointError(
+                    f"Nothing answers at the rendezvous endpoint {where}: {error}.", HINT_ENDPOINT
+                ) from error
             raise EndpointError(
                 f"The run's leader cannot be reached at {where}: {error}.",
                 "If its process is gone, wait until another one leads; else check the network between the hosts.",

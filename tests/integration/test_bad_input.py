@@ -61,7 +61,7 @@ def test_a_port_in_use_by_something_else(job: Job) -> None:
         ([], {"script_flags": ["other"]}, "with the command"),
         pytest.param([], {"nnodes": "1:3"}, "--nnodes 1:3", marks=pytest.mark.slow),
         pytest.param(["--max-restarts", "7"], {}, "--max-restarts 7", marks=pytest.mark.slow),
-        pytest.param(["--rdzv-id", "another"], {}, "'another'", marks=pytest.mark.slow),
+        pytest.param(["--rdzv-id", "another"], {}, "belongs to run 'another'", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_and_harms_nobody(
