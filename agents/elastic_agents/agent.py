@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +40,7 @@ from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Placement, Save
+from elastic_launch.descriptors import scarce
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import EventSink, LinkChanged, WorkerExited, WorkerStarted
 from elastic_launch.rendezvous import messages as m
@@ -56,6 +58,9 @@ from elastic_launch.writer import IDLE, Writer
 __all__ = ["LocalElasticAgent"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+SCARCE = 3.0
+"""Seconds for which workers are tried to be started while no descriptors are left."""
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
@@ -434,19 +439,37 @@ class LocalElasticAgent(ElasticAgent):
         except LogsSpecsFailed as error:
             self._react(v.StartFailed(str(error), frozenset()))
             return
+        until = self._clock.now() + SCARCE
         for worker, placement in zip(self._group.workers, placed, strict=True):
             began, local_rank = self._clock.now(), placement.local_rank
             argv = arguments(self._config, placement)
+            start = partial(self._workers.start, number, placement, argv, envs[local_rank], self._logs[local_rank])
             try:
-                worker.id = self._workers.start(number, placement, argv, envs[local_rank], self._logs[local_rank])
+                worker.id = self._while_scarce(start, until)
             except OSError as error:
                 cause = f"worker {placement.rank} cannot be started: {error}"
-                self._react(v.StartFailed(cause, frozenset(range(local_rank))))
+                # It says something of this host, and nothing of the script.
+                code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
+                self._react(v.StartFailed(cause, frozenset(range(local_rank)), code))
                 return
             took = round(self._clock.now() - began, 6)
             self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, form.cause, took))
         self._group.state = WorkerState.HEALTHY
         self._membership.joined(number)
+
+    def _while_scarce(self, start: Callable[[], int], until: float) -> int:
+        """Start a worker; try again for a moment where descriptors are lacking.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        while True:
+            try:
+                return start()
+            except OSError as error:
+                if not scarce(error) or self._clock.now() >= until:
+                    raise
+                time.sleep(0.1)
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
         return environment(self._config, form, placement, error_file=error_file, socket=self._control.address)

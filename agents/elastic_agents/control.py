@@ -13,6 +13,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from elastic_agents.pace import Pace
 from elastic_agents.vocabulary import WorkerDrained, WorkerReady
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
+from elastic_launch.descriptors import PAUSE, reserve, scarce
 from elastic_launch.events import EventSink
 from elastic_launch.progress import Progress, Reached
 from elastic_launch.threads import VitalThread
@@ -108,6 +110,7 @@ class Control:
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
         self._crowded = False
+        self._accept_at = 0.0
         self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
@@ -154,7 +157,7 @@ class Control:
         try:
             closing = False
             while not closing:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._until_accepting()):
                     if key.fileobj is self._wake_in:
                         closing = True  # after what the workers have said until now
                     elif key.fileobj is self._listener:
@@ -171,6 +174,16 @@ class Control:
             self._listener.close()
             self._wake_in.close()
 
+    def _until_accepting(self) -> float | None:
+        """Return the seconds until workers are accepted again, if there were no descriptors for them."""
+        if not self._accept_at or self._listener in self._selector.get_map():
+            return None
+        left = self._accept_at - time.monotonic()
+        if left > 0:
+            return left
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
     def _look(self) -> None:
         """Note the last step that workers have done without saying so."""
         if (reached := self._progress.read()) is not None:
@@ -180,8 +193,15 @@ class Control:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            _log.warning("a worker's connection could not be accepted: %s", error)
+            if scarce(error):  # the worker waits meanwhile
+                self._selector.unregister(self._listener)
+                self._accept_at = time.monotonic() + PAUSE
+            else:
+                _log.warning("a worker's connection could not be accepted: %s", error)
             return
+        if self._accept_at:
+            self._accept_at = 0.0
+            reserve()
         sock.setblocking(False)
         pid, user = _process_of(sock)
         if user not in (os.getuid(), 0):

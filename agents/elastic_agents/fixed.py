@@ -22,6 +22,7 @@ from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
 from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
+from elastic_launch.descriptors import raise_limit
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.private import make_private
@@ -144,6 +145,7 @@ def run(world: FixedWorld) -> int:
 
 
 def _run(world: FixedWorld) -> int:
+    raise_limit()
     inbox: Inbox[object] = Inbox(MonotonicClock())
     with SignalsTo((number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN), inbox):
         return _Agent(world, inbox).run()

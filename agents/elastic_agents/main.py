@@ -21,6 +21,7 @@ from elastic_agents.summary import last_words, root_cause
 from elastic_agents.warm.client import start_processes
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
+from elastic_launch.descriptors import raise_limit, reserve
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
 from elastic_launch.notice_sources import claimed
@@ -84,6 +85,8 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
+    raise_limit()
+    reserve()
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
     with closing(files), signals, deaths_reported_to(inbox.put), _health(config, begun) as health:

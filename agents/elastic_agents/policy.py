@@ -98,8 +98,8 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             if number != view.round or local_rank not in view.held:
                 return view, []
             return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank, preempted=True)])
-        case StartFailed(cause=cause, started=started):
-            view, actions = _end(replace(view, alive=started), ExitCode.STARTUP_FAILURE, cause)
+        case StartFailed(cause=cause, started=started, code=code):
+            view, actions = _end(replace(view, alive=started), code, cause)
             return view, [ReportLeaving(cause), *actions]
         case WorkerReady(round=number, local_rank=local_rank):
             return _ready(view, local_rank) if number == view.round else (view, [])

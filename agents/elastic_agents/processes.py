@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from elastic_agents.sessions import dead_strangers, reap, reap_orphans
+from elastic_launch.descriptors import given_limit
 from elastic_launch.threads import VitalThread
 
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
@@ -100,13 +101,14 @@ class ExecProcesses:
         call()
 
     def start(self, request: StartRequest) -> int:
-        process = subprocess.Popen(
-            list(request.argv),
-            env=dict(request.env),
-            stdout=request.stdout,
-            stderr=request.stderr,
-            start_new_session=True,
-        )
+        with given_limit():
+            process = subprocess.Popen(
+                list(request.argv),
+                env=dict(request.env),
+                stdout=request.stdout,
+                stderr=request.stderr,
+                start_new_session=True,
+            )
         self._watch(process.pid, process.wait)
         return process.pid
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import CutOff
@@ -195,10 +196,12 @@ class StartFailed:
 
     Attributes:
         started: local ranks of those that were started before it.
+        code: that this node ends with.
     """
 
     cause: str
     started: frozenset[int] = frozenset()
+    code: int = int(ExitCode.STARTUP_FAILURE)
 
 
 @dataclass(frozen=True, slots=True)

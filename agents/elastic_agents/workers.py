@@ -104,7 +104,11 @@ class WorkerSet:
             OSError: if its command cannot be executed.
         """
         _, out = self._pump.open(1, logs.stdout)
-        stderr, err = self._pump.open(2, logs.stderr)
+        try:
+            stderr, err = self._pump.open(2, logs.stderr)
+        except OSError:
+            os.close(out)
+            raise
         began = self._clock.now()
         try:
             pid = self._processes.start(StartRequest(argv, env, out, err))

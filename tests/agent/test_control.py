@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import resource
 import socket
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness import wait_for
@@ -18,6 +20,7 @@ from elastic_agents.keeper import Keeper
 from elastic_agents.vocabulary import WorkerReady
 from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_launch import contract as c
+from elastic_launch import descriptors
 from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
 from elastic_launch.progress import Progress
 from elastic_launch.testing import FakeClock
@@ -31,6 +34,19 @@ class Events(list[Event]):
 
 
 Said = queue.SimpleQueue[object]
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[Callable[[], None]]:
+    """Leave this process without a descriptor to open, until it is called."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors.release()
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    descriptors.release()
 
 
 @pytest.fixture
@@ -163,3 +179,20 @@ def test_the_agent_hears_with_which_code_a_script_has_ended(code: int, control: 
         sock.connect("\0" + control.address[1:])
         sock.sendall(last_words(code))
     assert said.get(timeout=30) == ScriptEnded(os.getpid(), code)
+
+
+def test_workers_wait_while_there_are_no_descriptors(
+    control: Control, said: Said, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(60)
+    go_on = request.getfixturevalue("no_descriptors")
+    sock.connect("\0" + control.address[1:])
+    sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+    wait_for("the lack to be told", lambda: "Too many open files" in caplog.text)
+    time.sleep(3 * descriptors.PAUSE)  # more than one further try
+    assert said.empty()
+    go_on()
+    assert said.get(timeout=60) == WorkerReady(1, 0)
+    assert caplog.text.count("Too many open files") == 1
+    sock.close()

@@ -26,6 +26,7 @@ from elastic_agents.warm.parked import Parked
 from elastic_agents.warm.server import command, open_log
 from elastic_agents.warm.spying import PER_WORKER
 from elastic_launch.config import LaunchConfig
+from elastic_launch.descriptors import given_limit
 from elastic_launch.threads import VitalThread
 from elastic_launch.writer import Writer
 
@@ -143,7 +144,8 @@ class WarmServer:
             undo.callback(os.close, source)
             undo.enter_context(orders)
             log = partial(open_log, str(settings["log"]))
-            with theirs, open(tell, "wb"), log() if files is None else files.ask(log, OPEN_TIMEOUT) as output:
+            opened = log() if files is None else files.ask(log, OPEN_TIMEOUT)
+            with theirs, open(tell, "wb"), opened as output, given_limit():
                 process = subprocess.Popen(
                     command(settings),
                     env=server_environment(env),

@@ -1,0 +1,69 @@
+"""Descriptors: the agent's own limit, that of what it starts, and what it does without any."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_launch import descriptors
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[tuple[int, int]]:
+    """Put back what a test changes; the process has a soft limit below the hard one meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = (min(1024, before[1] - 1), before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, low)
+    yield low
+    descriptors.release()
+    descriptors._given, descriptors._told = None, False
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def child() -> str:
+    return subprocess.run(["sh", "-c", "ulimit -Sn"], capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_the_limit_is_raised_for_this_process_and_not_for_those_it_starts(limit: tuple[int, int]) -> None:
+    soft, hard = limit
+    with descriptors.given_limit():
+        assert child() == str(soft)
+    descriptors.raise_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    with descriptors.given_limit():
+        assert child() == str(soft)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_nobody_is_kept_from_descriptors_beyond_the_given_limit(limit: tuple[int, int]) -> None:
+    descriptors.raise_limit()
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(limit[0])]
+    try:
+        with descriptors.given_limit():
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit[1]
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+
+
+def test_what_is_in_reserve_is_there_when_there_is_nothing_else(
+    limit: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    descriptors.reserve()
+    highest = os.open(os.devnull, os.O_RDONLY)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        os.open(os.devnull, os.O_RDONLY)
+    assert descriptors.scarce(caught.value)
+    assert descriptors.scarce(caught.value)
+    freed = [os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors.RESERVE)]
+    for descriptor in freed:
+        os.close(descriptor)
+    assert len([text for text in caplog.messages if "tries again" in text]) == 1
+    assert not descriptors.scarce(OSError(errno.ENOENT, "no"))
