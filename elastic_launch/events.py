@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elastic_launch.node_events import (
+    CheckpointSaved,
     FirstStep,
     LinkChanged,
+    NodeEnded,
     NoticeReceived,
     OrderReceived,
     RoundSteps,
@@ -24,12 +26,14 @@ from elastic_launch.sinks import Event, EventSink, JsonLines, event_name
 
 __all__ = [
     "CauseFound",
+    "CheckpointSaved",
     "Event",
     "EventSink",
     "FirstStep",
     "JsonLines",
     "LeaderElected",
     "LinkChanged",
+    "NodeEnded",
     "NodeJoined",
     "NodeLeft",
     "NodeLost",
@@ -195,7 +199,7 @@ class RoundDraining(Event):
 
     def line(self) -> str:
         limit = "" if self.seconds is None else f", within {self.seconds:g} s"
-        return f"round {self.round} drains: {self.cause}; its workers stop after the same step and save{limit}"
+        return f"round {self.round} drains: {self.cause}; its workers stop after the same step{limit}"
 
 
 @dataclass(frozen=True, slots=True)

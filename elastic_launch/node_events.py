@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from elastic_launch.sinks import Event
 
 __all__ = [
+    "CheckpointSaved",
     "FirstStep",
     "LinkChanged",
+    "NodeEnded",
     "NoticeReceived",
     "OrderReceived",
     "RoundSteps",
@@ -133,3 +135,26 @@ class RoundSteps(Event):
     first: int
     last: int
     trained_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A checkpoint that this node has written is committed to durable storage.
+
+    Attributes:
+        round: in which it was, or which was the last before.
+        step: optimizer steps done.
+        path: directory or URL; empty where a worker has written it, which does not say.
+    """
+
+    round: int
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnded(Event):
+    """This node's part of the run is over."""
+
+    code: int
+    cause: str

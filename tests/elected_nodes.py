@@ -95,10 +95,10 @@ class Node:
                 self.membership.joined(event.round.number)
             case m.Break(round=number):
                 self.broken.append(number)
-                self.membership.stopped(number, 29500)
+                self.membership.stopped(m.Stopped(number, 29500))
             case m.Evicted():
                 self.evictions += 1
-                self.membership.stopped(self.rounds[-1].round.number if self.rounds else 0, 29500)
+                self.membership.stopped(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, 29500))
             case m.RunEnd(code=code):
                 self.ends.append(code)
             case RendezvousLost(error=error):

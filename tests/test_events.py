@@ -102,11 +102,11 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ),
         (
             ev.RoundDraining(3, "preemption", "node b leaves (SIGTERM)", 30.0),
-            "round 3 drains: node b leaves (SIGTERM); its workers stop after the same step and save, within 30 s",
+            "round 3 drains: node b leaves (SIGTERM); its workers stop after the same step, within 30 s",
         ),
         (
             ev.RoundDraining(3, "membership", "resize", None),
-            "round 3 drains: resize; its workers stop after the same step and save",
+            "round 3 drains: resize; its workers stop after the same step",
         ),
         (
             ev.RoundDrained(3, 120, "preemption", "node b leaves (SIGTERM)", 0.4, "a new round forms"),

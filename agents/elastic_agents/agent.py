@@ -42,7 +42,15 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Placement, Save
 from elastic_launch.descriptors import scarce
 from elastic_launch.errors import EndpointError, ExitCode
-from elastic_launch.events import EventSink, LinkChanged, WorkerExited, WorkerStarted
+from elastic_launch.events import (
+    CheckpointSaved,
+    EventSink,
+    LinkChanged,
+    NodeEnded,
+    WorkerExited,
+    WorkerStarted,
+    counted,
+)
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
 from elastic_launch.rendezvous.handler import MembershipHandler
@@ -110,8 +118,12 @@ class LocalElasticAgent(ElasticAgent):
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
         self._hosting = False
         self._member = False
+        self._run_over = False  # the leader has said so
         self._awaited: m.Form | None = None  # a round whose workers wait to be started
         self._rank = 0  # among the members of the present round
+        self._saved: int | None = None  # step of the last checkpoint that its workers have reported
+        self._unsaved = ""  # why their last one could not be written
+        self._kept: Copied | None = None  # the last copy that is in durable storage
 
     @property
     def outcome(self) -> Outcome:
@@ -148,7 +160,7 @@ class LocalElasticAgent(ElasticAgent):
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
         # In this order, each also where one before has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
-        ends += [processes.close, self._secure, self._control.close, keeper.close, pump.close, self._membership.close]
+        ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]
         ends += [self._close_store, guard.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
             for end in reversed(ends):
@@ -159,7 +171,7 @@ class LocalElasticAgent(ElasticAgent):
             while self._outcome is None:
                 self._react(self._inbox.take())
         assert self._outcome is not None
-        self._outcome = replace(self._outcome, unsaved=keeper.failed)
+        self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
         error_files = {rank: logs.error_file for rank, logs in self._logs.items()}
         try:
@@ -171,20 +183,11 @@ class LocalElasticAgent(ElasticAgent):
         """Have something done to the run's file, by the one thread that does."""
         self._files.put(lambda data: act())
 
-    def _secure(self) -> None:
-        """What a run that failed has in memory only is what it can go on from."""
-        outcome = self._outcome
-        if outcome is None or not self._member or outcome.code in (ExitCode.DONE, ExitCode.RENDEZVOUS):
-            return
-        # Who has left alone, and had no time to drain, may have enough for the snapshot that there is.
-        left = self._departure.left if self._view.nodes == 1 else 0.0
-        if outcome.code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) or left > 0:
-            self._keeper.secure()
-            if not self._keeper.wait(left or self._config.shutdown_timeout):
-                _log.warning("the last snapshot could not be copied to durable storage in time")
-
     def _copied(self, copied: Copied | Copying | Save | None) -> bool:
         """Called from the keeper's thread."""
+        if isinstance(copied, Copied) and copied.path:
+            self._kept = copied
+            self._events.emit(CheckpointSaved(self._view.round, copied.step, copied.path))
         told = copied is not None and self._control.tell_copied(copied)
         if self._keeper.idle:
             self._inbox.put(v.CopiesDone())
@@ -249,6 +252,7 @@ class LocalElasticAgent(ElasticAgent):
                     _log.info("%s", text)
                 return None
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
+                self._run_over = isinstance(item, m.RunEnd)
                 self._member = not isinstance(item, m.Evicted)
                 self._ordered(item)
                 return item
@@ -262,6 +266,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._control.ask_save(number)
                 return None
             case WorkerSaved(round=number, step=step, error=error, asked=asked):
+                self._worker_saved(number, step, error)
                 self._membership.saved(m.Saved(number, step, error=error, asked=asked))
                 return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
@@ -273,11 +278,22 @@ class LocalElasticAgent(ElasticAgent):
                 # The host of a c10d store has nobody to serve: the others cannot go on without it.
                 newest = self._keeper.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
-            case m.Released() | v.WorkerReady() | v.CopiesDone() | v.DrainOver() | v.TeardownOver():
+            case v.CopiesDone(given_up=given_up):
+                return item if given_up or self._keeper.idle else None  # else it is of an earlier copy
+            case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
                 return item
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _worker_saved(self, number: int, step: int, error: str) -> None:
+        """A worker has told of a checkpoint: of one that it has written itself, or of a copy of its agent's."""
+        if number != self._view.round:
+            return
+        self._saved, self._unsaved = self._saved if error else step, error
+        if not error and (self._kept is None or self._kept.step != step):
+            self._kept = None
+            self._events.emit(CheckpointSaved(number, step, ""))
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
@@ -334,9 +350,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
                     self._inbox.put_later(seconds, v.DrainOver(number))
-            case v.AwaitCopies():
-                if self._keeper.idle:
-                    self._inbox.put(v.CopiesDone())
+            case v.AwaitCopies(bounded=bounded):
+                self._await_copies(bounded=bounded)
             case v.AwaitEnd(round=number, local_rank=local_rank, seconds=seconds):
                 self._inbox.put_later(seconds, v.TeardownOver(number, local_rank))
             case v.Terminate() | v.Kill() if self._awaited is not None:
@@ -357,8 +372,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._ready(number)
                 if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
-            case v.ReportStopped(round=number, drained=drained, serve=serve):
-                self._end_round(number, drained, serve)
+            case v.ReportStopped():
+                self._end_round(action)
             case v.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._membership.done(number)
@@ -368,7 +383,8 @@ class LocalElasticAgent(ElasticAgent):
                 _log.warning("%s", text)
             case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
-                self._outcome = Outcome(code, cause, self._restarts, failure)
+                where = self._where() if code not in (ExitCode.DONE, ExitCode.RENDEZVOUS) else ""
+                self._outcome = Outcome(code, cause, self._restarts, failure, self._keeper.failed, where)
 
     def _had_failed(self, reaped: Reaped) -> None:
         """A worker was stopped: it may have raised before, and the leader hears of it before it forms a round."""
@@ -393,17 +409,58 @@ class LocalElasticAgent(ElasticAgent):
         begun = self._control.pace.of_round(number)
         self._membership.ready(number, remaining, begun[0] if begun is not None else -1)
 
-    def _end_round(self, number: int, drained: int, serve: bool) -> None:
+    def _await_copies(self, *, bounded: bool) -> None:
+        """Have what is in memory only copied, if that is this node's part."""
+        left = self._departure.left
+        if self._member:
+            self._keeper.secure()
+        elif bounded:
+            left = 0.0
+        if self._keeper.idle or (bounded and left <= 0):
+            self._inbox.put(v.CopiesDone(given_up=not self._keeper.idle))
+        elif bounded:
+            self._inbox.put_later(left, v.DrainOver(self._view.round))
+
+    def _end_round(self, end: v.ReportStopped) -> None:
+        number, drained = end.round, end.drained
         stuck = self._workers.end_round()
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        port = self._serve(self._store.address) if serve else 0
+        port = self._serve(self._store.address) if end.serve else 0
         newest = self._keeper.newest
         held = m.Held(newest.round, newest.step, port) if newest is not None else None
-        self._membership.stopped(number, self._store.reserve(), drained, held)
+        saved = drained >= 0 and self._has_saved(drained)
+        unsaved = self._why_unsaved() if end.secured and not saved else ""
+        stopped = m.Stopped(number, self._store.reserve(), drained, held, saved, unsaved)
+        self._membership.stopped(stopped)
+
+    def _where(self) -> str:
+        """Where the training's state is that this node ends with, as far as it was this node's part to save it."""
+        number, step = self._control.pace.reached
+        others = self._view.nodes > 1 and not self._run_over
+        if not number or others or self._rank != 0:
+            return ""
+        saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
+        if saved is None:
+            return f"nothing is saved, {counted(step, 'step')} lost: {self._why_unsaved()}"
+        place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
+        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved else ""
+        return f"step {saved} is saved{place}{lost}"
+
+    def _has_saved(self, step: int) -> bool:
+        """Whether the state after a step of the present round is in durable storage, as far as this node knows."""
+        return self._saved == step or self._keeper.has_saved(step)
+
+    def _why_unsaved(self) -> str:
+        """Why what this node was to save is not; empty if nothing was."""
+        if self._keeper.failed or self._unsaved:
+            return self._keeper.failed or self._unsaved
+        if not self._keeper.idle:
+            return "there was no time left"
+        return "the script saves no checkpoints" if self._rank == 0 and not self._keeper.saves else ""
 
     def _serve(self, address: str) -> int:
         """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
@@ -422,6 +479,7 @@ class LocalElasticAgent(ElasticAgent):
     def _start(self, form: m.Form) -> None:
         assert self._store is not None
         self._local_failures.clear()
+        self._saved, self._unsaved = None, ""
         number = form.round.number
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint

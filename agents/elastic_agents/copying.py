@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
+from elastic_launch.snapshot.listing import find
 from elastic_launch.snapshot.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.shares import Division, Split
 from elastic_launch.snapshot.slot import Header, Slot
@@ -65,6 +66,10 @@ def copy(
         if order["share"]:
             if split is not None and order["share"] < len(split.division):
                 write_share(order["directory"], split.division, order["share"], **numbers, nonce=split.nonce)
+            return {**done, "seconds": time.monotonic() - began}
+        newest = next(iter(find(order["directory"])), None) if order["last"] else None
+        if newest is not None and (newest.round, newest.step) >= (header.round, header.step):
+            done.update(path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
             return {**done, "seconds": time.monotonic() - began}
         info = write_parts(
             order["directory"],

@@ -14,10 +14,14 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import EventSink, NoticeReceived, OrderReceived
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.rounds import MOST_SECONDS
 
 __all__ = ["MARGIN", "Departure"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+REPEAT = 1.0
+"""Seconds within which signals count as one: wrappers send them to a process and to its group, or two of them."""
 
 MARGIN = 2.0
 """Seconds of those that a notice gives that are kept for what follows the drain: to kill what is left, and to exit."""
@@ -51,23 +55,30 @@ class Departure:
         sources = sorted(config.notices, key=lambda source: source.seconds is not None)
         self._signals = {source.number: source for source in sources if source.number is not None}
         self._until: float | None = None
+        self._signalled: float | None = None  # when the first of the signals came that count as one
         self._forgiven = False
         self.notice: Notice | None = None
 
     @property
     def left(self) -> float:
-        """Seconds that the notice leaves; 0 if there was none, or they have passed."""
-        return 0.0 if self._until is None else max(0.0, self._until - self._clock.now())
+        """Seconds until this node is to be gone: those that a notice or order leaves, else ``--shutdown-timeout``."""
+        if self._until is None:
+            return self._config.shutdown_timeout
+        return max(0.0, self._until - self._clock.now())
 
     @property
     def grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL for workers."""
-        grace = self._config.shutdown_timeout
-        return grace if self._until is None else min(grace, self.left)
+        return min(self._config.shutdown_timeout, self.left)
 
     def by_signal(self, number: int, view: v.View) -> v.Leave | None:
         """A signal came that is not for the workers."""
         name = signal.Signals(number).name
+        now = self._clock.now()
+        if self._signalled is not None and now - self._signalled < REPEAT:
+            _log.debug("%s received again", name)
+            return None
+        self._signalled = now
         source = self._signals.get(signal.Signals(number))
         if source is not None:
             return self.by_notice(Notice("signal", "request", name, source.seconds), view)
@@ -77,7 +88,9 @@ class Departure:
             _log.info("%s received: this node leaves already; a second one kills its workers", name)
             return None
         _log.info("%s received", name)
-        return v.Leave(name, 128 + number, self._to_drain(self._config.shutdown_timeout, view))
+        if self._until is None:
+            self._until = now + self._config.shutdown_timeout
+        return v.Leave(name, 128 + number, self._to_drain(min(self._config.shutdown_timeout, self.left), view))
 
     def by_order(self, order: m.Depart, view: v.View) -> v.Leave | None:
         """The leader wants this node to leave."""
@@ -85,6 +98,8 @@ class Departure:
         if view.leaving is not None:
             return None  # it does so already, and told twice it would not drain
         _log.info("%s: this node leaves the run", order.reason)
+        if order.seconds < MOST_SECONDS:
+            self._until = self._clock.now() + order.seconds
         return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds, view))
 
     def by_notice(self, notice: Notice, view: v.View) -> v.Leave | None:
@@ -117,5 +132,10 @@ class Departure:
         if left >= needed:
             return left
         if view.phase is v.Phase.RUNNING:
-            _log.warning("no time to stop after a step: %.1f s are left, steps and saving take %.1f s", left, needed)
+            _log.warning(
+                "no time to stop after a step: %.1f s are left, steps and saving take %.1f s; "
+                "the last snapshot in memory is saved instead",
+                left,
+                needed,
+            )
         return 0.0

@@ -46,6 +46,7 @@ class _Order:
     shares: int = 1
     share: int = 0
     nonce: str = ""
+    last: bool = False  # at the end: not if it is there already, or something newer
 
 
 class Keeper:
@@ -69,6 +70,7 @@ class Keeper:
         self._target: _Order | None = None
         self._order: _Order | None = None
         self._copied = 0
+        self._given_up = 0  # that could not be copied, after all attempts
         self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
         self._busy = False
         self._closing = False
@@ -124,9 +126,22 @@ class Keeper:
                 return
             header = self._slots[newest.slot].header()
             there = header is not None and header.sequence == newest.sequence
-            if there and newest.sequence > self._copied:
-                self._order = self._target
+            under_way = self._order is not None or (self._busy and self._book.pinned == newest)
+            if there and newest.sequence > max(self._copied, self._given_up) and not under_way:
+                self._order = replace(self._target, last=True)
                 self._changed.notify_all()
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the newest snapshot is of that step, and in durable storage."""
+        with self._changed:
+            newest = self._book.newest
+            return newest is not None and newest.step == step and newest.sequence == self._copied
+
+    @property
+    def saves(self) -> bool:
+        """Whether this node is to copy snapshots to durable storage."""
+        with self._changed:
+            return self._target is not None
 
     @property
     def newest(self) -> Held | None:
@@ -296,6 +311,7 @@ class Keeper:
             if copied.path or not order.owner.startswith(" "):
                 self._took.add(order.directory)
             if copied.path or final or attempt == ATTEMPTS or self._closing:
+                self._given_up = self._given_up if copied.path else held.sequence
                 return copied
             _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)
             with self._changed:
@@ -331,6 +347,7 @@ class Keeper:
             "shares": order.shares,
             "share": order.share,
             "nonce": order.nonce,
+            "last": order.last,
             # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
             "take": order.directory not in self._took and not url,
         }

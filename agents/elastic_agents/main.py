@@ -167,7 +167,7 @@ def _check(config: LaunchConfig) -> None:
 def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> int:
     """Print the summary; a root cause comes last, where the user looks first."""
     logs = _logs(config, kept)
-    if outcome.unsaved:
+    if outcome.unsaved and outcome.unsaved not in outcome.where:
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
     if outcome.code == ExitCode.DONE:
         _log.info("done: %s; restarts: %d%s", outcome.cause, outcome.restarts, logs)
@@ -177,6 +177,8 @@ def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> 
     words = last_words(outcome.code, outcome.cause, outcome.failure)
     with suppress(TimeoutError):
         files.ask(partial(write_termination_log, words), IDLE)
+    if outcome.where:
+        _log.log(level, "%s", outcome.where)
     _log.log(level, "exit code %d: %s%s", outcome.code, outcome.cause, logs)
     if outcome.failure is not None:
         _log.log(level, "%s", root_cause(outcome.failure))

@@ -25,6 +25,7 @@ class Outcome:
         failure: the run's root cause, if a worker's failure ended it.
         restarts: restarts charged to the run's budget, as far as this node knows.
         unsaved: why the last copy to durable storage failed, if it did.
+        where: where the state is that the training came to, if it was this node's part to save it.
     """
 
     code: int
@@ -32,6 +33,7 @@ class Outcome:
     restarts: int = 0
     failure: m.Failure | None = None
     unsaved: str = ""
+    where: str = ""
 
 
 def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int, Path]) -> RunResult:

@@ -8,8 +8,8 @@ sockets or time. A node is always in one phase:
 - DRAINING: they have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
 - STOPPING: the workers that are left are being ended; then the node waits again, or exits if ``leaving`` is set.
-- SAVING: this node leaves, drained; what it has in memory only is being copied to durable storage, or served to the
-  next round.
+- SAVING: this node leaves, or the run ends; what it has in memory only is being copied to durable storage, or served
+  to the next round.
 - OVER: nothing left to do.
 """
 
@@ -72,9 +72,11 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
     match event:
         case m.Form():
             return _form(view, event, nproc)
-        case m.Drain(round=number, cause=cause, seconds=seconds):
-            return _drain(view, cause, seconds) if number == view.round else (view, [])
+        case m.Drain(round=number):
+            return _drain(view, event) if number == view.round else (view, [])
         case m.Break(round=number):
+            if number == view.round and view.phase is Phase.SAVING and view.leaving is None:
+                return _saved(view)
             return _stop(view) if number == view.round else (view, [])
         case m.Evicted(reason=reason, final=final):
             if final and view.leaving is None:
@@ -143,13 +145,16 @@ def _can_drain(view: View) -> bool:
     return bool(view.alive) and view.alive <= view.ready and not view.held
 
 
-def _drain(view: View, cause: str, seconds: float | None) -> Decision:
+def _drain(view: View, order: m.Drain) -> Decision:
     """Have the workers stop after the same step, or end the round here if some cannot."""
+    if view.phase is Phase.DRAINING:
+        return replace(view, final=view.final or order.final), []
     if view.phase is not Phase.RUNNING:
         return view, []
     if not _can_drain(view):
         return _stop(view)
-    return replace(view, phase=Phase.DRAINING), [AskStop(view.round, cause, seconds)]
+    view = replace(view, phase=Phase.DRAINING, final=order.final)
+    return view, [AskStop(view.round, order.cause, order.seconds)]
 
 
 def _drain_over(view: View) -> Decision:
@@ -201,13 +206,18 @@ def _kill(view: View) -> Decision:
 
 def _settle(view: View, drained: int = -1) -> Decision:
     """All workers are reaped."""
-    if view.leaving is None:
+    if view.leaving is None and (not view.final or drained < 0):
         return replace(view, phase=Phase.WAITING, held=frozenset()), [ReportStopped(view.round, drained)]
+    if view.leaving is None:
+        return replace(view, phase=Phase.SAVING), [AwaitCopies()]
     if drained < 0:
-        return _over(view, view.leaving, view.cause)
-    view = replace(view, phase=Phase.SAVING, serving=view.keeps)
+        told = view.told
+        view, actions = _over(view, view.leaving, view.cause)
+        # Nobody is to wait for what this node saves on its way.
+        return view, actions if told or view.phase is Phase.OVER else [ReportStopped(view.round), *actions]
     # Others go on from their own memory or this node's; where neither is, whoever comes needs what is on the disk.
-    stopped: list[Action] = [ReportStopped(view.round, drained, view.keeps)] if view.nodes > 1 or view.keeps else []
+    view = replace(view, phase=Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
+    stopped: list[Action] = [ReportStopped(view.round, drained, view.keeps)] if view.told else []
     return view, [*stopped, AwaitCopies()]
 
 
@@ -219,23 +229,33 @@ def _released(view: View) -> Decision:
 
 
 def _saved(view: View) -> Decision:
-    assert view.leaving is not None
-    stopped: list[Action] = [] if view.nodes > 1 or view.keeps else [ReportStopped(view.round, view.step)]
+    """What is to be saved is, or there is no time left for it."""
+    stopped: list[Action] = [] if view.told else [ReportStopped(view.round, view.step, secured=True)]
+    if view.leaving is None:
+        return replace(view, phase=Phase.WAITING, told=True), stopped
     view, actions = _over(view, view.leaving, view.cause)
     return view, [*stopped, *actions]
 
 
 def _over(view: View, code: int, cause: str) -> Decision:
-    return replace(view, phase=Phase.OVER, leaving=int(code)), [Finish(int(code), cause)]
+    """Exit, once what is in memory only is saved: the memory goes with this node."""
+    view = replace(view, leaving=int(code), cause=cause)
+    done = code in (ExitCode.DONE, ExitCode.RENDEZVOUS)
+    if view.phase is Phase.SAVING or done or not view.round:
+        return replace(view, phase=Phase.OVER), [Finish(int(code), cause)]
+    return replace(view, phase=Phase.SAVING, told=True), [AwaitCopies(bounded=True)]
 
 
 def _end(view: View, code: int, cause: str) -> Decision:
+    if view.phase is Phase.SAVING and view.leaving is None:
+        view = replace(view, leaving=int(code), cause=cause, told=True)
+        return view, [AwaitCopies(bounded=True)]
     if view.phase is Phase.SAVING:
         return _released(view)
     finished = view.phase is Phase.FINISHED and code == ExitCode.DONE
     if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
-    view = replace(view, leaving=code, cause=cause)
+    view = replace(view, leaving=code, cause=cause, told=True)
     if view.alive:
         return _stop(view)
     return _over(view, code, cause)
@@ -299,6 +319,9 @@ def _fail(view: View, reports: list[Action]) -> Decision:
 
 def _leave(view: View, event: Leave) -> Decision:
     """Leave the run, after a drain if there is time for one; told a second time, at once."""
+    if view.phase is Phase.SAVING and view.leaving is None:
+        view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}")
+        return view, [ReportLeaving(event.reason, event.seconds), AwaitCopies(bounded=True)]
     if view.phase is Phase.SAVING:
         return _saved(view)
     if view.leaving is not None:

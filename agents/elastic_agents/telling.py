@@ -83,7 +83,7 @@ def tell_order(order: MemberOrder, number: int, cause: str) -> None:
             nodes = counted(len(formed.members), "node")
             _log.info("round %d formed: world size %d on %s; workers start", number, formed.world_size, nodes)
         case m.Drain():
-            _log.info("round %d drains: %s; the workers stop after the same step and save", number, cause)
+            _log.info("round %d drains: %s; the workers stop after the same step", number, cause)
         case m.Break():
             _log.info("round %d broken: %s", number, cause)
         case m.Evicted():

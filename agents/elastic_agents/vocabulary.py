@@ -88,6 +88,8 @@ class View:
         step: optimizer steps that these have done.
         keeps: this node has a snapshot of that step, and can serve it to others when it leaves.
         serving: it left, stopped, and others may need that snapshot.
+        final: the run ends when the round is drained: the node saves before it reports that.
+        told: the leader knows that the round's workers are gone, or need not.
         held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
         leaving: exit code with which the node leaves once its workers are reaped, or None.
         cause: why it leaves.
@@ -102,6 +104,8 @@ class View:
     step: int = 0
     keeps: bool = False
     serving: bool = False
+    final: bool = False
+    told: bool = False
     held: frozenset[int] = frozenset()
     leaving: int | None = None
     cause: str = ""
@@ -165,7 +169,13 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class CopiesDone:
-    """What was to be copied to durable storage is copied, or there is no time left for it."""
+    """What was to be copied to durable storage is copied, or could not be.
+
+    Attributes:
+        given_up: there was no time for it, or this node is no member any more.
+    """
+
+    given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +281,13 @@ class AskStop:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCopies:
-    """Raise CopiesDone once what was to be copied to durable storage is copied, and nobody fetches a snapshot."""
+    """Raise CopiesDone once what is in memory is copied to durable storage, and nobody fetches a snapshot.
+
+    Attributes:
+        bounded: raise DrainOver after the time that this node has left: no drain has set a limit.
+    """
+
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +329,13 @@ class ReportStopped:
     Attributes:
         drained: optimizer steps done, if all have stopped by agreement, else -1.
         serve: whether to serve the snapshot to others from now on.
+        secured: copies to durable storage were waited for.
     """
 
     round: int
     drained: int = -1
     serve: bool = False
+    secured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ class RoundTold:
 
     Attributes:
         formed: it was recorded, or its order came; ``led`` whether this host decided it.
+        nodes: in it; 0 if that is not known.
         mine: whether this host has workers in it.
         started: the last of this host's workers was started.
         begun, first: the first of them came to where training begins; its first step was done.
@@ -29,6 +30,7 @@ class RoundTold:
     number: int
     formed: float | None = None
     led: bool = False
+    nodes: int = 0
     mine: bool = False
     started: float | None = None
     begun: float | None = None
@@ -56,6 +58,8 @@ class Chronicle:
         restarts, max_restarts: restarts charged, as far as this host knows; -1 for a budget that it does not know.
         leads: whether this host's decisions are the last that it knows of.
         over: the run has ended.
+        code: exit code of the run, or of this node's part; None if neither has ended.
+        saved: steps in the last checkpoint that this host knows of; None for none.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,8 @@ class Chronicle:
         self.restarts = 0
         self.max_restarts = -1
         self.over = False
+        self.code: int | None = None
+        self.saved: int | None = None
         self._led_term = 0
         self._seen_term = 0
         self._link_cause = ""
@@ -92,8 +98,12 @@ class Chronicle:
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
                 self._of(number).kind = kind
                 self.restarts, self.max_restarts = max(self.restarts, restarts), most
-            case ev.RunEnded(restarts=restarts):
-                self.restarts, self.over = max(self.restarts, restarts), True
+            case ev.RunEnded(restarts=restarts, code=code):
+                self.restarts, self.over, self.code = max(self.restarts, restarts), True, code
+            case ev.NodeEnded(code=code):
+                self.code = code
+            case ev.CheckpointSaved(step=step):
+                self.saved = step
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
@@ -107,6 +117,7 @@ class Chronicle:
                 told = self._of(number)
                 told.begun, told.restore = clock, max(0.0, seconds)
                 told.step, told.last = step, max(step, told.last)
+                self.saved = step if self.saved is None else self.saved  # restored from there, or nothing is done
             case ev.FirstStep(round=number, step=step):
                 told = self._of(number)
                 told.first, told.last = clock, max(step, told.last)
@@ -122,8 +133,8 @@ class Chronicle:
     ) -> None:
         told = self._of(event.round)
         match event:
-            case ev.RoundFormed(term=term, restarts=restarts):
-                told.formed, told.led = clock, True
+            case ev.RoundFormed(term=term, restarts=restarts, nodes=nodes):
+                told.formed, told.led, told.nodes = clock, True, len(nodes)
                 self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
             case ev.RoundDraining(kind=kind, cause=cause):
                 told.draining, told.kind, told.cause = clock, kind, cause

@@ -13,7 +13,8 @@ their sum is the time that the training stood still:
 - restore: of the state, as the worker measured it.
 - first step: until that is done.
 
-Lost steps are those done when the round ended less those done where training went on.
+Lost steps are those done when the round ended less those done where training went on. Of a run that ended before its
+work was done, and of a node that ended alone, those done since the last checkpoint in durable storage are lost, too.
 
 **Goodput** is productive time / total time. Total time is that from the host's first event to its last, without rounds
 in which it had no workers: of these it knows nothing. Productive time is time in steps that were kept. Time in steps
@@ -96,7 +97,8 @@ class Ledger:
         by_steps: workers told of their steps; else productive time is their running time.
         productive_s, total_s: see the module.
         steps: that were kept; None if unknown.
-        lost_steps: of all incidents whose loss is known; None if unknown.
+        unsaved_steps: done since the last checkpoint, if the run ended before its work was done; None if unknown.
+        lost_steps: these and those of all incidents whose loss is known; None if unknown.
         max_restarts: -1 if unknown.
     """
 
@@ -105,6 +107,7 @@ class Ledger:
     productive_s: float
     total_s: float
     steps: int | None
+    unsaved_steps: int | None
     lost_steps: int | None
     restarts: int
     max_restarts: int
@@ -151,7 +154,8 @@ def build(chronicle: Chronicle) -> Ledger:
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
         incidents.append(replace(incident, number=len(incidents) + 1))
-    kept, productive = _productive(rounds, by_steps=by_steps, until=chronicle.until)
+    unsaved = _unsaved(chronicle, rounds) if by_steps else 0
+    kept, productive = _productive(rounds, by_steps=by_steps, until=chronicle.until, unsaved=unsaved)
     total = max(0.0, chronicle.until - (chronicle.since or 0.0) - _unseen(rounds, chronicle.until))
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     return Ledger(
@@ -160,7 +164,8 @@ def build(chronicle: Chronicle) -> Ledger:
         round(min(productive, total), 6),
         round(total, 6),
         kept if by_steps else None,
-        sum(known) if by_steps else None,
+        unsaved if by_steps else None,
+        unsaved + sum(known) if by_steps else None,
         chronicle.restarts,
         chronicle.max_restarts,
     )
@@ -266,14 +271,23 @@ def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
     return max(0, told.last - resumed)
 
 
-def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float) -> tuple[int, float]:
+def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int:
+    """Steps done that nobody can go on from: the memory that held them has ended with the run, or with a node alone."""
+    if not chronicle.code or not (chronicle.over or rounds[-1].nodes == 1):
+        return 0
+    last = next(told.last for told in reversed(rounds) if told.begun is not None)
+    return max(0, last - (chronicle.saved or 0))
+
+
+def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float, unsaved: int) -> tuple[int, float]:
     """Steps kept, and productive seconds."""
     if not by_steps:
         spans = [(told.started, _running_until(told, following, until)) for told, following in _with_next(rounds)]
         return 0, sum(max(0.0, end - start) for start, end in spans if start is not None)
     kept, seconds = 0, 0.0
-    floor: int | None = None
-    for told in reversed([told for told in rounds if told.begun is not None]):
+    trained = [told for told in rounds if told.begun is not None]
+    floor = trained[-1].last - unsaved if unsaved else None
+    for told in reversed(trained):
         done = told.last - told.step
         mine = max(0, (told.last if floor is None else min(told.last, floor)) - told.step)
         floor = told.step if floor is None else min(floor, told.step)

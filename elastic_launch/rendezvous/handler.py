@@ -145,7 +145,7 @@ class TorchrunHandler(RendezvousHandler):
         elif self._round:
             assert self._store is not None
             self._store.stop()
-            self._membership.stopped(self._round, self._store.reserve())
+            self._membership.stopped(m.Stopped(self._round, self._store.reserve()))
         deadline = self._clock.now() + self._config.timing.join_timeout + self._config.timing.min_wait
         while True:
             try:

@@ -9,7 +9,11 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.verdict import Kind
 
-__all__ = ["Broken", "Close", "Commit", "Draining", "Emit", "Instruction", "Node", "Send"]
+__all__ = ["NOT_REPORTED", "Broken", "Close", "Commit", "Draining", "Emit", "Instruction", "Node", "Send"]
+
+
+NOT_REPORTED = "no node has reported a checkpoint of it"
+"""Why a state is taken for one that is not saved, where no node says why it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,9 @@ class Draining:
     Attributes:
         deadline: when it is broken, if some have not stopped by then.
         step: optimizer steps done, as far as reported.
+        final: the run ends with it.
+        saved: a node has committed that state to durable storage.
+        unsaved: why one has not that should have.
     """
 
     at: float
@@ -110,3 +117,11 @@ class Draining:
     cause: str
     deadline: float | None = None
     step: int = 0
+    final: bool = False
+    saved: bool = False
+    unsaved: str = ""
+
+    @property
+    def kept(self) -> str:
+        """Where the state is, in words."""
+        return "its state saved" if self.saved else f"its state not saved: {self.unsaved or NOT_REPORTED}"

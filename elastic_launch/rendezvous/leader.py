@@ -102,7 +102,7 @@ class LeaderMachine(Rounds):
             case m.Stopped(store_port=port):
                 node.store_port, node.held = port, report.held
                 if report.round == current and (self._running or self._broken):
-                    self._stopped(node, report.drained, now)
+                    self._stopped(node, report, now)
             case m.Imported():
                 node.importing = False
             case m.Leaving(reason=reason, seconds=seconds):
@@ -299,8 +299,9 @@ class LeaderMachine(Rounds):
         elif self._broken:
             self._also_failed(self._broken, failure, now)
 
-    def _stopped(self, node: Node, drained: int, now: float) -> None:
+    def _stopped(self, node: Node, report: m.Stopped, now: float) -> None:
         """The workers of a member of the present round are reaped."""
+        drained = report.drained
         if self._running and node.active:
             if drained < 0:
                 self._break(Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
@@ -310,6 +311,8 @@ class LeaderMachine(Rounds):
                 self._order_drain(Kind.PREEMPTION, f"a worker on node {node.hello.node_id} was told to stop", None, now)
             if self._drain is not None:
                 self._drain.step = max(self._drain.step, drained)
+                self._drain.saved |= report.saved
+                self._drain.unsaved = self._drain.unsaved or report.unsaved
         node.active = False
 
     def _leaving(self, node: Node, reason: str, seconds: float, now: float) -> None:

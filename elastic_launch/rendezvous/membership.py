@@ -137,14 +137,9 @@ class Membership:
         """Whether the others may go on without this node by now."""
         return self._config.limits.max_nodes > 1 and self._hearing.cut_off(self._clock.now())
 
-    def stopped(self, number: int, store_port: int, drained: int = -1, held: m.Held | None = None) -> None:
-        """The round's workers are reaped; the node is ready for the next round.
-
-        Args:
-            drained: optimizer steps done, if they have stopped by agreement, else -1.
-            held: the newest snapshot in this node's memory.
-        """
-        self._say(m.Stopped(number, store_port, drained, held))
+    def stopped(self, report: m.Stopped) -> None:
+        """The round's workers are reaped; the node is ready for the next round."""
+        self._say(report)
 
     def saved(self, report: m.Saved) -> None:
         """A checkpoint was written, or could not be."""

@@ -88,6 +88,7 @@ class Drain:
     Attributes:
         kind: as of Break.
         seconds: after which the round is broken; None for no such limit.
+        final: the run ends with it: each node saves what it is to save before it reports.
     """
 
     term: int
@@ -95,6 +96,7 @@ class Drain:
     kind: str
     cause: str
     seconds: float | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

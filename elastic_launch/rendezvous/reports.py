@@ -173,12 +173,16 @@ class Stopped:
         store_port: where its next worker store listens.
         drained: optimizer steps done, if they have stopped together with all others after the same step, else -1.
         held: the newest snapshot in its memory.
+        saved: whether this node has committed the drained state to durable storage by now.
+        unsaved: why not, where it waited for that; empty if it was not this node's part, or it did not wait.
     """
 
     round: int
     store_port: int
     drained: int = -1
     held: Held | None = None
+    saved: bool = False
+    unsaved: str = ""
 
 
 @dataclass(frozen=True, slots=True)

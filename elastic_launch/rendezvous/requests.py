@@ -39,7 +39,10 @@ class _Waiting:
         busy: whether its workers were then under a round.
         until: when it is answered in any case.
         step: optimizer steps in what was drained since.
+        saved: that state is committed to durable storage.
+        unsaved: why not, if a node says so that should have.
         broken: why the round broke since.
+        asks_again: the next round is to save, for this one was drained before it had.
     """
 
     request: a.Request
@@ -47,7 +50,10 @@ class _Waiting:
     busy: bool = False
     until: float | None = None
     step: int | None = None
+    saved: bool = False
+    unsaved: str = ""
     broken: str = ""
+    asks_again: bool = False
 
 
 @dataclass(slots=True)
@@ -132,6 +138,10 @@ class Requests:
                 self._reached(number, step)
                 for waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)
+                    waiting.saved |= report.saved
+                    waiting.unsaved = waiting.unsaved or report.unsaved
+                if report.saved:
+                    self._heard.checkpoint = step, now
             case m.Saved(round=round_number, step=step) if round_number == number:
                 if not report.error:
                     self._reached(number, step)  # word of it may come before its turn
@@ -183,8 +193,9 @@ class Requests:
         members = machine.record.round.members
         first = machine.nodes.get(members[0].node_id) if members else None
         if machine.draining:
-            return  # what it saves is the answer
-        if not machine.running or first is None or not first.active:
+            # What it takes is in memory: the next round saves, or the run's end tells whether it did.
+            self._ask_again()
+        elif not machine.running or first is None or not first.active:
             self._answer(link, False, f"no round trains, so there is nothing to save; {machine.outlook}")
         elif first.done or not first.ready:
             text = "the workers cannot be asked: they have finished" if first.done else "the workers cannot be asked: "
@@ -217,6 +228,19 @@ class Requests:
         for link, waiting in list(self._callers.items()):
             if waiting is not None and waiting.node is not None:
                 self._departing(link, waiting, waiting.node, now)
+            if waiting is not None and waiting.asks_again and self._can_save():
+                waiting.asks_again = False
+                self._save(link, now)
+
+    def _ask_again(self) -> None:
+        for waiting in self._pending():
+            waiting.asks_again = isinstance(waiting.request, a.AskSave)
+
+    def _can_save(self) -> bool:
+        """Whether a round trains, and its first member can be asked, or never will be."""
+        machine, members = self._machine, self._machine.record.round.members
+        first = machine.nodes.get(members[0].node_id) if members else None
+        return machine.running and not machine.draining and first is not None and (first.ready or first.done)
 
     def _happened(self, event: Event, now: float) -> None:
         if type(event).leader and (line := event.line()):
@@ -225,9 +249,7 @@ class Requests:
             case RoundDrained(step=step):
                 for waiting in self._pending():
                     waiting.step = step
-                self._settle(
-                    a.AskSave, lambda _: (True, f"the round was drained: its state after step {step} is saved"), step
-                )
+                self._ask_again()
             case RoundBroken(cause=cause):
                 for waiting in self._pending():
                     waiting.broken = cause
@@ -236,6 +258,7 @@ class Requests:
                 self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
             case Parked():
                 self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
+                self._settle(a.AskSave, lambda _: (False, f"nothing was saved; {event.line()}"))
             case RunEnded(code=code, cause=cause):
                 self._ended(code, cause)
 
@@ -252,7 +275,9 @@ class Requests:
             self._answer(link, False, f"{name} left, but its workers were not drained")
         elif left and (not self._machine.draining or self._leads(node)):
             how = "had no workers" if waiting.step is None else f"was drained after step {waiting.step}"
-            self._answer(link, True, f"{name} left: it {how}; {self._machine.outlook}", waiting.step)
+            if waiting.unsaved:
+                how += f", its state not saved: {waiting.unsaved}"
+            self._answer(link, not waiting.unsaved, f"{name} left: it {how}; {self._machine.outlook}", waiting.step)
 
     def _leads(self, node: Node) -> bool:
         """Whether this leader goes with the node, so that it sees no more than the node's own part."""
@@ -270,7 +295,11 @@ class Requests:
                 text = f"the run has ended with {code}: {cause}"
                 if waiting.broken:
                     text += f"; the round was broken: {waiting.broken}"
-                self._answer(link, not waiting.broken, text, waiting.step)
+                kept = waiting.saved or waiting.step is None  # nothing trained
+                self._answer(link, kept and not waiting.broken, text, waiting.step)
+            elif waiting is not None and isinstance(waiting.request, a.AskSave):
+                text = f"the run has ended with {code}: {cause}"
+                self._answer(link, waiting.saved, text, waiting.step)
             self._send(link, self._machine.end_order())
 
     def _settle(

@@ -155,6 +155,11 @@ class Rounds:
         in_time = seconds is None or seconds > 0  # and no NaN
         deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if self._drain is not None and in_time:
+            if self._ending and not self._drain.final:
+                self._drain.final = True
+                for node in self.nodes.values():
+                    if node.active:
+                        self._send_drain(node, self._drain, now)
             self._drain.deadline = min((x for x in (self._drain.deadline, deadline) if x is not None), default=None)
         elif in_time and self._can_drain():
             self._order_drain(kind, cause, deadline, now)
@@ -166,7 +171,7 @@ class Rounds:
         return len(members) == len(self.record.round.members) and all(node.ready and not node.done for node in members)
 
     def _order_drain(self, kind: Kind, cause: str, deadline: float | None, now: float) -> None:
-        self._drain = Draining(now, kind, cause, deadline)
+        self._drain = Draining(now, kind, cause, deadline, final=bool(self._ending))
         for node in self.nodes.values():
             if node.active:
                 self._send_drain(node, self._drain, now)
@@ -176,7 +181,8 @@ class Rounds:
     def _send_drain(self, node: Node, drain: Draining, now: float) -> None:
         seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
         number = self.record.round.number
-        self._send(node.link, m.Drain(self.record.term, number, drain.kind.text, drain.cause, seconds))
+        order = m.Drain(self.record.term, number, drain.kind.text, drain.cause, seconds, drain.final)
+        self._send(node.link, order)
 
     def _break(self, kind: Kind, cause: str, now: float) -> None:
         """End the round for what befell its nodes."""
@@ -324,7 +330,7 @@ class Rounds:
             self._broken = Broken(drain.at, drain.kind, drain.cause)
             took = round(now - drain.at, 6)
             if self._ending:
-                self._ending += f" after step {drain.step}, its state saved"
+                self._ending += f" after step {drain.step}, {drain.kept}"
             self._emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self._outlook()))
             self._consider(now)
         elif len(left) == everybody and all(node.done for node in left):
@@ -437,7 +443,7 @@ class Rounds:
         return m.RunEnd(self.record.term, self.record.end.code, self.record.end.cause, self._budget.spent, failure)
 
     def _outlook(self) -> str:
-        if self._ruling is not None and not self.ended:
+        if (self._ending or self._ruling is not None) and not self.ended:
             return "the run ends"
         nodes = self.nodes.values()
         outlook = Outlook(

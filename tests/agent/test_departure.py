@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from signal import SIGTERM, SIGUSR1
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_a_hint_is_told_and_changes_nothing(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         assert node.departure.by_notice(replace(SPOT, leaves=False, seconds=None), RUNNING) is None
     assert caplog.messages == ["AWS notice: spot interruption (terminate); this node stays"]
-    assert node.departure.left == 0.0
+    assert node.departure.left == 30.0
     assert node.departure.notice is None
     assert len(node.events) == 1
 
@@ -92,13 +92,27 @@ def test_the_sigterm_of_a_machine_that_goes_down_does_not_end_the_drain_and_the_
     node = Node()
     node.departure.by_notice(SPOT, RUNNING)
     assert node.departure.by_signal(SIGTERM, LEAVING) is None
+    node.clock.advance(2.0)
     assert node.departure.by_signal(SIGTERM, LEAVING) == v.Leave("SIGTERM", 143, 30.0)
 
 
-def test_without_a_notice_each_signal_counts() -> None:
+def test_signals_within_a_second_are_one_and_a_later_one_counts() -> None:
     node = Node()
     assert node.departure.by_signal(SIGTERM, RUNNING) == v.Leave("SIGTERM", 143, 30.0)
-    assert node.departure.by_signal(SIGTERM, LEAVING) == v.Leave("SIGTERM", 143, 30.0)
+    for _ in range(3):
+        node.clock.advance(0.25)
+        assert node.departure.by_signal(SIGINT, LEAVING) is None
+    node.clock.advance(0.25)
+    assert node.departure.by_signal(SIGINT, LEAVING) == v.Leave("SIGINT", 130, 29.0)
+
+
+def test_what_follows_a_signal_has_the_rest_of_the_shutdown_timeout() -> None:
+    node = Node(steps=20.0)
+    assert node.departure.left == 30.0
+    leave = node.departure.by_signal(SIGTERM, RUNNING)
+    assert leave == v.Leave("SIGTERM", 143, 0.0), "no time for two steps"
+    node.clock.advance(12.0)
+    assert (node.departure.left, node.departure.grace) == (18.0, 18.0)
 
 
 def test_a_signal_that_is_a_notice_has_its_seconds_and_its_code_and_comes_once() -> None:

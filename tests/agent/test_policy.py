@@ -23,8 +23,11 @@ def view(*events: v.Event, nodes: int = 2) -> View:
 
 
 def after(before: View, event: v.Event) -> tuple[Phase, list[v.Action]]:
-    """Phase and actions that follow, on a node of two workers."""
+    """Phase and actions that follow, on a node of two workers that has nothing to save when it ends."""
     found, actions = decide(before, event, 2)
+    if actions[-1:] == [v.AwaitCopies(bounded=True)]:
+        found, last = decide(found, v.CopiesDone(), 2)
+        actions = [x for x in actions[:-1] if not isinstance(x, v.ReportStopped)] + last
     return found.phase, actions
 
 
@@ -32,7 +35,7 @@ WAITING = View()
 RUNNING = view()
 FINISHED = view(gone(0, 0), gone(1, 0))
 STOPPING = view(brk(1))
-OVER = view(leave(SIGTERM), gone(0, 0), gone(1, 0))
+OVER = view(leave(SIGTERM), gone(0, 0), gone(1, 0), v.CopiesDone())
 
 
 def test_the_phases_that_the_tests_start_from() -> None:
@@ -304,6 +307,37 @@ def test_stopping_the_runs_end_waits_for_the_workers() -> None:
     assert after(STOPPING, m.RunEnd(1, 91, "spent")) == (Phase.STOPPING, [])
     ending = view(brk(1), m.RunEnd(1, 91, "spent"), gone(0, 0))
     assert after(ending, gone(1, 0)) == (Phase.OVER, [v.Finish(91, "spent")])
+
+
+SAVING = view(leave(SIGTERM), gone(0, -9), gone(1, -9))
+
+
+def test_who_leaves_without_a_drain_tells_the_others_and_saves_what_is_in_memory() -> None:
+    """They form a round meanwhile; this node's memory goes with it."""
+    before = view(leave(SIGTERM), gone(0, -9))
+    found, actions = decide(before, gone(1, -9), 2)
+    assert (found.phase, actions) == (Phase.SAVING, [v.ReportStopped(1), v.AwaitCopies(bounded=True)])
+    assert after(found, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+
+
+@pytest.mark.parametrize("before", [RUNNING, FINISHED, STOPPING], ids=lambda before: before.phase.value)
+def test_a_run_that_ends_before_its_work_is_done_is_saved_first(before: View) -> None:
+    for event in (m.RunEnd(1, 91, "spent"), gone(0, -9), gone(1, -9)):
+        before, actions = decide(before, event, 2)
+    assert before.phase is Phase.SAVING
+    assert after(before, v.CopiesDone()) == (Phase.OVER, [v.Finish(91, "spent")])
+    assert v.ReportStopped(1) not in actions, "the leader has ended the run"
+
+
+def test_a_second_signal_ends_what_is_saved() -> None:
+    assert after(SAVING, leave(SIGINT)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+
+
+def test_what_is_saved_too_slowly_is_told() -> None:
+    phase, (warning, finish) = after(SAVING, v.DrainOver(1))
+    assert (phase, finish) == (Phase.OVER, v.Finish(143, "stopped by SIGTERM"))
+    assert isinstance(warning, v.Warn)
+    assert warning.text == "the last checkpoint is not in durable storage: there was no time left"
 
 
 EVENTS = [

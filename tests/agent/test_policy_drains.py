@@ -158,7 +158,7 @@ def test_who_leaves_nobody_copies_what_it_has_before_a_successor_starts() -> Non
     assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [v.AwaitCopies()])
     assert after(view(*LEFT, nodes=1), v.CopiesDone()) == (
         Phase.OVER,
-        [v.ReportStopped(1, 7), v.Finish(143, "stopped by SIGTERM")],
+        [v.ReportStopped(1, 7, secured=True), v.Finish(143, "stopped by SIGTERM")],
     )
 
 
@@ -241,4 +241,34 @@ def test_who_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None
         Phase.OVER,
         [v.Finish(0, "all workers finished")],
     )
-    assert after(finished, v.DrainOver(1)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(finished, v.DrainOver(1)) == (Phase.SAVING, [v.AwaitCopies(bounded=True)])
+
+
+# The run ends with the drain.
+
+
+FINAL = [m.Drain(1, 1, "preemption", "elasticctl drain", None, True), drained(0), gone(0, 0), drained(1), gone(1, 0)]
+
+
+def test_a_run_that_ends_with_a_drain_is_saved_before_that_is_reported() -> None:
+    assert after(view(*FINAL[:-1]), FINAL[-1]) == (Phase.SAVING, [v.AwaitCopies()])
+    assert after(view(*FINAL), v.CopiesDone()) == (Phase.WAITING, [v.ReportStopped(1, 7, secured=True)])
+
+
+def test_the_drain_may_become_the_last_one_on_its_way() -> None:
+    resized = [m.Drain(1, 1, "membership", "resize"), *FINAL]
+    assert after(view(*resized[:-1]), resized[-1]) == (Phase.SAVING, [v.AwaitCopies()])
+
+
+@pytest.mark.parametrize("event", [v.DrainOver(1), m.Break(1, 1, "preemption", "too late")], ids=["here", "leader's"])
+def test_a_last_drain_that_has_no_time_left_is_reported_all_the_same(event: v.Event) -> None:
+    phase, actions = after(view(*FINAL), event)
+    assert (phase, actions[-1]) == (Phase.WAITING, v.ReportStopped(1, 7, secured=True))
+
+
+@pytest.mark.parametrize("event", [m.RunEnd(1, 143, "over"), leave(SIGTERM)], ids=["end", "signal"])
+def test_the_end_comes_when_the_last_drain_is_saved(event: v.Event) -> None:
+    phase, actions = after(view(*FINAL), event)
+    assert (phase, actions[-1]) == (Phase.SAVING, v.AwaitCopies(bounded=True))
+    phase, actions = after(view(*FINAL, event), v.CopiesDone())
+    assert (phase, type(actions[-1])) == (Phase.OVER, v.Finish)

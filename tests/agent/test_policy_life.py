@@ -71,10 +71,12 @@ class AgentLife(RuleBasedStateMachine):
                 assert self.workers <= self.ready, "a worker is asked that does not listen"
                 if seconds is not None:
                     self.limits.append(number)
-            case v.AwaitCopies():
+            case v.AwaitCopies(bounded=bounded):
                 assert not self.workers, "workers that still change what is copied"
-                assert self.promised is not None
+                assert self.view.leaving is not None or self.view.final
                 self.copying = True
+                if bounded:
+                    self.limits.append(self.round)
             case v.AwaitEnd(round=number, local_rank=local_rank):
                 self.teardowns.append((number, local_rank))
             case v.ReportReady(round=number):
@@ -173,9 +175,9 @@ class AgentLife(RuleBasedStateMachine):
         self.drained.add(local_rank)
         self.decide(v.WorkerDrained(self.round, local_rank, step))
 
-    @rule(behind=st.sampled_from([0, 0, 1]), seconds=st.sampled_from([None, 5.0]))
-    def drain_the_round(self, behind: int, seconds: float | None) -> None:
-        actions = self.decide(m.Drain(1, self.round - behind, "membership", "resize", seconds))
+    @rule(behind=st.sampled_from([0, 0, 1]), seconds=st.sampled_from([None, 5.0]), final=st.booleans())
+    def drain_the_round(self, behind: int, seconds: float | None, final: bool) -> None:
+        actions = self.decide(m.Drain(1, self.round - behind, "membership", "resize", seconds, final))
         assert not behind or actions == [], "a drain of another round"
 
     @precondition(lambda self: self.copying)
@@ -271,6 +273,8 @@ class AgentLife(RuleBasedStateMachine):
             self.hold_passes(0)
         while self.limits:
             self.time_for_the_drain_passes(0)
+        if self.copying:
+            self.copies_are_done()
 
 
 TestAgentLife = AgentLife.TestCase

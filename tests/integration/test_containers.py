@@ -71,7 +71,7 @@ def test_a_run_goes_on_when_containers_are_killed_started_and_stopped(
         stopped, other = sorted({*names} - {run.leader()})
         podman("stop", compose.container(stopped))
         assert compose.exit_code(stopped) == 143
-        assert "leaves (SIGTERM); the workers stop after the same step and save" in compose.said(stopped)
+        assert "leaves (SIGTERM); the workers stop after the same step" in compose.said(stopped)
         assert stopped not in run.trains(3)
 
         compose.hurry(other)

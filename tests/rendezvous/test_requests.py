@@ -69,9 +69,10 @@ class Asked(Run):
         assert isinstance(found, a.Found)
         return found.status
 
-    def drained(self, *node_ids: str, step: int = 7) -> None:
+    def drained(self, *node_ids: str, step: int = 7, saved: str = "", unsaved: str = "") -> None:
+        """Nodes have stopped; those named have saved the state, or all say why they have not."""
         for node_id in node_ids:
-            self.report(node_id, m.Stopped(self.number, 7000, step))
+            self.report(node_id, m.Stopped(self.number, 7000, step, None, node_id in saved, unsaved))
 
 
 def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) -> Asked:
@@ -290,10 +291,42 @@ def test_a_run_that_is_drained_ends_with_143_and_the_step() -> None:
     run = asked("1:3", "abc")
     run.ask(a.AskDrain())
     assert [len(run.orders(node_id, m.Drain)) for node_id in "abc"] == [1, 1, 1]
-    run.drained("a", "b", "c", step=12)
+    assert all(order.final for node_id in "abc" for order in run.orders(node_id, m.Drain))
+    run.drained("a", "b", "c", step=12, saved="a")
     assert run.end == (143, "stopped by elasticctl drain after step 12, its state saved")
     assert [order.code for node_id in "abc" for order in run.orders(node_id, m.RunEnd)] == [143, 143, 143]
     assert (run.answer().done, run.answer().step) == (True, 12)
+
+
+@pytest.mark.parametrize("why", ["", "the directory is full"])
+def test_a_run_that_is_drained_and_not_saved_says_so(why: str) -> None:
+    run = asked("1:3", "ab")
+    run.ask(a.AskDrain())
+    run.drained("a", "b", step=12, unsaved=why)
+    told = f"its state not saved: {why or 'no node has reported a checkpoint of it'}"
+    assert run.end == (143, f"stopped by elasticctl drain after step 12, {told}")
+    assert (run.answer().done, run.answer().step) == (False, 12)
+    assert told in run.answer().text
+
+
+def test_a_resize_on_its_way_becomes_the_runs_last_drain() -> None:
+    run = asked("1:2", "ab")
+    run.ask(a.AskResize(1, 1))
+    run.call(CALLER + 1)
+    run.ask(a.AskDrain(), CALLER + 1)
+    assert [order.final for order in run.orders("a", m.Drain)] == [False, True]
+    run.drained("a", "b", saved="a")
+    assert run.answer(CALLER + 1).done
+    assert run.end == (143, "stopped by elasticctl drain after step 7, its state saved")
+
+
+def test_a_node_that_leaves_alone_with_an_unsaved_state_says_so() -> None:
+    run = asked("1:2", "a")
+    run.ask(a.AskDrain("a"))
+    leaves(run, "a")
+    run.drained("a", unsaved="the directory is full")
+    assert not run.answer().done
+    assert "it was drained after step 7, its state not saved: the directory is full" in run.answer().text
 
 
 def test_a_run_of_plain_scripts_is_stopped_and_the_answer_says_that_nothing_was_drained() -> None:
@@ -370,7 +403,13 @@ def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
     run.hello("c")
     run.advance(2.0)
     run.drained("a", "b", step=9)
-    assert run.answer() == a.Answer(1, True, "the round was drained: its state after step 9 is saved", 9)
+    assert run.waits(CALLER) or run.answer() == answer, "the state is in memory: the next round saves it"
+    run.join("a", "b", "c")
+    for node_id in "abc":
+        run.report(node_id, m.Ready(3))
+    assert [order.round for order in run.orders("a", m.SaveNow)] == [1, 2, 3]
+    run.report("a", m.Saved(3, 10, asked=True))
+    assert run.answer() == a.Answer(1, True, "checkpoint of step 10 written", 10)
 
 
 # Resize.

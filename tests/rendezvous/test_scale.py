@@ -60,7 +60,7 @@ class Node:
                 self.sizes.append(len(formed.members))
                 self.membership.joined(formed.number)
             case m.Break(round=number):
-                self.membership.stopped(number, 29500)
+                self.membership.stopped(m.Stopped(number, 29500))
             case m.RunEnd():
                 self.ends.append(event)
 
