@@ -1,0 +1,74 @@
+"""What an agent says of the state that a run ends with: saved means that it is in durable storage."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from changes import Changes, ctl
+from harness import Job, wait_for
+
+
+def test_a_run_that_is_drained_has_saved_its_state_when_it_says_so(job: Job, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    changes = Changes(job, "--checkpoint", str(checkpoints))
+    agent = changes.alone()
+    changes.trains(1, steps=5)
+    done = ctl("drain", "--log-dir", str(job.logs))
+    found = re.search(r"stopped by elasticctl drain after step (\d+), its state saved", done.stdout)
+    assert done.returncode == 0, done
+    assert found, done
+    assert agent.wait() == 143
+    (saved,) = checkpoints.glob(f"step-{found[1]}.*")
+    assert (saved / "manifest.json").exists()
+    assert f"step {found[1]} is saved in {saved}" in agent.output
+    assert "no steps lost" in agent.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [[], ["--checkpoint", "/sys/elastic-launch-test"]], ids=["none", "impossible"])
+def test_a_run_that_is_drained_and_cannot_be_saved_says_so(job: Job, checkpoint: list[str]) -> None:
+    changes = Changes(job, *checkpoint)
+    agent = changes.alone()
+    changes.trains(1, steps=5)
+    done = ctl("drain", "--log-dir", str(job.logs))
+    why = (
+        "Could not write a checkpoint in /sys/elastic-launch-test" if checkpoint else "the script saves no checkpoints"
+    )
+    assert done.returncode == 1, done
+    assert f"its state not saved: {why}" in done.stdout
+    assert agent.wait() == 143
+    last = changes.last(1)
+    assert f"nothing is saved, {last} steps lost: {why}" in agent.output
+    assert f"{last} steps lost; restarts 0" in agent.output
+    assert (changes.ledger()["unsaved_steps"], changes.ledger()["steps"]) == (last, 0)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_and_the_state_is_saved(job: Job, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    changes = Changes(job, "--checkpoint", str(checkpoints))
+    agent = changes.alone()
+    changes.trains(1, steps=5)
+    agent.signal(signal.SIGTERM)
+    time.sleep(0.05)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert [kind for kind, _, _ in changes.kinds()] == ["drained"]
+    assert list(checkpoints.glob(f"step-{changes.last(1)}.*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_without_time_for_a_drain_the_snapshot_in_memory_is_saved(job: Job, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    changes = Changes(job, "--checkpoint", str(checkpoints), step_time=16.0)
+    agent = changes.alone("--shutdown-timeout", "30")
+    changes.trains(1, steps=2)
+    wait_for("the snapshot", lambda: changes.whole(1) == 2)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
+    assert "no time to stop after a step: 30.0 s are left" in agent.output
+    (saved,) = checkpoints.glob("step-2.*")
+    assert f"step 2 is saved in {saved}" in agent.output
