@@ -22,6 +22,12 @@ KNOWN = {
     "elastic_launch/rendezvous/whereabouts.py": ["path.stat().st_mtime"],  # which of several runs is the newest
     "elastic_launch/output_flags.py": ["datetime.now"],  # the name of the log directory
     "elastic_launch/composer.py": ["datetime.now"],  # the same, in Composer mode
+    "agents/elastic_agents/console.py": ["time.strftime", "time.localtime"],  # the time before a line
+    "agents/elastic_agents/http_server.py": ["time.gmtime"],  # the header Date
+    # When a worker's exception was written down orders the failures in a report, and nothing else.
+    "agents/elastic_agents/workers.py": ["time.time"],
+    "agents/elastic_agents/warm/ending.py": ["time.time"],
+    "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
     # Clouds and Slurm name moments. What answers says its own time; this host's is the second best.
     "agents/elastic_agents/notices/notice.py": ["datetime.now"],
     "agents/elastic_agents/notices/local.py": ["time.time"],

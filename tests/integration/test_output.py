@@ -165,7 +165,7 @@ def test_a_failed_run_leaves_its_last_words_for_kubernetes(job: Job) -> None:
     assert len(text.encode()) <= 4096
     first, second, *rest = text.splitlines()
     assert first.startswith("exit code 137: ")
-    assert re.match(rf"root cause: rank 0 on node a \(host {os.uname().nodename}, pid \d+, round 1\) ended", second)
+    assert re.match(rf"root cause: rank 0 on node a \(host {os.uname().nodename}, pid \d+, round 1\) failed", second)
     assert "signal 9 (SIGKILL)" in second
     assert "dmesg" in rest[0]
     assert rest[-1] == "line 500 of many that come before the end"
