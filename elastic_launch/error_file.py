@@ -56,7 +56,7 @@ def read_error_file(path: Path) -> ErrorFile | None:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
                 return None
-            value = json.loads(os.read(descriptor, MOST_BYTES))
+            value = json.loads(os.read(descriptor, found.st_size))
         finally:
             os.close(descriptor)
     except (OSError, ValueError, RecursionError):
