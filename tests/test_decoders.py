@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_launch.rendezvous.sealed_store import SealedStore
 from harness import SLOWNESS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,6 +39,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous import whereabouts as w
 from elastic_launch.rendezvous.auth import Channel
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round, Size
+from elastic_launch.rendezvous.seal import ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.snapshot import owner, shares, tensorfile
 from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError
@@ -47,7 +47,6 @@ from elastic_launch.snapshot.files import FileSum
 from elastic_launch.snapshot.manifest import TENSORS, Manifest, parse_json
 from elastic_launch.snapshot.slot import Header, Slot
 from elastic_launch.snapshot.tree import decode, encode
-from elastic_launch.testing import MemoryStore
 
 KEY = b"k" * 32
 TOKEN = Token("correct-horse-battery-staple", "test")
@@ -137,23 +136,14 @@ def after_proof(data: bytes) -> None:
     assert leader.feed(mine + data) == []
 
 
-def sealed(data: bytes) -> bytes | None:
-    inner = MemoryStore()
-    assert inner.compare_and_set(None, data, 0)
-    value = SealedStore(inner, TOKEN, "run").load(0)
-    assert value is None or data in SEALED
+SEAL = ValueSeal(TOKEN, "run")
+SEALED = (SEAL.close(RECORD.encode()),)
+
+
+def sealed(data: bytes) -> bytes:
+    value = SEAL.open(data)
+    assert data in SEALED
     return value
-
-
-def sealed_sample() -> bytes:
-    inner = MemoryStore()
-    SealedStore(inner, TOKEN, "run").compare_and_set(None, RECORD.encode(), 0)
-    value = inner.load(0)
-    assert value is not None
-    return value
-
-
-SEALED = (sealed_sample(),)
 
 
 def run_file(data: bytes) -> w.Whereabouts | None:
@@ -228,7 +218,7 @@ def events(data: bytes) -> Any:
 
 def event_sample() -> bytes:
     with TemporaryDirectory() as directory:
-        sink = JsonLines(Path(directory) / "events.jsonl", MonotonicClock(), pytest.fail)
+        sink = JsonLines(Path(directory) / "events.jsonl", MonotonicClock(), lambda error: pytest.fail(str(error)))
         sink.emit(RoundFormed(1, 1, ("a", "b"), 2, 0, "start", 0.5))
         sink.emit(LinkChanged(True, "hello accepted"))
         return sink.path.read_bytes()
