@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness import free_port
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.events import Event
 from elastic_launch.rendezvous.backend import C10dBackend
 from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.net import listen, try_listen
+from elastic_launch.rendezvous.net import listen, routable_address, try_listen
 from elastic_launch.rendezvous.static_store import host_store
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.testing import MemoryStore
@@ -41,7 +44,7 @@ def _listens_only_here(port: int) -> None:
 
 def _config(**options: object) -> LaunchConfig:
     command = Command(("python", "train.py"), ("train.py",))
-    return LaunchConfig(command, limits=Limits(1, 4), **options)  # type: ignore[arg-type]
+    return LaunchConfig(command, **{"limits": Limits(1, 4), **options})  # type: ignore[arg-type]
 
 
 def test_a_listener() -> None:
@@ -82,3 +85,45 @@ def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:
         leader = backend.find_leader(10)
         assert leader.address == ADVERTISED
         _listens_only_here(leader.port)
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host knows its own name as 127.0.1.1, by /etc/hosts."""
+    ask = socket.getaddrinfo
+
+    def answer(host: str, *arguments: Any, **options: Any) -> Any:
+        return ask("127.0.1.1" if host == "node0" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+@pytest.mark.usefixtures("debian")
+def test_an_endpoint_that_its_host_knows_by_loopback_only_is_reached_from_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(endpoint=Endpoint("node0", free_port()), log_dir=tmp_path)
+    with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
+        place = backend.open()
+        assert (place.hosting, place.address) == (True, routable_address())
+        assert place.endpoint is not None
+        for address in ("node0", ELSEWHERE, place.address, backend.find_leader(1).address):
+            with socket.create_connection((address, place.endpoint.port), timeout=10):
+                pass
+        with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as second:
+            assert not second.open().hosting
+    told = [record.getMessage() for record in caplog.records if "by loopback only" in record.getMessage()]
+    assert len(told) == 1
+    assert f"listens at all addresses of this host, and the others are given {place.address}" in told[0]
+
+
+@pytest.mark.usefixtures("debian")
+@pytest.mark.parametrize(("host", "nodes"), [("127.0.1.1", 4), ("localhost", 4), ("node0", 1)])
+def test_loopback_that_is_meant_stays_loopback(tmp_path: Path, host: str, nodes: int) -> None:
+    config = _config(endpoint=Endpoint(host, 0), log_dir=tmp_path, limits=Limits(1, nodes))
+    with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
+        place = backend.open()
+        assert place.endpoint is not None
+        assert ip_address(place.address).is_loopback
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((ELSEWHERE, place.endpoint.port), timeout=10)
