@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from elastic_agents import vocabulary as v
+from elastic_agents.inbox import REPEAT
 from elastic_agents.notices import Notice
 from elastic_agents.pace import Pace
 from elastic_launch.clock import Clock
@@ -19,9 +20,6 @@ from elastic_launch.rendezvous.rounds import MOST_SECONDS
 __all__ = ["MARGIN", "Departure"]
 
 _log = logging.getLogger("elastic_launch.agent")
-
-REPEAT = 1.0
-"""Seconds within which signals count as one: wrappers send them to a process and to its group, or two of them."""
 
 MARGIN = 2.0
 """Seconds of those that a notice gives that are kept for what follows the drain: to kill what is left, and to exit."""

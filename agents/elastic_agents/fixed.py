@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from elastic_agents.console import Consoles, configure_logging
 from elastic_agents.failures import describe
 from elastic_agents.guard import Guard
-from elastic_agents.inbox import Exited, Inbox, SignalCaught, SignalsTo
+from elastic_agents.inbox import REPEAT, Exited, Inbox, SignalCaught, SignalsTo
 from elastic_agents.processes import ExecProcesses, StartRequest
 from elastic_agents.sessions import kill_sessions
 from elastic_launch.clock import MonotonicClock
@@ -159,6 +160,7 @@ class _Agent:
         self._sessions: set[int] = set()
         self._first: _Worker | None = None  # that failed
         self._signal = 0
+        self._signalled: float | None = None  # when the first of the signals came that count as one
         self._stopping = False
         self._failed_start = ""
         # Of an earlier run, if its files are appended to.
@@ -220,11 +222,13 @@ class _Agent:
         match item:
             case Exited(pid=pid, exit_code=code) if pid in self._workers:
                 self._reap(self._workers[pid], code)
+            case SignalCaught() if self._signalled is not None and time.monotonic() - self._signalled < REPEAT:
+                return
             case SignalCaught(number=number) if self._stopping:
                 self._signal = self._signal or number
                 self._kill("a second signal")
             case SignalCaught(number=number):
-                self._signal = number
+                self._signal, self._signalled = number, time.monotonic()
                 self._stop(signal.Signals(number).name)
             case _GraceOver():
                 self._kill(f"still there after {self._world.grace:g} s")

@@ -13,9 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "LookDue", "SignalCaught", "SignalsTo"]
+__all__ = ["REPEAT", "CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "LookDue", "SignalCaught", "SignalsTo"]
 
 T = TypeVar("T")
+
+REPEAT = 1.0
+"""Seconds within which signals to leave count as one: wrappers send them to a process and to its group, or send two."""
 
 
 @dataclass(frozen=True, slots=True)

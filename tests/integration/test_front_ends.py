@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -226,6 +227,9 @@ def test_a_signal_stops_the_workers_and_a_second_one_kills(
     process.send_signal(number)
     assert process.stderr is not None
     assert "stopping rank 0, 1" in process.stderr.readline()
+    process.send_signal(number)  # of the same moment: wrappers send two
+    time.sleep(1.1)
+    assert process.poll() is None
     process.send_signal(number)
     _, err = process.communicate(timeout=100)
     assert process.returncode == code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,7 @@ def test_the_second_signal_kills(job: Job) -> None:
     job.world(1)
     agent.signal(signal.SIGINT)
     agent.says("SIGINT received")
+    time.sleep(1.1)  # what comes at once is the same signal
     agent.signal(signal.SIGINT)
     assert agent.wait() == 130
 
