@@ -158,7 +158,7 @@ class StepDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """All ranks have stopped after the same step, and what this one had to save is saved; it ends now.
+    """All ranks have stopped after the same step, and what this one had to save is in memory; it ends now.
 
     Attributes:
         seconds: that saving took.

@@ -31,7 +31,7 @@ MOMENTS = {
     "step": "behind step {step}",
     "snapshot": "in the snapshot of step {step}",
     "drain": "as all stop after step {step}",
-    "leave": "with step {step} saved, as it leaves",
+    "leave": "with step {step} in memory, as it leaves",
     "restore": "as step {step} is restored",
 }
 """When a fault may happen, and how that is said of a step."""

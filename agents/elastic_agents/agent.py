@@ -441,13 +441,15 @@ class LocalElasticAgent(ElasticAgent):
         """Where the training's state is that this node ends with, as far as it was this node's part to save it."""
         number, step = self._control.pace.reached
         others = self._view.nodes > 1 and not self._run_over
-        if not number or others or self._rank != 0:
+        if not number or self._rank != 0:
             return ""
         saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
+        if saved is None and others:
+            return ""
         if saved is None:
             return f"nothing is saved, {counted(step, 'step')} lost: {self._why_unsaved()}"
         place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
-        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved else ""
+        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
         return f"step {saved} is saved{place}{lost}"
 
     def _has_saved(self, step: int) -> bool:

@@ -133,7 +133,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrained:
-    """A worker said that it has stopped by agreement of all ranks, with its state saved, and ends now.
+    """A worker said that it has stopped by agreement of all ranks, with its state in memory, and ends now.
 
     Attributes:
         keeps: whether the node has a snapshot of that step by now, and can serve it to others.

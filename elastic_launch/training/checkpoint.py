@@ -128,7 +128,7 @@ class Checkpoint:
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
                 )
         newest = max(_from_all(world, list(max(mine, default=(0, 0)))))
-        self._highest = max(position[0], newest[0])
+        self._highest = max(self._highest, position[0], newest[0])
         return (newest[0], newest[1]) > position
 
     def open(self, world: World, identity: dict[str, int], *, above: tuple[int, int] | None = None) -> Resumed | None:
@@ -161,7 +161,9 @@ class Checkpoint:
             _warn(error)
             known = 0
         newest, holder, complete = _agree(world, loaded)
-        self._highest = max(newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1])
+        self._highest = max(
+            self._highest, newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1]
+        )
         if holder is None and above is not None:
             return None
         if holder is None and damaged:
@@ -344,7 +346,7 @@ class Checkpoint:
 
         found = open_url(url, world, run_id(), check, _warn, above)
         self._owner = found.owner
-        self._highest = max(found.highest, above[0] if above else 0)
+        self._highest = max(self._highest, found.highest, above[0] if above else 0)
         if found.state is None and above is not None:
             return None
         self._begin(world, found.meta)

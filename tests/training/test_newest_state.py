@@ -35,6 +35,7 @@ class Node:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.place = str(directory)  # or as a URL
         self.slots = [Slot.make(f"test-{number}") for number in range(3)]
 
     def remembers(self, round: int, step: int, branch: Branch | None = None) -> None:
@@ -58,7 +59,7 @@ class Node:
             link.slots = [Slot(os.dup(slot.tensors), os.dup(slot.head)) for slot in self.slots]
             run = Run(World(round=world_round), torch.device("cpu"), link)
             run.register("model", nn.Linear(2, 2))
-            saving = el.Checkpoint(self.directory, every=1000)
+            saving = el.Checkpoint(self.place, every=1000)
             try:
                 return run.resume(saving), saving.branch
             finally:
@@ -78,9 +79,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     ("memory", "durable", "resumed"),
     [((2, 210), (3, 422), 422), ((3, 15), (2, 422), 15), ((3, 422), (3, 420), 422), ((3, 420), (3, 422), 422)],
 )
+@pytest.mark.parametrize("scheme", ["", "file://"])
 def test_the_newest_by_round_and_step_wins(
-    node: Node, memory: tuple[int, int], durable: tuple[int, int], resumed: int
+    node: Node, memory: tuple[int, int], durable: tuple[int, int], resumed: int, scheme: str
 ) -> None:
+    node.place = f"{scheme}{node.directory}"
     node.remembers(*memory)
     node.saved(*durable)
     step, branch = node.resumes(4)
@@ -96,9 +99,11 @@ def test_a_damaged_newer_one_leaves_what_is_in_memory_and_its_number_is_not_used
     assert branch.round == 10
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
 def test_what_another_run_has_saved_since_is_no_newer_state_of_this_one(
-    node: Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture, scheme: str
 ) -> None:
+    node.place = f"{scheme}{node.directory}"
     node.remembers(2, 210)
     node.saved(9, 422)
     owner.claim(node.directory, "another run")
