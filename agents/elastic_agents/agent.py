@@ -153,11 +153,13 @@ class LocalElasticAgent(ElasticAgent):
         guard = Guard()
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
-        keeper = self._keeper = Keeper(lambda: self._member and not self._membership.cut_off, self._copied)
+        keeper = self._keeper = Keeper(
+            lambda: self._member and not self._membership.cut_off, self._copied, pump.open_log
+        )
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
-        self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock)
+        self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock, self._files)
         # In this order, each also where one before has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
         ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]

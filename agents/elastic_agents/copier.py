@@ -68,6 +68,7 @@ class Copier:
         order: what to copy, see ``copying``.
         descriptors: that it inherits.
         url: whether the storage is behind a URL.
+        stderr: opens a descriptor for what it says; None: it says it where this process does.
 
     Raises:
         OSError: if it cannot be started.
@@ -76,18 +77,31 @@ class Copier:
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []
     """Processes that could not be killed; they are reaped when the kernel lets go of them."""
 
-    def __init__(self, order: Mapping[str, object], descriptors: tuple[int, ...], *, url: bool) -> None:
+    def __init__(
+        self,
+        order: Mapping[str, object],
+        descriptors: tuple[int, ...],
+        *,
+        url: bool,
+        stderr: Callable[[], int] | None = None,
+    ) -> None:
         Copier._left[:] = [process for process in Copier._left if process.poll() is None]
         code = "from elastic_agents.priority import give_way; give_way(); "  # before imports, which take long
         code += "from elastic_agents.copying import main; main()"
-        self._process = subprocess.Popen(
-            helper_command(code, json.dumps(order)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=descriptors,
-            start_new_session=True,
-            env=helper_environment(),
-        )
+        said = None if stderr is None else stderr()
+        try:
+            self._process = subprocess.Popen(
+                helper_command(code, json.dumps(order)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=helper_environment(),
+            )
+        finally:
+            if said is not None:
+                os.close(said)
         self._directory = str(order["directory"])
         self._stall = URL_STALL if url else STALL
         self._pending = b""

@@ -59,10 +59,17 @@ class Keeper:
         may_commit: whether this node is still a member of the run; asked, from any thread, before a copy appears.
         tell: called from the thread with how a copy ended, or None if there was nothing to copy; that one goes on; or
             with what to ask of the workers. Returns whether any were there to be told.
+        stderr: opens what the copies' processes write to; None: they write to this process' own.
     """
 
-    def __init__(self, may_commit: Callable[[], bool], tell: Callable[[Copied | Copying | Save | None], bool]) -> None:
+    def __init__(
+        self,
+        may_commit: Callable[[], bool],
+        tell: Callable[[Copied | Copying | Save | None], bool],
+        stderr: Callable[[], int] | None = None,
+    ) -> None:
         self._may_commit = may_commit
+        self._stderr = stderr
         self._tell = tell
         self._book = Book()
         self._slots: list[Slot] = []
@@ -355,7 +362,7 @@ class Keeper:
             if self._closing:
                 return Answer(error="the agent ends")
             try:
-                copier = self._copier = Copier(asked, (slot.tensors, slot.head), url=url)
+                copier = self._copier = Copier(asked, (slot.tensors, slot.head), url=url, stderr=self._stderr)
             except OSError as error:
                 return Answer(error=f"The process that copies it cannot be started: {error}.")
         try:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from elastic_agents.console import Consoles
-from elastic_agents.sinks import Appended, Console, Kept, Lines, Sink, colour_of, has_colours, painted
+from elastic_agents.sinks import Appended, Console, Kept, Lines, Logged, Sink, colour_of, has_colours, painted
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.output import Route
 from elastic_launch.threads import VitalThread
@@ -103,13 +103,12 @@ class OutputPump:
         Args:
             console: descriptor that the route means by the console.
         """
-        source, sink = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(source, False)
-        stream = Stream(source, self._sinks(console, route))
-        with self._lock:
-            self._selector.register(source, selectors.EVENT_READ, stream)
-        self._wake_out.send(b"x")
-        return stream, sink
+        return self._open(self._sinks(console, route))
+
+    def open_log(self) -> int:
+        """Return a descriptor whose lines become the launcher's own, for the caller to close after the start."""
+        _, sink = self._open([Lines(Logged(), "")])
+        return sink
 
     def flush(self) -> bool:
         """Wait until what has been read so far is written; return whether it is, see :meth:`Writer.flush`."""
@@ -133,6 +132,15 @@ class OutputPump:
         self._wake_out.close()
         self._files.close()
         self._own.close()
+
+    def _open(self, sinks: list[Sink]) -> tuple[Stream, int]:
+        source, sink = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(source, False)
+        stream = Stream(source, sinks)
+        with self._lock:
+            self._selector.register(source, selectors.EVENT_READ, stream)
+        self._wake_out.send(b"x")
+        return stream, sink
 
     def _sinks(self, console: int, route: Route) -> list[Sink]:
         sinks: list[Sink] = []

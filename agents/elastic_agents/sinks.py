@@ -12,7 +12,18 @@ from typing import BinaryIO, Protocol
 from elastic_launch.private import make_private
 from elastic_launch.writer import Writer
 
-__all__ = ["LONGEST_LINE", "Appended", "Console", "Kept", "Lines", "Sink", "colour_of", "has_colours", "painted"]
+__all__ = [
+    "LONGEST_LINE",
+    "Appended",
+    "Console",
+    "Kept",
+    "Lines",
+    "Logged",
+    "Sink",
+    "colour_of",
+    "has_colours",
+    "painted",
+]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -46,6 +57,17 @@ class Console:
 
     def close(self) -> None:
         """It is not ours."""
+
+
+class Logged:
+    """The launcher's own lines: what one of its helper processes says is one of them. Takes whole lines."""
+
+    def write(self, data: bytes) -> None:
+        for line in data.decode(errors="replace").splitlines():
+            _log.warning("%s", line.removeprefix("[elastic-launch] "))
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Kept:

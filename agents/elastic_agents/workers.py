@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from elastic_agents.failures import OutOfMemoryCounter, raised_in, report
 from elastic_agents.forwarding import heeds
@@ -22,12 +24,16 @@ from elastic_agents.stuck import Watch
 from elastic_agents.vocabulary import WorkerEnded
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
-from elastic_launch.error_file import read_error_file
+from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.rendezvous.messages import Failure
+from elastic_launch.writer import Writer
 
 __all__ = ["Reaped", "WorkerSet"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+READ_TIMEOUT = 2.0
+"""Seconds that a worker's error file may take to be read."""
 
 TICK = 0.02
 """Seconds by which the time of a file may be early: the kernel takes it from a clock that ticks."""
@@ -69,6 +75,7 @@ class WorkerSet:
 
     Args:
         node_id: for failure reports.
+        files: reads what workers leave in files, which may hang.
     """
 
     def __init__(
@@ -78,8 +85,10 @@ class WorkerSet:
         pump: OutputPump,
         guard: Guard,
         clock: Clock,
+        files: Writer,
     ) -> None:
         self._node_id = node_id
+        self._files = files
         self._processes = processes
         self._pump = pump
         self._guard = guard
@@ -164,7 +173,7 @@ class WorkerSet:
         stderr = worker.stderr.timed_tail()
         lines = tuple(line for _, line in stderr)
         steps = pace.of_round(worker.round)
-        now, error = self._clock.now(), read_error_file(worker.logs.error_file)
+        now, error = self._clock.now(), self._read(worker.logs.error_file)
         index = raised_in(lines, stopped=worker.stopped is not None)
         failed = reaped.ended
         if error is not None:
@@ -194,6 +203,12 @@ class WorkerSet:
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
             trained=-1 if steps is None else steps[1] - steps[0],
         )
+
+    def _read(self, path: Path) -> ErrorFile | None:
+        try:
+            return self._files.ask(partial(read_error_file, path), READ_TIMEOUT)
+        except TimeoutError:
+            return None
 
     def terminate(self, local_ranks: frozenset[int] | None = None) -> None:
         """Ask workers (None: all that are left) to end: SIGTERM to each main process."""

@@ -211,6 +211,18 @@ def test_files_that_cannot_be_written_are_mentioned_once(
     assert len([record for record in caplog.records if "not kept in files" in record.message]) == 1
 
 
+def test_what_helper_processes_say_is_the_launchers_own(
+    pump: OutputPump, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
+    descriptor = pump.open_log()
+    os.write(descriptor, b"[elastic-launch] one\ntwo, with")
+    os.write(descriptor, b"out end")
+    os.close(descriptor)
+    wait_for("both", lambda: len(caplog.messages) == 2)
+    assert caplog.messages == ["one", "two, without end"]
+
+
 def filled() -> tuple[int, int]:
     """A pipe that takes nothing more."""
     source, sink = os.pipe()
