@@ -111,7 +111,7 @@ def announce(config: LaunchConfig) -> None:
     kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"
     _log.info("run %s%s %s", config.run_id, kept, config.run_directory)
     if ignored := ", ".join(number.name for number in config.signals.ignored):
-        text = "%s stays ignored, as this process was started (by nohup, or in a shell's background)"
+        text = "ignored since this process was started, by nohup or in a shell's background, and still: %s"
         _log.info(text, ignored)
 
 
