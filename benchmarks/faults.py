@@ -47,12 +47,12 @@ def measure_worker_killed(new_job: NewJob, who: str) -> Figures:
 
 
 def measure_node_killed(new_job: NewJob, who: str) -> Figures:
-    """SIGKILL of all processes of the node that does not host the store."""
+    """SIGKILL of all processes of the node that does not host the run."""
     return node_struck(new_job, who, signal.SIGKILL)
 
 
 def measure_node_frozen(new_job: NewJob, who: str) -> Figures:
-    """SIGSTOP of all processes of the node that does not host the store."""
+    """SIGSTOP of all processes of the node that does not host the run."""
     return node_struck(new_job, who, signal.SIGSTOP)
 
 
@@ -84,7 +84,7 @@ def measure_scale_up(new_job: NewJob, who: str) -> Figures:
 
 
 def measure_sigterm(new_job: NewJob, who: str) -> Figures:
-    """Two nodes train, and the agent of the one that does not host the store gets SIGTERM."""
+    """Two nodes train, and the agent of the one that does not host the run gets SIGTERM."""
     with new_job() as job:
         nodes = Nodes(job, who)
         nodes.start("host")

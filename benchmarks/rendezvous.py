@@ -1,7 +1,7 @@
 """How the rendezvous scales: first join and re-join of N nodes, ours on c10d and on etcd beside torch's, in one run.
 
 Every node has a link, a client of the store and a thread of its own over real sockets; no workers are started. The
-first node, which hosts the c10d store, and the last one are processes of their own, the others share some. The one that
+first node, which hosts the run, and the last one are processes of their own, the others share some. The one that
 is lost is killed. Prints medians and ratios as Markdown tables; asserts no figure.
 
     python benchmarks/rendezvous.py --nodes 2 8 32 64 128 256 --runs 3 --json rendezvous.json

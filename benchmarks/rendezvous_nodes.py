@@ -142,7 +142,7 @@ class Spec:
 
     Attributes:
         who: ``c10d`` or ``etcd``, which are ours, or ``torch``.
-        nodes: their numbers; number 0 hosts the c10d store.
+        nodes: their numbers; number 0 hosts the run.
         size: nodes of the whole run; one fewer is its minimum.
         keep_alive, last_call: torch's, in seconds; a node of torch's is dead after three intervals.
     """

@@ -161,7 +161,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         is_host = meeting.node_rank == 0
     if meeting.endpoint is None and is_host is False:
         raise UsageError(
-            "--rdzv-conf is_host: this node is not to host the store, and there is no other that does.",
+            "--rdzv-conf is_host: this node is not to host the run, and there is no other that does.",
             "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
         )
     if planned := FaultPlan.of(values.environ).faults:

@@ -164,7 +164,7 @@ class LaunchConfig:
         node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
         node_rank: wanted rank of this node, or None.
         local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
-        is_host: whether this node hosts the c10d store; None: if the endpoint is an address of this host.
+        is_host: whether this node hosts the run; None: if the endpoint is an address of this host.
         health_port: where to answer probes of this agent's health, or None.
         health_host: the address to answer them at; None: the one that the node advertises.
         reuse: begin a new run if the one under this id has ended.

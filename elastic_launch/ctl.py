@@ -209,7 +209,7 @@ def _drain(options: argparse.Namespace, address: Address) -> int:
     with Inquiry(address) as inquiry:
         if options.node and address.backend != "etcd" and options.node == inquiry.status().leader:
             raise UsageError(
-                f"Node {options.node} hosts the run's store: without it the run cannot go on.",
+                f"Node {options.node} hosts the run: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, with its state saved.",
             )
         return _tell(inquiry.ask(a.AskDrain(options.node, seconds)))

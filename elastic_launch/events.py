@@ -275,7 +275,7 @@ class ResizeSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaderElected(Event):
-    """A node leads from now on; only where no node hosts the store.
+    """A node leads from now on; only where no node hosts the run.
 
     Attributes:
         cause: ``first``, or why the one before leads no longer.

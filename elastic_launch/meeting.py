@@ -83,7 +83,7 @@ def _tell_ignored(values: Values, limits: Limits) -> None:
         if text is None or (name == "--rdzv-backend" and _known(text) == LaunchConfig.backend):
             continue
         what = parse_endpoint(text) if name == "--rdzv-endpoint" and "," not in text else text
-        log.warning("--standalone ignores %s %s: this node hosts its own store.", values.origin(name), what)
+        log.warning("--standalone ignores %s %s: this node hosts its own run.", values.origin(name), what)
 
 
 def _backend(values: Values, limits: Limits) -> str:

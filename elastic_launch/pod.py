@@ -52,7 +52,7 @@ class Pod:
 
     @property
     def endpoint(self) -> str:
-        """Where pod 0 hosts the store, or nothing if it cannot be found."""
+        """Where pod 0 hosts the run, or nothing if it cannot be found."""
         return f"{self.job}-0.{self.domain}:{PORT}" if self.domain else ""
 
 

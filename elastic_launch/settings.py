@@ -110,7 +110,7 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
         layers: settings by their keys, weakest first.
 
     Returns:
-        the times, whether this node hosts the store (None: not said), and whether an ended run's id is used again.
+        the times, whether this node hosts the run (None: not said), and whether an ended run's id is used again.
 
     Raises:
         UsageError: on a value that is not what its key takes.

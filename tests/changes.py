@@ -34,7 +34,7 @@ class Changes:
         self.command = [SCRIPT, str(job.work), *pace, *options]
 
     def node(self, name: str, *flags: str, plan: FaultPlan | None = None, **options: Any) -> Agent:
-        """Start an agent of several, of which ``a`` hosts the store."""
+        """Start an agent of several, of which ``a`` hosts the run."""
         here = ["is_host=true" if name == "a" else "is_host=false"]
         env = self._env(name, plan, options)
         return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)

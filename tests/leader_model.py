@@ -336,7 +336,7 @@ class LeaderModel:
         node.forget_workers()
 
     def _lose_the_leader(self) -> None:
-        """The host of the store dies with all that only it knew; another agent takes its place at the endpoint."""
+        """The host of the run dies with all that only it knew; another agent takes its place at the endpoint."""
         for node in self.nodes:
             node.link = None
             node.unread.clear()

@@ -277,7 +277,7 @@ class LocalElasticAgent(ElasticAgent):
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
-                # The host of a c10d store has nobody to serve: the others cannot go on without it.
+                # The host of a c10d run has nobody to serve: the others cannot go on without it.
                 newest = self._keeper.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
             case v.CopiesDone(given_up=given_up):

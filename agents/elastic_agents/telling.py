@@ -34,7 +34,7 @@ def tell_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: 
         secret = "" if config.token is None else " and the same token"
         _log.info("this node hosts the run; the others join with%s:\n    %s", secret, command)
     elif config.limits.max_nodes > 1:
-        role = "hosts the run's store" if hosting else "joins"
+        role = "hosts the run" if hosting else "joins"
         _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
 
 

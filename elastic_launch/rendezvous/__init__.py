@@ -1,7 +1,7 @@
 """Rendezvous: a control record that is hard to lose, and links that are fast.
 
 ``record``      the one value that a run keeps in its control store
-``store``       what a control store must do; ``c10d`` is the one on torch's TCPStore
+``store``       what a control store must do, and the one in the leader's own memory; ``etcd`` is another
 ``messages``    what nodes and leader say to each other: ``reports`` up, ``orders`` down
 ``leader``      who decides: a pure state machine, whose output are ``instructions``
                 (``admission`` refuses strangers, ``ranks`` orders the members, ``verdict`` judges faults,

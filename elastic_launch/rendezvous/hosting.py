@@ -1,4 +1,4 @@
-"""Why this node hosts the c10d store or does not, in words; a wrong endpoint is then seen in the log's first lines.
+"""Why this node hosts the run or does not, in words; a wrong endpoint is then seen in the log's first lines.
 
 Whether a node hosts is decided by what it can bind (ADR 0005). What the scheduler says of this node decides nothing;
 but where the two disagree, the endpoint may be a slip. Host names are no evidence: network namespaces share them.
@@ -40,7 +40,7 @@ def explain(
     nodes: int,
     hidden: str = "",
 ) -> Line:
-    """Return the level and the text of the line that says why this node hosts the store or does not.
+    """Return the level and the text of the line that says why this node hosts the run or does not.
 
     Args:
         wanted: the endpoint.
@@ -52,7 +52,7 @@ def explain(
     """
     if hosts:
         why = "as it is told" if is_host else f"{wanted.host} is an address of this host, and the port was free"
-        text = f"this node hosts the store at {wanted}: {why}"
+        text = f"this node hosts the run at {wanted}: {why}"
         if said is not None and said[0] > 0 and not is_host and nodes > 1 and is_loopback(wanted):
             return logging.WARNING, (
                 f"{text}. But {said[1]} says that it is not the first, and {wanted.host} is every host's own: "
@@ -70,7 +70,7 @@ def explain(
         why = "the port is in use on this host, most likely by the agent that hosts it"
     else:
         why = f"{wanted.host} is no address of this host"
-    text = f"this node does not host the store at {wanted}: {why}"
+    text = f"this node does not host the run at {wanted}: {why}"
     return logging.INFO, f"{text}{_also(said, first=True) if is_host is None and not taken else ''}"
 
 

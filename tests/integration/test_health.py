@@ -27,7 +27,7 @@ def asked(port: int, path: str) -> int:
 def test_a_node_that_waits_is_alive_and_one_that_trains_is_ready(job: Job) -> None:
     port = free_port()
     waits = job.node("a", "--health-port", str(port), nnodes="2", env={"ELASTIC_LAUNCH_TERMINATION_LOG": "/dev/null"})
-    waits.says("hosts the run's store")
+    waits.says("hosts the run")
     assert (asked(port, "/livez"), asked(port, "/readyz")) == (200, 503)
     comes = job.node("b", nnodes="2")
     job.world(2)

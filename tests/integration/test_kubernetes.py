@@ -76,7 +76,7 @@ class Training:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
-    """Pods are evicted with their grace, lost with their nodes, and killed; so is pod 0, which hosts the store."""
+    """Pods are evicted with their grace, lost with their nodes, and killed; so is pod 0, which hosts the run."""
     chance = random.Random(20)
     kinds = ["evict"] * 4 + ["lose"] * 2 + ["crash"] * 2
     fates = [("evict", 0), ("lose", 0), *((kind, chance.randrange(1, 4)) for kind in kinds)]

@@ -174,7 +174,7 @@ def test_the_shutdown_timeout_holds_on_restarts(job: Job) -> None:
 @pytest.mark.slow
 def test_node_rank_orders_ranks_on_c10d(job: Job) -> None:
     host = job.node("a", "--node-rank", "1", nnodes="2")
-    host.says("hosts the store")
+    host.says("hosts the run")
     other = job.node("b", "--node-rank", "0", nnodes="2", nproc=2)
     workers = job.world(3)
     assert [worker["env"]["LOCAL_WORLD_SIZE"] for worker in workers] == ["2", "2", "1"]

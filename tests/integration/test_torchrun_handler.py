@@ -107,7 +107,7 @@ def test_a_node_that_comes_later_is_taken_in(nodes: Nodes) -> None:
 
 @pytest.mark.slow
 def test_the_others_go_on_when_a_node_is_killed(nodes: Nodes) -> None:
-    """Not the first one: on c10d it hosts the store."""
+    """Not the first one: on c10d it hosts the run."""
     nodes.start("1:2")
     nodes.workers(1)
     lost = nodes.start("1:2")

@@ -133,7 +133,7 @@ def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
     for place in places.values():
         place.mkdir()
     host = job.node("a", command=command, nnodes="2", cwd=places["a"])
-    host.says("hosts the run's store")
+    host.says("hosts the run")
     lost = job.node("b", command=command, nnodes="2", cwd=places["b"])
     held(job, 1, 9)
     job.tell("go-2")

@@ -1,4 +1,4 @@
-"""Tests of why a node says that it hosts the store, or does not."""
+"""Tests of why a node says that it hosts the run, or does not."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_who_says_which_node_this_is(
     [
         (
             {"hosts": True},
-            "hosts the store at 127.0.0.1:29400: 127.0.0.1 is an address of this host, and the",
+            "hosts the run at 127.0.0.1:29400: 127.0.0.1 is an address of this host, and the",
         ),
-        ({"hosts": True, "is_host": True}, "hosts the store at 127.0.0.1:29400: as it is told"),
-        ({"taken": True}, "does not host the store at 127.0.0.1:29400: the port is in use on this host"),
-        ({"is_host": False}, "does not host the store at 127.0.0.1:29400: it is told not to"),
-        ({}, "does not host the store at 127.0.0.1:29400: 127.0.0.1 is no address of this host"),
+        ({"hosts": True, "is_host": True}, "hosts the run at 127.0.0.1:29400: as it is told"),
+        ({"taken": True}, "does not host the run at 127.0.0.1:29400: the port is in use on this host"),
+        ({"is_host": False}, "does not host the run at 127.0.0.1:29400: it is told not to"),
+        ({}, "does not host the run at 127.0.0.1:29400: 127.0.0.1 is no address of this host"),
     ],
 )
 def test_each_reason_is_told(how: dict[str, Any], why: str) -> None:

@@ -113,7 +113,7 @@ def test_a_leader_that_leaves_forms_the_round_that_needs_what_it_serves() -> Non
 
 
 def test_a_leader_that_leaves_and_serves_nothing_forms_no_round() -> None:
-    """The host of a c10d store: the others could not train without it."""
+    """The host of a c10d run: the others could not train without it."""
     run = ready("2:2", "ab")
     run.hello("d", "e")
     leave(run, "a", "b")
