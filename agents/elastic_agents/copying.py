@@ -106,25 +106,28 @@ def main() -> None:
     """Carry out the order that is the only argument."""
     logging.basicConfig(format="[elastic-launch] %(message)s")
     # What drivers of storage print is not for the agent.
-    with os.fdopen(os.dup(1), "w") as agent:
-        os.dup2(2, 1)
+    agent = os.dup(1)
+    os.dup2(2, 1)
+    saying = threading.Lock()
+    said = 0.0
 
-        saying = threading.Lock()
-        said = 0.0
-
-        def say(text: str) -> None:
+    def say(text: str) -> None:
+        try:
             with saying:
-                print(text, file=agent, flush=True)
+                os.write(agent, f"{text}\n".encode())
+        except BrokenPipeError:
+            # The agent was killed. What is not committed may not be any more, and nothing reads a complaint.
+            raise SystemExit(1) from None
 
-        def progress() -> None:
-            nonlocal said
-            if time.monotonic() >= said + SILENCE:
-                said = time.monotonic()
-                say("progress")
+    def progress() -> None:
+        nonlocal said
+        if time.monotonic() >= said + SILENCE:
+            said = time.monotonic()
+            say("progress")
 
-        def may_commit() -> bool:
-            say("ready")
-            return sys.stdin.readline().startswith("yes")
+    def may_commit() -> bool:
+        say("ready")
+        return sys.stdin.readline().startswith("yes")
 
-        order = json.loads(sys.argv[1])
-        say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))
+    order = json.loads(sys.argv[1])
+    say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))

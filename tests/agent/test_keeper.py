@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from elastic_agents import copier as copiers
 from elastic_agents import keeper as keepers
+from elastic_agents.helpers import helper_command
 from elastic_agents.keeper import Keeper
 from elastic_agents.slots import Book, Held
 from elastic_launch import snapshot
@@ -186,6 +187,31 @@ def test_a_copying_process_that_cannot_be_started_is_tried_again(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
     assert node.copied() == [1]
+
+
+def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_without_a_word(
+    node: Node, tmp_path: Path
+) -> None:
+    node.store(1, durable=False)
+    slot = (node.slots[0].tensors, node.slots[0].head)
+    order: dict[str, object] = {"tensors": slot[0], "head": slot[1], "sequence": 1, "directory": str(tmp_path)}
+    order |= {"shares": 1, "share": 0, "nonce": 0, "last": False, "keep": 2, "owner": "", "take": False}
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            helper_command("from elastic_agents.copying import main; main()", json.dumps(order)),
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            pass_fds=slot,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+    assert snapshot.find(tmp_path) == []
 
 
 def test_a_copying_process_that_says_what_nobody_expects_is_ended(
