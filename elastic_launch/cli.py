@@ -90,6 +90,7 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
         return ExitCode.DONE
     config = _configure(job)
     check_kernel()
+    _check_directory()
     config = make_run_directory(config)
     if config.alone and config.token is None:
         config = replace(config, token=Token.made(), own_token=True)
@@ -322,6 +323,13 @@ def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python:
     _check_script(script)
     argv = (sys.executable, "-u", "-m", "elastic_launch.run_path", script, *arguments)
     return Command(argv, ("--run-path", script, *arguments))
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # where torch cannot even be imported: MKL ends the process
+        raise UsageError("the working directory does not exist any more.", "Change to one that does.") from None
 
 
 def _here() -> str:

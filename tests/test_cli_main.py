@@ -170,3 +170,18 @@ exiting(lambda: 7)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout == ("said\ntaken to pieces\n" if atexit_runs else "said\n")
+
+
+def test_a_working_directory_that_is_gone_is_named(here: Path) -> None:
+    (here / "gone").mkdir()
+    command = [sys.executable, "-m", "elastic_launch", "--log-dir", str(here / "logs"), str(here / "train.py")]
+    ended = subprocess.run(
+        ["sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error: the working directory does not exist any more.\n" in ended.stderr
+    assert [path.name for path in here.iterdir()] == ["train.py"]
