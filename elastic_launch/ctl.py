@@ -210,7 +210,7 @@ def _drain(options: argparse.Namespace, address: Address) -> int:
         if options.node and address.backend != "etcd" and options.node == inquiry.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run: without it the run cannot go on.",
-                f"{PROGRAM} drain without a node stops the whole run, with its state saved.",
+                f"{PROGRAM} drain without a node stops the whole run, and says whether its state is saved.",
             )
         return _tell(inquiry.ask(a.AskDrain(options.node, seconds)))
 

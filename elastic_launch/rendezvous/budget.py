@@ -87,7 +87,7 @@ class Budget:
             idle = self.idle
         if self.spent >= self._most:
             spent = f"all {self._most} restarts spent" if self._most else "no restart allowed (--max-restarts 0)"
-            return Ruling(kind, idle=idle, ends=f"no progress in {idle} restarts, {spent}" if idle else spent)
+            return Ruling(kind, idle=idle, ends=f"no progress in {idle} rounds, {spent}" if idle else spent)
         self.spent += 1
         self._soon = self._soon + 1 if failure is not None and _failed_soon(failure) else 0
         delay = min(2.0 ** (self._soon - 2), LONGEST_DELAY) if self._soon > 1 else 0.0

@@ -199,7 +199,7 @@ class Requests:
             self._answer(link, False, f"no round trains, so there is nothing to save; {machine.outlook}")
         elif first.done or not first.ready:
             text = "the workers cannot be asked: they have finished" if first.done else "the workers cannot be asked: "
-            more = "" if first.done else "none has begun a training of elastic_launch's"
+            more = "" if first.done else "none trains by elastic_launch's library yet"
             self._answer(link, False, text + more)
         else:
             self._follow(machine.save(), now)

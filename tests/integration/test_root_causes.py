@@ -70,7 +70,7 @@ def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tm
 def test_workers_that_interrupt_themselves_do_not_restart_without_end(job: Job, tmp_path: Path) -> None:
     agent = job.launch("--standalone", "--max-restarts", "0", command=script(tmp_path, INTERRUPTED))
     assert agent.wait(60) == 92
-    assert "exit code 92: no progress in 5 restarts, no restart allowed (--max-restarts 0)" in agent.output
+    assert "exit code 92: no progress in 5 rounds, no restart allowed (--max-restarts 0)" in agent.output
     assert "signal 2 (SIGINT)" in agent.output.split("root cause")[-1]
     assert len(job.events("round_formed")) == 5
 

@@ -67,7 +67,7 @@ def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind
     assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]
     assert verdict(budget, PREEMPTED, rulings[-1]) == (
         92,
-        f"no progress in {FREE + 3} restarts, all 2 restarts spent: the cause",
+        f"no progress in {FREE + 3} rounds, all 2 restarts spent: the cause",
     )
 
 
