@@ -15,7 +15,9 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
@@ -87,7 +89,7 @@ def do_not_retry(reason: str) -> NoReturn:
         SystemExit: with code 93.
     """
     handled = sys.exception()
-    trace = "".join(traceback.format_exception(handled) if handled else traceback.format_stack()[:-1])
+    trace = "".join(traceback.format_exception(handled) if handled else _stack(sys._getframe(1)))
     if path := os.environ.get(ENV_ERROR_FILE):
         extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
         message = {"message": reason, "extraInfo": extra, "errorCode": int(ExitCode.DO_NOT_RETRY)}
@@ -96,6 +98,15 @@ def do_not_retry(reason: str) -> NoReturn:
     with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         sys.stderr.write(f"{trace if handled else ''}{reason}\n")
     raise SystemExit(int(ExitCode.DO_NOT_RETRY))
+
+
+def _stack(caller: FrameType) -> list[str]:
+    """Return the script's own frames down to the caller's; those around it are the launcher's, of a forked worker."""
+    frames = takewhile(
+        lambda entry: not str(entry[0].f_globals.get("__name__", "")).startswith("elastic_agents."),
+        traceback.walk_stack(caller),
+    )
+    return traceback.StackSummary.extract(reversed(list(frames))).format()
 
 
 def _escaped(text: str) -> str:

@@ -140,7 +140,9 @@ def test_a_worker_that_says_that_a_retry_is_of_no_use_ends_the_run(job: Job, tmp
     script.write_text("import elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
     agent = job.launch("--standalone", command=[str(script)])
     assert agent.wait() == 93
-    assert "exit code 93: the data set is not complete" in agent.output.split("root cause")[-1]
+    cause = agent.output.split("root cause")[-1]
+    assert "exit code 93: the data set is not complete" in cause
+    assert [line.split(",")[0].strip() for line in cause.splitlines() if "File " in line] == [f'File "{script}"']
     assert "restart 1" not in agent.output
     assert not job.events("restart_charged")
 
