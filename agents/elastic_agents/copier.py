@@ -105,9 +105,11 @@ class Copier:
         self._directory = str(order["directory"])
         self._stall = URL_STALL if url else STALL
         self._pending = b""
+        self._given_up = False
 
     def kill(self) -> None:
-        """Have :meth:`hear_out` return soon; from any thread."""
+        """Have :meth:`hear_out` return soon, also if the kernel holds the process; from any thread."""
+        self._given_up = True
         self._process.kill()
 
     def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
@@ -164,7 +166,7 @@ class Copier:
         with selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
             while b"\n" not in self._pending and len(self._pending) < _MOST_BYTES:
-                if silent >= self._stall:
+                if silent >= self._stall or self._given_up:
                     return None
                 if not warned and silent >= WARN_AFTER:
                     warned = True
@@ -193,7 +195,7 @@ class Copier:
 
     def _reap(self) -> None:
         try:
-            self._process.wait(KILLED_WITHIN)
+            self._process.wait(_TURN if self._given_up else KILLED_WITHIN)
         except subprocess.TimeoutExpired:
             text = "process %d, which copies to %s, cannot be killed: the kernel holds it, and it is left behind"
             _log.warning(text, self._process.pid, self._directory)

@@ -482,6 +482,20 @@ def test_a_copying_process_that_hangs_is_warned_of_and_replaced(node: Node, capl
     assert not alive(hanging)
 
 
+def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_holds(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.store(1)
+    held = wait_for("the copying process", _copier)
+    os.kill(held, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)  # as on a frozen file system
+        node.keeper.close()
+    os.kill(held, signal.SIGKILL)
+    os.waitpid(held, 0)
+    assert f"process {held}, which copies to {node.directory}, cannot be killed" in caplog.text
+
+
 def test_storage_that_hangs_each_time_is_told_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
     monkeypatch.setattr(keepers, "ATTEMPTS", 2)
