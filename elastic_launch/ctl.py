@@ -168,7 +168,8 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
         raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", flags)
     if len(runs) > 1 and (alive or not run_id):
         names = ", ".join(f"{run.run_id} at {run.endpoint}" for run, _ in runs[:10])
-        raise UsageError(f"There are {len(runs)} runs in {base}: {names}.", "Say which with --rdzv-id ID.")
+        ended = "" if alive else ", none with an agent alive on this host"
+        raise UsageError(f"There are {len(runs)} runs in {base}{ended}: {names}.", "Say which with --rdzv-id ID.")
     return runs[0]
 
 

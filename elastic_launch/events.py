@@ -198,7 +198,7 @@ class RoundDraining(Event):
     seconds: float | None
 
     def line(self) -> str:
-        limit = "" if self.seconds is None else f", within {self.seconds:g} s"
+        limit = "" if self.seconds is None else f", within {round(self.seconds, 1):g} s"
         return f"round {self.round} drains: {self.cause}; its workers stop after the same step{limit}"
 
 

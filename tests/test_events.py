@@ -101,7 +101,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
             "round 3 broken after 61.2 s: rank 0 crashed; a new round forms",
         ),
         (
-            ev.RoundDraining(3, "preemption", "node b leaves (SIGTERM)", 30.0),
+            ev.RoundDraining(3, "preemption", "node b leaves (SIGTERM)", 29.998),
             "round 3 drains: node b leaves (SIGTERM); its workers stop after the same step, within 30 s",
         ),
         (

@@ -86,7 +86,7 @@ class Budget:
                 return Ruling(kind)
             idle = self.idle
         if self.spent >= self._most:
-            spent = f"all {self._most} restarts spent" if self._most else "no restart allowed (--max-restarts 0)"
+            spent = f"{'all restarts spent' if self._most else 'no restart allowed'} (--max-restarts {self._most})"
             return Ruling(kind, idle=idle, ends=f"no progress in {idle} rounds, {spent}" if idle else spent)
         self.spent += 1
         self._soon = self._soon + 1 if failure is not None and _failed_soon(failure) else 0

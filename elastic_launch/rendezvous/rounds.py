@@ -400,9 +400,8 @@ class Rounds:
                 for node in there:
                     self._send(node.link, m.Notice(self.record.term, event.line()))
             elif now - self._parked_at >= self._timing.min_wait:
-                cause = (
-                    f"{len(there)} of at least {limits.min_nodes} nodes after min_wait ({self._timing.min_wait:g} s)"
-                )
+                waited = f"--min-wait {self._timing.min_wait:g} s"
+                cause = f"{len(there)} of at least {limits.min_nodes} nodes (--nnodes) after {waited}"
                 self._end(ExitCode.TOO_FEW_NODES, cause, now)
 
     def _form(self, now: float) -> None:

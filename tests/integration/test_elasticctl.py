@@ -19,6 +19,7 @@ from harness import SCRIPTS, Agent, Job, free_port, wait_for
 from elastic_launch.config import parse_endpoint
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.asking import Caller
+from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 TOKEN = "correct-horse-battery-staple"
@@ -231,6 +232,16 @@ def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: 
     assert "run three at" in ctl("status", "--rdzv-id", "three", env=env).stdout
     third.kill()
     assert "run two at" in ctl("status", env=env).stdout
+
+
+def test_several_runs_that_have_ended_are_not_shown_as_live_ones(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        file = RunFile(tmp_path / name)
+        file.write(Whereabouts(name, "c10d", "127.0.0.1:29400", "a"))
+        file.end(0, "finished")
+    asked = ctl("status", "--log-dir", str(tmp_path))
+    assert asked.returncode == 2
+    assert f"There are 2 runs in {tmp_path}, none with an agent alive on this host: " in asked.stderr
 
 
 def test_where_nothing_listens_the_endpoint_is_named() -> None:

@@ -35,7 +35,7 @@ def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
     assert [rule(budget, CRASH).charged for _ in range(3)] == [True, True, False]
     assert budget.spent == 2
     ruling = rule(budget, CRASH)
-    assert verdict(budget, CRASH, ruling) == (91, "all 2 restarts spent: the cause")
+    assert verdict(budget, CRASH, ruling) == (91, "all restarts spent (--max-restarts 2): the cause")
 
 
 @pytest.mark.parametrize("kind", ["fatal", "startup"])
@@ -67,7 +67,7 @@ def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind
     assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]
     assert verdict(budget, PREEMPTED, rulings[-1]) == (
         92,
-        f"no progress in {FREE + 3} rounds, all 2 restarts spent: the cause",
+        f"no progress in {FREE + 3} rounds, all restarts spent (--max-restarts 2): the cause",
     )
 
 

@@ -279,7 +279,7 @@ def test_a_spent_budget_ends_the_run_with_91() -> None:
     for node_id in "ab":
         (order,) = run.orders(node_id, m.RunEnd)
         assert order.code == 91
-        assert order.cause == "all 1 restarts spent: rank 0 on node b: exit code 1: KeyError: 'x'"
+        assert order.cause == "all restarts spent (--max-restarts 1): rank 0 on node b: exit code 1: KeyError: 'x'"
         assert order.failure == failure("b", message="exit code 1: KeyError: 'x'")
         assert order.restarts == 1
     assert run.told(RunEnded)[0].rounds == 2

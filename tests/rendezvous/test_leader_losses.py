@@ -290,7 +290,7 @@ def test_below_min_for_min_wait_ends_the_run_with_94() -> None:
     run.advance(59)
     assert run.end is None
     run.advance(2)
-    assert run.end == (94, "1 of at least 2 nodes after min_wait (60 s)")
+    assert run.end == (94, "1 of at least 2 nodes (--nnodes) after --min-wait 60 s")
     assert [order.code for order in run.orders("a", m.RunEnd)] == [94]
 
 
