@@ -452,6 +452,8 @@ class LocalElasticAgent(ElasticAgent):
             return f"nothing is saved, {counted(step, 'step')} lost: {self._why_unsaved()}"
         place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
         lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
+        if self._keeper.failed or self._unsaved:  # another run may have taken the place, and removed it
+            return f"step {saved} was the last to be saved{place}{lost}"
         return f"step {saved} is saved{place}{lost}"
 
     def _has_saved(self, step: int) -> bool:

@@ -57,6 +57,22 @@ def test_of_two_runs_that_save_to_one_directory_the_later_one_does(job: Job) -> 
 
 
 @pytest.mark.slow
+def test_what_was_saved_before_another_run_took_the_directory_is_not_said_to_be_there(job: Job) -> None:
+    directory = job.directory / "checkpoints"
+    first = launch(job, "first")
+    wait_for("a checkpoint", lambda: saved(directory), 60)
+    second = launch(job, "second")
+    first.says("Two runs write to one directory", 60)
+    first.signal(signal.SIGTERM)
+    assert first.wait(100) == 143, first.output
+    assert "was the last to be saved in" in first.output
+    assert " is saved in " not in first.output
+    second.signal(signal.SIGTERM)
+    assert second.wait(100) == 143, second.output
+    assert " is saved in " in second.output
+
+
+@pytest.mark.slow
 def test_a_run_that_follows_another_in_its_directory_goes_on_and_saves(job: Job) -> None:
     directory = job.directory / "checkpoints"
     first = launch(job, "first")
