@@ -222,7 +222,7 @@ class Ours:
                 self._membership.joined(formed.number)
                 self._rounds.got(self._number, len(formed.members))
             case m.Break(round=number):
-                self._membership.stopped(number, STORE_PORT)
+                self._membership.stopped(m.Stopped(number, STORE_PORT))
             case membership.RendezvousLost(error=error):
                 self._rounds.failed(f"node {self._number}: {error.message}")
 

@@ -107,12 +107,12 @@ def test_a_launch_without_a_home_takes_a_fresh_directory_if_a_stranger_has_prepa
     shared: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = shared / f"elastic-launch-{os.getuid()}"
-    config = make_run_directory(parse(["--standalone", sys.argv[0]], os.environ))
+    config = make_run_directory(parse(["--standalone", __file__], os.environ))
     assert (config.link_dir, mode(usual), mode(config.run_directory)) == (usual, 0o700, 0o700)
     assert not caplog.messages
     os.lchown(usual, STRANGER, STRANGER)
     with caplog.at_level(logging.WARNING):
-        config = make_run_directory(parse(["--standalone", sys.argv[0]], os.environ))
+        config = make_run_directory(parse(["--standalone", __file__], os.environ))
     fresh = config.link_dir
     assert fresh is not None
     assert fresh.parent == shared
@@ -131,8 +131,8 @@ def test_a_run_directory_of_a_stranger_in_a_given_directory_is_refused(shared: P
     os.lchown(shared / "job7", STRANGER, STRANGER)
     flags = ["--log-dir", str(shared), "--rdzv-id"]
     with pytest.raises(UsageError, match=f"{shared}/job7 belongs to another user"):
-        make_run_directory(parse([*flags, "job7", sys.argv[0]], {}))
-    assert mode(make_run_directory(parse([*flags, "job8", sys.argv[0]], {})).run_directory) == 0o700
+        make_run_directory(parse([*flags, "job7", __file__], {}))
+    assert mode(make_run_directory(parse([*flags, "job8", __file__], {})).run_directory) == 0o700
 
 
 def test_events_are_for_the_user_alone_and_go_through_no_link(tmp_path: Path) -> None:

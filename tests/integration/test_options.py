@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import textwrap
@@ -100,7 +101,9 @@ def test_the_event_log_handler_gets_the_ends_of_workers_and_agent(job: Job) -> N
     job.world(1, after=1)
     job.finish()
     assert agent.wait() == 0
-    found = [json.loads(line) for line in agent.output.splitlines() if line.startswith('{"name"')]
+    # Another process may have written the beginning of the line.
+    decoder, output = json.JSONDecoder(), agent.output
+    found = [decoder.raw_decode(output, at.start())[0] for at in re.finditer(r'\{"name"', output)]
     assert [(event["source"], event["metadata"]["state"]) for event in found] == [
         ("WORKER", "FAILED"),
         ("WORKER", "SUCCEEDED"),
