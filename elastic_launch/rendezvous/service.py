@@ -181,7 +181,9 @@ class LeaderService:
             if self._stop.is_set():
                 give_up = give_up if give_up is not None else now + self._patience()
                 settled = not machine.ended and not machine.draining
-                if settled or now >= give_up or not self._links or self._deposed:
+                # Strangers may stay for as long as they like: they have no part in the run.
+                alone = len(self._strangers) == len(self._links)
+                if settled or now >= give_up or alone or self._deposed:
                     self._hear_last_words()
                     self._flush_all()
                     return

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -278,3 +279,19 @@ def test_who_has_another_token_or_none_is_not_heard(
             assert refusal["code"] == 95
     run.is_well(node)
     assert len(_warnings(caplog)) == 1
+
+
+def test_the_leader_of_an_ended_run_waits_for_its_nodes_and_for_no_stranger(run: Run) -> None:
+    node, idle = run.node(), run.stranger()
+    run.clock.advance(10.0)
+    form = node.hear(m.Form)
+    assert isinstance(form, m.Form)
+    node.say(m.Joined(form.round.number))
+    node.say(m.Done(form.round.number))
+    node.hear(m.RunEnd)
+    closing = threading.Thread(target=run.service.close, args=(60.0,))  # of a clock that stands still
+    closing.start()
+    node.sock.close()
+    assert _is_closed(idle)
+    closing.join(30)
+    assert not closing.is_alive()
