@@ -153,7 +153,7 @@ class RoundBroken(Event):
 
     Attributes:
         kind, cause: as first reported.
-        lasted_s: seconds since it was formed.
+        lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is not known.
         next: empty if it may cost a restart, as if a worker has failed: what follows is said when that is judged.
     """
 
@@ -161,12 +161,13 @@ class RoundBroken(Event):
     round: int
     kind: str
     cause: str
-    lasted_s: float
+    lasted_s: float | None
     next: str
 
     def line(self) -> str:
         following = f"; {self.next}" if self.next else ""
-        return f"round {self.round} broken after {self.lasted_s:.1f} s: {self.cause}{following}"
+        after = f" after {self.lasted_s:.1f} s" if self.lasted_s is not None else ""
+        return f"round {self.round} broken{after}: {self.cause}{following}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Rounds:
         # Members of a round that another leader formed: they may train until they come here, or are silent for long.
         self._owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
         self._formed_at = now
+        self._taken_over = self._running
         self._drain: Draining | None = None
         self._broken: Broken | None = None
         self._floor = record.round.number
@@ -202,7 +203,8 @@ class Rounds:
         for node in self.nodes.values():
             if node.active:
                 self._send_break(node, broken, kind)
-        number, lasted = self.record.round.number, broken.at - self._formed_at
+        number = self.record.round.number
+        lasted = None if self._taken_over else broken.at - self._formed_at
         self._emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook()))
 
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
@@ -426,6 +428,7 @@ class Rounds:
         resized = self._broken is not None and self._broken.imposed is Kind.MEMBERSHIP
         self._resizing.formed(since if resized else None)
         self._running, self._formed_at, self._broken, self._parked_at = True, now, None, None
+        self._taken_over = False
         self._failure, self._begun = None, None
 
     def _end(self, code: int, cause: str, now: float) -> None:

@@ -32,9 +32,13 @@ def test_a_leader_that_takes_over_breaks_the_round_of_members_that_do_not_come()
     run = Run("1:2", record=record_of_running_round())
     run.hello("a", holding=4, seen_term=4, seen_round=4, seen_restarts=1)
     run.advance(6)
-    assert run.told(RoundBroken)[0].cause == "node b did not come to the new leader"
+    broken = run.told(RoundBroken)[0]
+    assert broken.cause == "node b did not come to the new leader"
+    assert broken.line().startswith("round 4 broken: node b did not come")
     run.stop("a")
     assert (run.number, run.members, run.record.restarts) == (5, "a", 1)
+    run.fail("a")
+    assert run.told(RoundBroken)[-1].lasted_s is not None
 
 
 def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> None:
