@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_launch import events as ev
 
@@ -25,6 +25,7 @@ class RoundTold:
         failed: the first worker of this host that ended by itself, and not well.
         reaped: the last of this host's workers was reaped.
         silent: seconds that a node was silent before it was taken for dead.
+        members: ids of its nodes, where this host decided it; ``gone`` are nodes that have left or were lost since.
     """
 
     number: int
@@ -47,6 +48,8 @@ class RoundTold:
     silent: float = 0.0
     kind: str = ""
     cause: str = ""
+    members: tuple[str, ...] = ()
+    gone: set[str] = field(default_factory=set)
 
 
 class Chronicle:
@@ -91,8 +94,12 @@ class Chronicle:
         match event:
             case ev.RoundFormed() | ev.RoundDraining() | ev.RoundDrained() | ev.RoundBroken():
                 self._decided(clock, event)
-            case ev.NodeLost(broke=number, detect_s=seconds) if number:
-                self._of(number).silent = max(0.0, seconds)
+            case ev.NodeLost(node=node, broke=number, detect_s=seconds):
+                self._gone(node)
+                if number:
+                    self._of(number).silent = max(0.0, seconds)
+            case ev.NodeLeft(node=node):
+                self._gone(node)
             case ev.CauseFound(round=number, kind=kind, cause=cause):
                 self._of(number).kind, self._of(number).cause = kind, cause
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
@@ -125,6 +132,10 @@ class Chronicle:
                 told = self._of(number)
                 told.last, told.trained = max(last, told.last), max(0.0, seconds)
 
+    def _gone(self, node: str) -> None:
+        if self.rounds:
+            self.rounds[max(self.rounds)].gone.add(node)
+
     def _of(self, number: int) -> RoundTold:
         return self.rounds.setdefault(number, RoundTold(number))
 
@@ -134,7 +145,7 @@ class Chronicle:
         told = self._of(event.round)
         match event:
             case ev.RoundFormed(term=term, restarts=restarts, nodes=nodes):
-                told.formed, told.led, told.nodes = clock, True, len(nodes)
+                told.formed, told.led, told.nodes, told.members = clock, True, len(nodes), nodes
                 self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
             case ev.RoundDraining(kind=kind, cause=cause):
                 told.draining, told.kind, told.cause = clock, kind, cause

@@ -273,7 +273,9 @@ def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
 
 def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int:
     """Steps done that nobody can go on from: the memory that held them has ended with the run, or with a node alone."""
-    if not chronicle.code or not (chronicle.over or rounds[-1].nodes == 1):
+    final = rounds[-1]
+    alone = final.nodes == 1 or (bool(final.members) and not final.drained and final.gone >= set(final.members))
+    if not chronicle.code or not (chronicle.over or alone):
         return 0
     last = next(told.last for told in reversed(rounds) if told.begun is not None)
     return max(0, last - (chronicle.saved or 0))

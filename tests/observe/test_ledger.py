@@ -372,3 +372,17 @@ def test_each_step_done_was_either_kept_or_lost(run: tuple[Any, int, int, int]) 
     assert made.steps == last
     assert made.steps + made.lost_steps == done
     assert made.productive_s + sum(x.still_s - (x.first_step_s or 0.0) for x in made.incidents) <= made.total_s + 1e-3
+
+
+@pytest.mark.parametrize(("others", "unsaved"), [(["b"], 5), ([], 0)])
+def test_steps_are_lost_if_all_members_leave_at_once_without_a_drain(others: list[str], unsaved: int) -> None:
+    """One that stays has them in its memory."""
+    leaving = [(32.0, ev.NodeLeft(node, "SIGTERM", 1, "x")) for node in ("a", *others)]
+    told = ledger(
+        *first_round(),
+        (26.0, ev.CheckpointSaved(1, 15, "checkpoints/step-15")),
+        *leaving,
+        (32.0, broken(1, "preemption", "node a leaves (SIGTERM)")),
+        (33.0, ev.NodeEnded(143, "SIGTERM")),
+    )
+    assert told.unsaved_steps == unsaved
