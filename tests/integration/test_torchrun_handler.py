@@ -127,10 +127,11 @@ def test_a_run_id_whose_run_has_ended_is_used_again_on_request(nodes: Nodes) -> 
     nodes.job.finish()
     assert nodes.exit_codes() == [0]
     nodes.start("1")
-    assert nodes.exit_codes() == [0, 0]
+    assert nodes.exit_codes() == [0, 1]  # without a token nothing proves that the run has ended so
+    assert "had ended with 0 before this node came" in nodes.output(1)
     assert len(nodes.job.started()) == 1
     nodes.start("1", conf="reuse=true")
-    assert nodes.exit_codes() == [0, 0, 0]
+    assert nodes.exit_codes() == [0, 1, 0]
     assert len(nodes.job.started()) == 2
 
 
