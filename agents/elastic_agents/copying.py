@@ -109,15 +109,17 @@ def main() -> None:
     agent = os.dup(1)
     os.dup2(2, 1)
     saying = threading.Lock()
-    said = 0.0
+    said, gone = 0.0, False
 
     def say(text: str) -> None:
+        nonlocal gone
         try:
             with saying:
                 os.write(agent, f"{text}\n".encode())
         except BrokenPipeError:
-            # The agent was killed. What is not committed may not be any more, and nothing reads a complaint.
-            raise SystemExit(1) from None
+            # The agent was killed, so nothing is committed any more. What is being written must come to its end all
+            # the same, and be removed there: a driver may store the half of a file that is closed by an exception.
+            gone = True
 
     def progress() -> None:
         nonlocal said
@@ -127,7 +129,8 @@ def main() -> None:
 
     def may_commit() -> bool:
         say("ready")
-        return sys.stdin.readline().startswith("yes")
+        return not gone and sys.stdin.readline().startswith("yes")
 
     order = json.loads(sys.argv[1])
     say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))
+    sys.exit(1 if gone else 0)
