@@ -10,7 +10,8 @@ MAC, and neither term nor round fall. Anything else is spoiled:
   leaves out :data:`UNSEEN` terms and numbers of rounds, and forms none for another ``dead_after``: by then all members
   that live have come to it and told what they know. So no term and no number is given twice, a leader of a term that it
   did not know of is fenced like any other that was succeeded, and no two rounds train at once;
-- a node that comes waits for the repair. What still stands after :data:`STANDS` seconds, it believes.
+- a node that comes waits for the repair: for that of members, if what it finds cannot be understood (:data:`REPAIR`);
+  it takes what carries another MAC, or is an end, as true after :data:`STANDS` seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from elastic_launch.errors import ProtocolError, RefusedError, RendezvousError
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.seal import ValueSeal
 
-__all__ = ["STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError"]
+__all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError"]
 
 STANDS = 2.5
 """Seconds for which a node that comes looks at a record that refuses it, or has ended, before it believes it."""
+
+REPAIR = 4.0
+"""Times ``dead_after`` for which a node that comes waits for members to repair what cannot be understood: they take one
+to find that the leader is gone, one for which the value has to stand, and the time of their looks at it."""
 
 UNSEEN = 100
 """Terms and rounds that there may have been since the newest record that a member has seen: more than in the seconds

@@ -29,7 +29,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Found, Place
 from elastic_launch.rendezvous.claimed_store import ClaimedStore
-from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Continuity, Sight, SpoiledError
+from elastic_launch.rendezvous.continuity import REPAIR, STANDS, UNSEEN, Continuity, Sight, SpoiledError
 from elastic_launch.rendezvous.net import listen, source_address
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
@@ -75,6 +75,7 @@ class ElectedBackend:
         self._seal = ValueSeal(config.token, config.run_id)
         self._continuity = Continuity(self._seal)
         self._patience = Patience(STANDS)
+        self._repair = Patience(REPAIR * config.timing.dead_after)
         self._spoiled_at: float | None = None
         self._once = Once(_log)
         self._reign: _Reign | None = None
@@ -106,6 +107,7 @@ class ElectedBackend:
         if record.end is not None and not self._continuity.member:
             return self._come_late(stored, record, timeout)
         self._patience.over()
+        self._repair.over()
         if record.end is not None:
             return found_by(record)
         leading = self._reign is not None and self._reign.alive
@@ -160,7 +162,8 @@ class ElectedBackend:
         """Go by what this node has seen, if it has; take over from there if no leader has repaired the record."""
         newest, now = self._continuity.newest, self._clock.now()
         if newest is None or not self._continuity.member:
-            if self._patience.stands(stored, now):
+            refused = isinstance(spoiled.cause, RefusedError)
+            if (self._patience if refused else self._repair).stands(stored, now):
                 raise spoiled.cause
             raise StoreError(f"{spoiled} Waiting for the run's leader to repair the record.", spoiled.cause.hint)
         self._once.warn("spoiled", "%s It is not believed.", spoiled)

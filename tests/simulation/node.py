@@ -13,7 +13,7 @@ from elastic_agents import vocabulary as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Continuity, SpoiledError
+from elastic_launch.rendezvous.continuity import REPAIR, UNSEEN, Continuity, SpoiledError
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import Hearing
 from elastic_launch.rendezvous.membership import RETRY
@@ -62,7 +62,7 @@ class SimNode(Host):
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
         self._continuity = Continuity(SEAL)
-        self._patience = Patience(STANDS)
+        self._patience = Patience(REPAIR * cluster.timing.dead_after)
         self._spoiled_at: float | None = None
         limits = str(cluster.limits)
         self.side.begin(
@@ -129,6 +129,8 @@ class SimNode(Host):
                 self._say(m.Done(done))
             case v.ReportLeaving(reason=reason, seconds=seconds):
                 self._say(m.Leaving(reason, seconds))
+            case v.AwaitCopies():
+                self.inbox.put(v.CopiesDone())  # nothing is in memory here
             case v.Finish(code=code):
                 self.code = code
                 self.cluster.checks.finished(self, code)
