@@ -50,7 +50,7 @@ class Checks:
         assert before.end is None or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
         assert record.nonce != before.nonce
         assert record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
-        # A member that repairs a spoiled record may not know the last round, or its members, or what was charged for it.
+        # A member that repairs a spoiled record may not know the last round, its members, or what was charged for it.
         unknown = not record.round.members and record.round.number == before.round.number
         behind = record.term > before.term and (record.round.number < before.round.number or unknown)
         assert behind or before.restarts <= record.restarts
