@@ -3,10 +3,6 @@
 ``Gradients`` does it by DistributedDataParallel, which overlaps communication with the last backward pass; where a rank
 has no micro-batch, whose DDP would wait for ever for its hooks, by one flat all-reduce. ``ExactGradients`` does it in
 the fixed tree of :mod:`elastic_launch.training.reduction`.
-
-Buffers (BatchNorm's statistics): every micro-batch starts from those of the step's start. The new floating-point ones
-are the mean over the micro-batches of what each left, computed as the start plus the mean way from there, so that
-buffers that nobody changes stay as they are; the others are those that the last micro-batch left.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
+from elastic_launch.training.buffers import Buffers
 from elastic_launch.training.exchange import broadcast_tensors
 from elastic_launch.training.reduction import ExactReduction
 
@@ -75,18 +72,13 @@ class Gradients:
         self.world_size = world_size
         self.rank = rank
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._float_buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self._other_buffers = [b for b in model.buffers() if not b.is_floating_point()]
-        self._at_start: list[Tensor] = []
-        self._homes = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+        self._buffers = Buffers(model, world_size)
         self._ddp = self._wrap()
         if world_size > 1 and self._ddp is None:
             # As DDP does: a script that seeds nothing builds another model on each rank.
             broadcast_tensors([*model.parameters(), *model.buffers()], 0)
         self._stale = False
         self._plan = BatchPlan((), 1, ())
-        self._sums: list[Tensor] = []
-        self._last: list[Tensor] = []
 
     def _wrap(self) -> DistributedDataParallel | None:
         if self.world_size == 1 or not self.parameters or self._always_flat:
@@ -113,9 +105,7 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
         self._renew()
-        self._at_start = [b.detach().clone() for b in self._buffers()]
-        self._sums = [torch.zeros_like(b) for b in self._float_buffers]
-        self._last = [torch.zeros_like(b) for b in self._other_buffers]
+        self._buffers.begin(plan)
 
     def _renew(self) -> None:
         """Wrap the model anew after steps that passed DDP by.
@@ -139,20 +129,14 @@ class Gradients:
                 yield
         else:
             yield
-        self._take_back_assigned()
         self.take(number)
-        for buffer, start in zip(self._buffers(), self._at_start, strict=True):
-            buffer.detach().copy_(start)
+        self._buffers.restore()
 
     def take(self, number: int) -> None:
         """Take in what a micro-batch left."""
         if self._ddp is None or number < self._plan.grad_accum - 1:
             self._part_gradients()
-        index = self._plan.micro_batches[number].index
-        for total, moved in zip(self._sums, self._moved(), strict=True):
-            total.add_(moved)
-        if index == self._plan.total - 1:
-            self._last = [b.detach().clone() for b in self._other_buffers]
+        self._buffers.add(self._buffers.take(self._plan.micro_batches[number].index))
 
     @property
     def factor(self) -> float:
@@ -163,7 +147,7 @@ class Gradients:
         """Give every parameter its gradient over the global batch, and every buffer its new value, on all ranks."""
         if self._flat and self.world_size > 1:
             self._reduce_flat()
-        self._finish_buffers()
+        self._buffers.finish(self._buffers.reduce())
 
     def _reduce_flat(self) -> None:
         """One all-reduce over all gradients; a parameter without one anywhere keeps None."""
@@ -176,25 +160,6 @@ class Gradients:
                 dist.all_reduce(gradient)
                 parameter.grad = gradient
 
-    def _take_back_assigned(self) -> None:
-        """Give a module that has put another tensor in a buffer's place the old one with the new values.
-
-        Raises:
-            UsageError: if they do not fit.
-        """
-        for module, name, buffer in self._homes:
-            current = module._buffers[name]
-            if current is buffer:
-                continue
-            if current is None or current.shape != buffer.shape or current.dtype != buffer.dtype:
-                raise UsageError(
-                    f"{type(module).__name__} has changed the shape or dtype of its buffer {name!r} in a step.",
-                    "Write to the buffer in place, and leave its shape and dtype as they are.",
-                )
-            with torch.no_grad():
-                buffer.copy_(current)
-            module._buffers[name] = buffer
-
     def _part_gradients(self) -> None:
         """Give each parameter memory of its own for its gradient: both terms of a sum may get one and the same."""
         seen = set()
@@ -205,48 +170,11 @@ class Gradients:
                     parameter.grad = parameter.grad.clone()
                 seen.add(memory)
 
-    def _moved(self) -> list[Tensor]:
-        """Return what the present micro-batch adds to each floating-point buffer.
-
-        The way from the step's start and not the value, so that what nobody changes, a mask or a table of positions,
-        stays what it is: the mean of equal numbers is not always that number. With a single micro-batch the value, so
-        that the step is plain PyTorch's.
-        """
-        buffers = [buffer.detach() for buffer in self._float_buffers]
-        if self._plan.total == 1:
-            return [buffer.clone() for buffer in buffers]
-        zero = torch.zeros(())
-        return [
-            # Infinities, as masks have, are no distance apart either.
-            torch.where(buffer == start, zero.to(buffer), (buffer - start) / self._plan.total)
-            for buffer, start in zip(buffers, self._at_start, strict=False)
-        ]
-
-    def _finish_buffers(self) -> None:
-        if self.world_size > 1:
-            for tensor in self._sums:
-                dist.all_reduce(tensor)
-        self._set_buffers(self._sums)
-
-    def _set_buffers(self, floats: list[Tensor]) -> None:
-        with torch.no_grad():
-            if self.world_size > 1:
-                self._last = [_from_the_one_that_has_it(value) for value in self._last]
-            for buffer, start, moved in zip(self._float_buffers, self._at_start, floats, strict=False):
-                buffer.copy_(moved if self._plan.total == 1 else start + moved)
-            for buffer, value in zip(self._other_buffers, self._last, strict=True):
-                buffer.copy_(value)
-
     def discard(self) -> None:
         """Make the step undone: no gradients, and the buffers of its start."""
         for parameter in self.parameters:
             parameter.grad = None
-        with torch.no_grad():
-            for buffer, start in zip(self._buffers(), self._at_start, strict=True):
-                buffer.copy_(start)
-
-    def _buffers(self) -> list[Tensor]:
-        return [*self._float_buffers, *self._other_buffers]
+        self._buffers.restore()
 
     @property
     def talks_in_between(self) -> bool:
@@ -271,7 +199,7 @@ class ExactGradients(Gradients):
     def __init__(self, model: nn.Module, world_size: int, rank: int) -> None:
         check_model(model)
         super().__init__(model, world_size, rank)
-        self._reduction = ExactReduction([*self.parameters, *self._float_buffers], world_size, rank)
+        self._reduction = ExactReduction([*self.parameters, *self._buffers.floats], world_size, rank)
         self._taking = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
@@ -310,29 +238,18 @@ class ExactGradients(Gradients):
             self._reduction.put(which, gradient)
 
     def take(self, number: int) -> None:
-        for which, moved in enumerate(self._moved(), len(self.parameters)):
-            self._reduction.put(which, moved)
+        moved = self._buffers.take(self._plan.micro_batches[number].index)
+        for which, value in enumerate(moved, len(self.parameters)):
+            self._reduction.put(which, value)
         self._reduction.end()
-        if self._plan.micro_batches[number].index == self._plan.total - 1:
-            self._last = [b.detach().clone() for b in self._other_buffers]
 
     def finish(self) -> None:
         sums = self._reduction.finish(self._plan.total)
         for parameter, gradient in zip(self.parameters, sums, strict=False):
             parameter.grad = gradient
-        self._set_buffers([value for value in sums[len(self.parameters) :] if value is not None])
+        self._buffers.finish([value for value in sums[len(self.parameters) :] if value is not None])
 
     def close(self) -> None:
         super().close()
         for hook in self._hooks:
             hook.remove()
-
-
-def _from_the_one_that_has_it(value: Tensor) -> Tensor:
-    """Give all ranks a tensor that is zero on all but one."""
-    if value.is_complex():
-        dist.all_reduce(torch.view_as_real(value))
-        return value
-    numbers = value.to(torch.int64)
-    dist.all_reduce(numbers)
-    return numbers.to(value.dtype)
