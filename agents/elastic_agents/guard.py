@@ -1,4 +1,6 @@
-"""The agent's side of the guard: a small process of its own that kills the workers' sessions if their agent is killed.
+"""The agent's side of the guard: two small processes that kill the workers' sessions if the agent is killed.
+
+Each does so by itself: when one is killed and the agent dies before that one is replaced, the other is left.
 
 The agent writes ``+SID`` and ``-SID`` lines; end of file without ``bye`` means that it died.
 """
@@ -31,7 +33,46 @@ PATIENCE = 10.0
 
 
 class Guard:
-    """Owns the guard's process: one that dies, or reads nothing, is replaced, and learns what the former one knew.
+    """Owns the guard's two processes.
+
+    Raises:
+        OSError: if they cannot be started.
+    """
+
+    def __init__(self) -> None:
+        first = _Watcher()
+        try:
+            second = _Watcher()
+        except OSError:
+            first.close()
+            raise
+        self._watchers = (first, second)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the present processes."""
+        return tuple(watcher.pid for watcher in self._watchers)
+
+    def add(self, sid: int) -> None:
+        """Kill this session if the agent dies."""
+        for watcher in self._watchers:
+            watcher.add(sid)
+
+    def remove(self, sid: int) -> None:
+        """The session has ended."""
+        for watcher in self._watchers:
+            watcher.remove(sid)
+
+    def close(self) -> None:
+        """Dismiss the guard."""
+        for watcher in self._watchers:
+            watcher.dismiss()
+        for watcher in self._watchers:
+            watcher.close()
+
+
+class _Watcher:
+    """Owns one process: one that dies, or reads nothing, is replaced, and learns what the former one knew.
 
     Raises:
         OSError: if the first cannot be started.
@@ -47,27 +88,27 @@ class Guard:
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
         return self._process.pid
 
     def add(self, sid: int) -> None:
-        """Kill this session if the agent dies."""
         with self._lock:
             self._sids.add(sid)
             self._write(f"+{sid}\n")
 
     def remove(self, sid: int) -> None:
-        """The session has ended."""
         with self._lock:
             self._sids.discard(sid)
             self._write(f"-{sid}\n")
 
-    def close(self) -> None:
-        """Dismiss the guard."""
+    def dismiss(self) -> None:
         with self._lock:
-            self._closing.set()
-            self._write("bye\n")
-            _stdin(self._process).close()
+            if not self._closing.is_set():
+                self._closing.set()
+                self._write("bye\n")
+                _stdin(self._process).close()
+
+    def close(self) -> None:
+        self.dismiss()
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
             self._process.kill()
@@ -80,7 +121,7 @@ class Guard:
             code = self._process.wait()
             if self._closing.is_set():
                 return
-            _log.warning("the guard, pid %d, ended with %d; another one takes its place", self._process.pid, code)
+            _log.warning("a guard process, pid %d, ended with %d; another one takes its place", self._process.pid, code)
             delay = 0.0 if time.monotonic() - began >= SETTLED else max(SETTLED, delay)
             while not self._replaced(delay):
                 delay = min(max(SETTLED, 2 * delay), LONGEST_DELAY)
@@ -94,7 +135,7 @@ class Guard:
         try:
             process = _start()
         except OSError as error:
-            _log.warning("no guard can be started (%s): if this agent is killed, its workers run on", error)
+            _log.warning("a guard process cannot be started (%s); this agent tries again", error)
             return False
         with self._lock:
             dead, self._process = self._process, process

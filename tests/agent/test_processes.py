@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -151,13 +152,13 @@ def test_a_guard_that_dies_or_stops_is_replaced(number: signal.Signals) -> None:
         "guard = Guard()\n"
         "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
         "guard.add(kept); guard.add(gone)\n"
-        "first = guard.pid\n"
+        "first = guard.pids[0]\n"
         f"os.kill(first, {int(number)})\n"
         "began = time.monotonic()\n"
         "for _ in range(20000):\n"
         "    guard.add(gone); guard.remove(gone)\n"
         "assert time.monotonic() - began < 60, 'it waits for the guard'\n"
-        "while guard.pid == first:\n"
+        "while guard.pids[0] == first:\n"
         "    time.sleep(0.01)\n"
         "guard.add(gone); guard.remove(gone)\n"
         "print(kept, gone, flush=True)\n"
@@ -178,13 +179,41 @@ def test_a_guard_that_dies_or_stops_is_replaced(number: signal.Signals) -> None:
         agent.stdout.close()
 
 
+def test_workers_die_with_an_agent_that_is_killed_before_a_dead_guard_is_replaced() -> None:
+    code = (
+        "import os, signal, subprocess, sys, threading\n"
+        "from elastic_agents import guard as module\n"
+        "guard = module.Guard()\n"
+        "kept = subprocess.Popen(['sh', '-c', 'sleep 600 & wait'], start_new_session=True).pid\n"
+        "guard.add(kept)\n"
+        "module._start = threading.Event().wait\n"  # a process takes its time to start
+        "print(kept, flush=True)\n"
+        "os.kill(getattr(guard, 'pids', [getattr(guard, 'pid', 0)])[0], signal.SIGKILL)\n"
+        "sys.stdin.read()\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    assert agent.stdin is not None
+    guarded = int(agent.stdout.readline())
+    time.sleep(0.03)
+    agent.kill()
+    agent.wait()
+    try:
+        wait_for("the guarded session's end", lambda: empty_sessions({guarded}))
+    finally:
+        kill_sessions({guarded})
+        agent.stdin.close()
+        agent.stdout.close()
+
+
 def test_a_guard_that_is_stopped_does_not_keep_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard_module, "PATIENCE", 0.2)
     guard = Guard()
-    pid = guard.pid
-    os.kill(pid, signal.SIGSTOP)
+    pids = guard.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     guard.close()
-    assert not Path(f"/proc/{pid}").exists()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_dismissed_guard_kills_nobody() -> None:

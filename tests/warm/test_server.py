@@ -342,7 +342,7 @@ def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None
     assert not any(map(alive, parked))
 
 
-def test_a_server_does_not_outlive_its_agent(tmp_path: Path) -> None:
+def test_neither_server_nor_workers_outlive_their_agent_though_it_has_no_guard(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import json, time\ntime.sleep(60)")
     driver = f"""
 import sys, time
@@ -351,9 +351,10 @@ from pathlib import Path
 from warm_processes import config_for, warm_starter
 with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r}), ahead=1) as starter:
     server = starter.processes._server
+    worker = starter.start({script!r})
     while not server._parked:
         time.sleep(0.01)
-    print(server.pid, server._parked[0].pid, flush=True)
+    print(server.pid, server._parked[0].pid, worker, flush=True)
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True) as agent:
@@ -361,7 +362,7 @@ with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r}), ahead=1) as s
         pids = [int(pid) for pid in agent.stdout.readline().split()]
         assert all(map(alive, pids))
         agent.kill()
-    wait_for("the end of the server, and of who waits for work", lambda: not any(map(alive, pids)))
+    wait_for("the end of the server, the worker and the process that waits for work", lambda: not any(map(alive, pids)))
 
 
 def test_what_imports_do_to_the_environment_is_so_in_the_worker(tmp_path: Path) -> None:

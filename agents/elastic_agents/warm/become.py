@@ -25,10 +25,12 @@ from typing import NoReturn
 
 from elastic_agents.warm.ending import end
 
-__all__ = ["BLOCKED", "Orders", "become", "entry_point", "leave_parent", "show"]
+__all__ = ["BLOCKED", "Orders", "become", "die_with_parent", "entry_point", "leave_parent", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
+
+PR_SET_PDEATHSIG = 1
 
 MOST_BYTES = 8 * 1024 * 1024
 
@@ -136,10 +138,16 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
     os.close(leave)
     while os.getppid() == parent:
         time.sleep(0.0001)
+    die_with_parent()  # at once, and without the guard; if the agent is dead already, nothing can be written to it
     try:
         os.write(agent, b"ready\n")
     except OSError:
         os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:

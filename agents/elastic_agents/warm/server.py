@@ -12,7 +12,6 @@ subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elastic_agents.warm.become import BLOCKED, become, leave_parent
+from elastic_agents.warm.become import BLOCKED, become, die_with_parent, leave_parent
 from elastic_agents.warm.groups import outlive_users
 from elastic_agents.warm.loading import Loaded, Loading
 from elastic_agents.warm.planning import Plan, plan
@@ -56,7 +55,7 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
         planned: what to import, or why not to.
         loading: imports that have begun.
     """
-    _die_with_parent()
+    die_with_parent()  # an agent that is killed leaves no server that still imports
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, False)
     loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)
@@ -161,11 +160,6 @@ def _fork(agent: int) -> bool:
     os.close(left)
     leave_parent(between, leave, agent)
     return True
-
-
-def _die_with_parent() -> None:
-    """prctl(2), PR_SET_PDEATHSIG: an agent that is killed leaves no server that still imports."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def _say(settings: dict[str, Any], message: dict[str, Any]) -> None:
