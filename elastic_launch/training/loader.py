@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.randomness import derive, kept, seed_all
+from elastic_launch.training.randomness import derive, seed_all, seeded
 
 __all__ = ["ElasticLoader", "Position"]
 
@@ -150,12 +150,13 @@ class _SeededBatches(Dataset[Any]):
         self._seed = seed
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
-        with kept(devices=False):
+        collating = derive("collate", self._seed, *keys[0])
+        with seeded(collating, devices=False):
             samples = []
             for epoch, index in keys:
                 seed_all(derive("sample", self._seed, epoch, index), devices=False)
                 samples.append(self._dataset[index])
-            seed_all(derive("collate", self._seed, *keys[0]), devices=False)
+            seed_all(collating, devices=False)
             return self._collate(samples)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.randomness import seeded
 
 
 class Numbers(Dataset[int]):
@@ -160,3 +162,20 @@ def test_what_collating_draws_is_the_same_at_every_world_size(workers: int) -> N
     one = drawn(1)
     assert len({tuple(values) for values in one}) == 5
     assert drawn(2) == one
+
+
+def test_numpys_random_state_is_given_back() -> None:
+    np.random.seed(1)
+    expected = np.random.rand(3).tolist()
+    np.random.seed(1)
+    with seeded(5, devices=False):
+        inner = np.random.rand(2).tolist()
+        with seeded(5, devices=False):
+            assert np.random.rand(2).tolist() == inner
+            np.random.rand()
+        with seeded(6, devices=False):
+            assert np.random.rand(2).tolist() != inner
+        after = float(np.random.rand())
+    assert np.random.rand(3).tolist() == expected
+    np.random.seed(5)
+    assert [*inner, after] == np.random.rand(3).tolist()
