@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 
+from elastic_launch.clock import Clock
 from elastic_launch.rendezvous.continuity import Claim, Sight
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.seal import ValueSeal
 from elastic_launch.rendezvous.store import ControlStore
 
 __all__ = ["ClaimedStore"]
@@ -23,13 +23,13 @@ class ClaimedStore(ControlStore):
 
     Args:
         store: closed with this one.
-        record: as it was written for the leader's term.
+        claim: the leader's, to the record as it was written for its term.
     """
 
-    def __init__(self, store: ControlStore, seal: ValueSeal, record: ControlRecord, log: logging.Logger) -> None:
+    def __init__(self, store: ControlStore, claim: Claim, clock: Clock, log: logging.Logger) -> None:
         self._store = store
-        self._seal = seal
-        self._claim = Claim(seal, record)
+        self._claim = claim
+        self._clock = clock
         self._once = Once(log)
         self._writing = threading.Lock()
 
@@ -43,9 +43,18 @@ class ClaimedStore(ControlStore):
         """Whether this run has formed a round."""
         return bool(self._claim.record.round.members)
 
+    @property
+    def sure(self) -> float:
+        """When the leader last began to look, and found or wrote its own value."""
+        return self._claim.sure
+
     def look(self, stored: bytes | None) -> Sight:
         """Judge what the store holds."""
-        return self._claim.look(stored)
+        return self._claim.look(stored, self._clock.now())
+
+    def seen(self, began: float) -> None:
+        """The leader's own value stood in the store when it looked, which it began then."""
+        self._claim.seen(began)
 
     def load(self, timeout: float) -> bytes | None:
         """Return the record that stands, whatever the store holds."""
@@ -76,17 +85,18 @@ class ClaimedStore(ControlStore):
         self._store.close()
 
     def _write(self, expected: bytes | None, record: ControlRecord, timeout: float) -> bool:
+        began = self._clock.now()
         deadline = time.monotonic() + timeout
         value = self._claim.propose(record)
         for _ in range(ATTEMPTS):
             if self._store.compare_and_set(expected, value, max(0.1, deadline - time.monotonic())):
-                self._claim.wrote(record)
+                self._claim.wrote(record, began)
                 return True
             expected = self._store.load(max(0.1, deadline - time.monotonic()))
             if expected == value:
-                self._claim.wrote(record)
+                self._claim.wrote(record, began)
                 return True
-            if self._claim.look(expected) is Sight.SUCCEEDED:
+            if self.look(expected) in (Sight.SUCCEEDED, Sight.LOST):
                 return False
             if expected != self._claim.stored:
                 self._tell()

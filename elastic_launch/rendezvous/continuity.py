@@ -4,18 +4,21 @@ Whoever can write to the store can put anything there: garbage, nothing, an old 
 value counts only if it continues the run that a node has seen: it carries the run's own number and, with a token, its
 MAC, and neither term nor round fall. Anything else is spoiled:
 
-- the leader writes its record again, by compare-and-set;
+- the leader writes its record again, by compare-and-set, if it has seen it in the last :data:`DOUBT` of ``dead_after``.
+  Otherwise another node may have led before the value was spoiled: it steps down, and goes on as a member;
 - a member takes it for nothing, and goes by the newest record that it has seen. It repairs only what has stood for
   ``dead_after``, which no live leader would have let stand, and when it would take over from that record's leader. It
-  leaves out :data:`UNSEEN` terms and numbers of rounds, and forms none for another ``dead_after``: by then all members
-  that live have come to it and told what they know. So no term and no number is given twice, a leader of a term that it
-  did not know of is fenced like any other that was succeeded, and no two rounds train at once;
+  leaves out terms and numbers of rounds, as many as :func:`repairing` draws, and forms no round for another
+  ``dead_after``: by then all members that live have come to it and told what they know. So no term and no number is
+  given twice, a leader of a term that it did not know of is fenced like any other that was succeeded, and no two rounds
+  train at once;
 - a node that comes waits for the repair: for that of members, if what it finds cannot be understood (:data:`REPAIR`);
   it takes what carries another MAC, or is an end, as true after :data:`STANDS` seconds.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from enum import Enum
 
@@ -23,7 +26,7 @@ from elastic_launch.errors import ProtocolError, RefusedError, RendezvousError
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.seal import ValueSeal
 
-__all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError"]
+__all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError", "repairing"]
 
 STANDS = 2.5
 """Seconds for which a node that comes looks at a record that refuses it, or has ended, before it believes it."""
@@ -35,6 +38,21 @@ to find that the leader is gone, one for which the value has to stand, and the t
 UNSEEN = 100
 """Terms and rounds that there may have been since the newest record that a member has seen: more than in the seconds
 for which the record was spoiled."""
+
+DOUBT = 0.5
+"""The part of ``dead_after`` within which a leader must have seen its record to repair it: members that lose its links
+need all of ``dead_after`` to elect another."""
+
+SPREAD = 10_000
+"""How far apart the first terms and rounds of two members may be that repair the same record and do not know of each
+other, since the network keeps them apart."""
+
+
+def repairing(newest: ControlRecord, source: random.Random) -> ControlRecord:
+    """Return the record from which a member takes over that repairs a spoiled one."""
+    skipped = UNSEEN + source.randrange(SPREAD)
+    floor = max(newest.floor, newest.round.number)
+    return replace(newest, term=newest.term + skipped, floor=floor + skipped)
 
 
 class SpoiledError(Exception):
@@ -126,12 +144,14 @@ class Sight(Enum):
     - SUCCEEDED: another node leads its run.
     - RIVAL: a record of another run, which has not ended.
     - SPOILED: anything else.
+    - LOST: the same, after so long without a sight of its own that another node may have led since.
     """
 
     OWN = "own"
     SUCCEEDED = "succeeded"
     RIVAL = "rival"
     SPOILED = "spoiled"
+    LOST = "lost"
 
 
 class Claim:
@@ -139,20 +159,33 @@ class Claim:
 
     Args:
         record: as it was written for the leader's term.
+        now: when that was.
 
     Attributes:
         stored: the value that the leader knows to be its own last one.
         pending: a value that it may have written.
+        sure: when the leader last began to look, and found or wrote its own value.
     """
 
-    def __init__(self, seal: ValueSeal, record: ControlRecord) -> None:
+    def __init__(self, seal: ValueSeal, record: ControlRecord, dead_after: float, now: float) -> None:
         self._seal = seal
+        self._doubts_after = DOUBT * dead_after
         self.record = record
+        self.sure = now
         self.stored = seal.close(record.encode())
         self.pending: bytes | None = None
 
-    def look(self, stored: bytes | None) -> Sight:
+    def look(self, stored: bytes | None, now: float) -> Sight:
         """Judge what the store holds."""
+        sight = self._sight(stored)
+        lost = sight is Sight.SPOILED and now - self.sure > self._doubts_after
+        return Sight.LOST if lost else sight
+
+    def seen(self, began: float) -> None:
+        """The leader's own value stood in the store when it looked, which it began then."""
+        self.sure = max(self.sure, began)
+
+    def _sight(self, stored: bytes | None) -> Sight:
         pending = self.pending  # before the other: what was pending may just have become that
         if stored is not None and stored in (pending, self.stored):
             return Sight.OWN
@@ -173,7 +206,8 @@ class Claim:
         self.pending = self._seal.close(record.encode())
         return self.pending
 
-    def wrote(self, record: ControlRecord) -> None:
-        """The record that was proposed last stands there."""
+    def wrote(self, record: ControlRecord, began: float) -> None:
+        """The record that was proposed last stands there, since after the given time."""
         assert self.pending is not None
+        self.seen(began)
         self.record, self.stored, self.pending = record, self.pending, None

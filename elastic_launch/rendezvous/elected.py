@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 import secrets
 import socket
 import threading
@@ -29,7 +30,7 @@ from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.auth import link_key
 from elastic_launch.rendezvous.backend import ACK_TIMEOUT, Found, Place
 from elastic_launch.rendezvous.claimed_store import ClaimedStore
-from elastic_launch.rendezvous.continuity import REPAIR, STANDS, UNSEEN, Continuity, Sight, SpoiledError
+from elastic_launch.rendezvous.continuity import REPAIR, STANDS, Claim, Continuity, Sight, SpoiledError, repairing
 from elastic_launch.rendezvous.net import listen, source_address
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
@@ -174,8 +175,8 @@ class ElectedBackend:
         if takeover is None or now - self._spoiled_at < self._config.timing.dead_after:
             return found_by(newest)
         self._check_same(newest)
-        following = self._following(replace(newest, term=newest.term + UNSEEN))
-        return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead, repaired=True)
+        following = self._following(repairing(newest, random.SystemRandom()))
+        return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
 
     def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> Found:
         """Begin a new run in the place of an ended one, or return its end, unless a leader takes that end back."""
@@ -228,13 +229,11 @@ class ElectedBackend:
         cause: str,
         *,
         dead: str = "",
-        repaired: bool = False,
     ) -> Found:
         """Try to write a record with this node as its leader, and lead; return where the leader is then.
 
         Args:
             expected: what the store holds, as it was read.
-            repaired: whether that is spoiled.
         """
         assert self._store is not None
         with contextlib.ExitStack() as undo:
@@ -254,7 +253,8 @@ class ElectedBackend:
         self._spoiled_at = None
         command = " ".join(self._config.command.display)
         limits, timing = self._config.limits, self._config.timing
-        claimed = ClaimedStore(written, self._seal, record, _log)
+        claim = Claim(self._seal, record, timing.dead_after, self._clock.now())
+        claimed = ClaimedStore(written, claim, self._clock, _log)
         service = LeaderService(
             links,
             claimed,
@@ -266,7 +266,6 @@ class ElectedBackend:
             self._events,
             dead=frozenset({dead} - {""}),
             key=link_key(self._config.token, self._config.run_id),
-            repaired=repaired,
         )
         self._succession.reached()
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
@@ -358,7 +357,6 @@ class _Reign:
         self._claimed = claimed
         self._clock = clock
         self._look = look
-        self._sure = clock.now()
         self._watch_died: ThreadDied | None = None
         self._stop = threading.Event()
         self._thread = VitalThread(self._watch, "leader-watch", owner=self._failed)
@@ -382,7 +380,7 @@ class _Reign:
 
     def unsure_for(self) -> float:
         """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
-        return self._clock.now() - max(self._sure, self._service.sure) if self.alive else math.inf
+        return self._clock.now() - self._claimed.sure if self.alive else math.inf
 
     def close(self) -> None:
         """Stop leading; if the run goes on, say so in the record, so that nobody has to find out."""
@@ -413,7 +411,7 @@ class _Reign:
                 told = False
                 if not self._judge(known):
                     return
-                self._sure = began  # it may have waited ever since for changes that cannot arrive
+                self._claimed.seen(began)  # it may have waited ever since for changes that cannot arrive
             except StoreError as error:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
@@ -434,6 +432,9 @@ class _Reign:
             return True
         if sight is Sight.SUCCEEDED:
             self._service.depose("another node leads")
+            return False
+        if sight is Sight.LOST:
+            self._service.depose("the record was overwritten while this node could not see it")
             return False
         if sight is Sight.RIVAL and not self._claimed.begun:
             self.yielded = True

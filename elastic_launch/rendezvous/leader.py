@@ -45,7 +45,6 @@ class LeaderMachine(Rounds):
         command: the run's command in words, for refusals.
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be gone.
-        repaired: whether later rounds than the record's may have been formed, see ``continuity``.
     """
 
     # What comes in.

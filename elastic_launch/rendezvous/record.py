@@ -89,6 +89,7 @@ class ControlRecord:
         work: the same without the number of nodes.
         size: what the run was resized to while it ran, None if it was not; a node that comes with it is not refused.
         term: a leader's reign; nodes ignore whatever comes from a lower one.
+        floor: rounds up to this number may have been formed without a trace here, see ``continuity``.
         restarts: restarts charged to the budget so far.
         last_step: the highest optimizer step at which a round has begun to train, None if none is known.
         idle: restarts in a row that were not charged, and since which the training has not advanced.
@@ -102,6 +103,7 @@ class ControlRecord:
     term: int
     leader: Leader
     round: Round = field(default_factory=Round)
+    floor: int = 0
     restarts: int = 0
     last_step: int | None = None
     idle: int = 0
@@ -112,6 +114,11 @@ class ControlRecord:
     first_term: int = 1
     run: str = ""
     schema: int = SCHEMA
+
+    @property
+    def repaired(self) -> bool:
+        """Whether rounds that this record does not show may be training."""
+        return self.floor > self.round.number
 
     def renewed(self) -> ControlRecord:
         """Return the same record under a fresh nonce, as every write must have."""

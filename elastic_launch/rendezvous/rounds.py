@@ -22,7 +22,6 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import Budget, Ruling
-from elastic_launch.rendezvous.continuity import UNSEEN
 from elastic_launch.rendezvous.instructions import Broken, Close, Commit, Draining, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.leavers import is_needed, no_longer_needed, sources
 from elastic_launch.rendezvous.outlook import Outlook
@@ -60,8 +59,6 @@ class Rounds:
         command: str,
         now: float,
         dead: frozenset[str] = frozenset(),
-        *,
-        repaired: bool = False,
     ) -> None:
         self.record = record
         self.nodes: dict[str, Node] = {}
@@ -80,9 +77,8 @@ class Rounds:
         self._taken_over = self._running
         self._drain: Draining | None = None
         self._broken: Broken | None = None
-        self._floor = record.round.number
-        if repaired:
-            self._floor += UNSEEN
+        self._floor = max(record.round.number, record.floor)
+        if record.repaired:
             self._owed.add("")  # members that nobody here knows of may come, for as long as any that is owed
         self._arrivals = 0
         self._last_arrival = now

@@ -54,7 +54,7 @@ class LeaderService:
     Args:
         listener: where the links come in; taken over.
         record: the record as committed for this leader's term; ``store`` holds it.
-        dead, repaired: as of :class:`LeaderMachine`.
+        dead: as of :class:`LeaderMachine`.
         key: of the links, derived from the run's token; None without one.
     """
 
@@ -70,8 +70,6 @@ class LeaderService:
         events: EventSink,
         dead: frozenset[str] = frozenset(),
         key: bytes | None = None,
-        *,
-        repaired: bool = False,
     ) -> None:
         self._listener = listener
         self._store = store
@@ -80,7 +78,7 @@ class LeaderService:
         self._timing = timing
         self._beat = timing.beat_among(limits.max_nodes)
         self._events = events
-        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead, repaired=repaired)
+        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
         self._requests = Requests(self._machine)
         self._key = key
         self._once = Once(_log)
@@ -97,7 +95,6 @@ class LeaderService:
         self._news = False
         self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
-        self._sure = clock.now()
         self._died: ThreadDied | None = None
         self._thread = VitalThread(self._run, "leader", owner=self._failed)
 
@@ -127,11 +124,6 @@ class LeaderService:
     def committed(self) -> bytes:
         """The record as this leader wrote it last; to be asked when it leads no longer."""
         return self._committed
-
-    @property
-    def sure(self) -> float:
-        """When it began the last write that proved that it led."""
-        return self._sure
 
     def depose(self, reason: str) -> None:
         """Stop leading at once: somebody else does."""
@@ -351,7 +343,6 @@ class LeaderService:
 
     def _commit(self, record: ControlRecord) -> bool:
         value = record.encode()
-        began = self._clock.now()
         try:
             if len(value) > MAX_RECORD:
                 raise RecordTooLargeError(
@@ -371,7 +362,7 @@ class LeaderService:
             _log.error("the control record could not be written, this node leads no longer: %s", error)
             return False
         if written:
-            self._committed, self._sure = value, began
+            self._committed = value
         else:
             _log.error("the control record was written by somebody else, this node leads no longer")
         return written

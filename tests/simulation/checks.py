@@ -49,14 +49,14 @@ class Checks:
             return
         assert before.end is None or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
         assert record.nonce != before.nonce
-        assert record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
-        # A member that repairs a spoiled record may not know the last round, its members, or what was charged for it.
-        unknown = not record.round.members and record.round.number == before.round.number
-        behind = record.term > before.term and (record.round.number < before.round.number or unknown)
-        assert behind or before.restarts <= record.restarts
+        # A member that repairs a spoiled record may not know the last rounds, their members, and what they cost.
+        repairs = record.repaired and record.floor != before.floor
+        assert repairs or record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
+        assert repairs or before.restarts <= record.restarts
         assert record.restarts <= self.cluster.limits.max_restarts
-        if behind:
+        if repairs:
             assert record.round.number in {0, *self.rounds}
+            assert record.floor > max(self.rounds, default=0)
         elif record.round != before.round:
             self._formed(before, record)
         else:
@@ -67,7 +67,7 @@ class Checks:
     def _formed(self, before: ControlRecord, record: ControlRecord) -> None:
         number = record.round.number
         assert number not in self.rounds, "two rounds with one number"
-        assert number > max(self.rounds, default=0)
+        assert number > before.round.number
         assert record.restarts <= before.restarts + 1, "a broken round was charged twice"
         names = tuple(member.node_id for member in record.round.members)
         assert len(set(names)) == len(names), "ranks are no permutation"

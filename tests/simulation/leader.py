@@ -36,24 +36,23 @@ class SimLeader:
         closed: incarnations whose last link was seen to end.
     """
 
-    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str], *, repaired: bool) -> None:
+    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str]) -> None:
         self.node = node
         self.cluster, self.kernel = node.cluster, node.cluster.kernel
         self.port = record.leader.port
         self.began = self.kernel.now
         self.mailbox = Mailbox(self.kernel, node)
         limits, timing = self.cluster.limits, self.cluster.timing
-        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead, repaired=repaired)
+        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead)
         self.links: dict[int, Connection] = {}
         self.greeted: dict[int, str] = {}
         self.heard: dict[str, float] = {}
         self.closed: set[str] = set()
         self.deposed = False
-        self._sure = self.began
         self.over = False
         self._stopping = False
         self._numbers: dict[Connection, int] = {}
-        self._claim = Claim(SEAL, record)
+        self._claim = Claim(SEAL, record, timing.dead_after, self.began)
         self._writing = False
 
     @property
@@ -67,7 +66,7 @@ class SimLeader:
 
     def unsure_for(self) -> float:
         """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
-        return self.kernel.now - self._sure if self.alive else math.inf
+        return self.kernel.now - self._claim.sure if self.alive else math.inf
 
     def start(self) -> None:
         self.kernel.spawn(self.node, self._serve())
@@ -153,31 +152,29 @@ class SimLeader:
                     self.cluster.checks.emitted(self, event)
 
     def _commit(self, record: ControlRecord) -> Task:
-        began = self.kernel.now
+        while self._writing:  # the watcher repairs: writes come one after the other
+            yield self.kernel.sleep(self.node, 0.01)
         self._writing = True
         try:
-            written = yield from self._write(self._claim.stored, record)
+            return (yield from self._write(self._claim.stored, record))
         except StoreError:
             return False
         finally:
             self._writing = False
-        if written:
-            self._sure = max(self._sure, began)
-        return written
 
     def _write(self, expected: bytes | None, record: ControlRecord) -> Task:
         """As ``ClaimedStore``."""
-        store, timeout = self.cluster.store, self.cluster.timing.read_timeout
+        store, timeout, began = self.cluster.store, self.cluster.timing.read_timeout, self.kernel.now
         value = self._claim.propose(record)
         for _ in range(ATTEMPTS):
             if (yield store.compare_and_set(self.node, expected, value, timeout)):
-                self._claim.wrote(record)
+                self._claim.wrote(record, began)
                 return True
             expected = yield store.load(self.node, timeout)
             if expected == value:
-                self._claim.wrote(record)
+                self._claim.wrote(record, began)
                 return True
-            if self._claim.look(expected) is Sight.SUCCEEDED:
+            if self._claim.look(expected, self.kernel.now) in (Sight.SUCCEEDED, Sight.LOST):
                 return False
         return False
 
@@ -192,11 +189,13 @@ class SimLeader:
             began = self.kernel.now
             try:
                 value = yield self.cluster.store.load(self.node, look)
+                sight = self._claim.look(value, self.kernel.now)
+                if sight is not Sight.OWN and (yield self.cluster.store.load(self.node, look)) != value:
+                    continue
             except StoreError:
                 yield self.kernel.sleep(self.node, WATCH)
                 continue
-            sight = self._claim.look(value)
-            if sight is Sight.SUCCEEDED:
+            if sight in (Sight.SUCCEEDED, Sight.LOST):
                 self.depose()
                 return
             if sight is not Sight.OWN and not self._writing:
@@ -208,5 +207,5 @@ class SimLeader:
                 finally:
                     self._writing = False
                 continue
-            self._sure = max(self._sure, began)
+            self._claim.seen(began)
             yield self.kernel.sleep(self.node, look)

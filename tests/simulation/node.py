@@ -13,7 +13,7 @@ from elastic_agents import vocabulary as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.continuity import REPAIR, UNSEEN, Continuity, SpoiledError
+from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
 from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.hearing import Hearing
 from elastic_launch.rendezvous.membership import RETRY
@@ -318,7 +318,7 @@ class SimNode(Host):
             raise
         self.succession.looked(self.kernel.now - began, failed=False)
         me = Leader(self.node_id, self.incarnation, f"host-{self.node_id}", 0)
-        now, repaired = self.kernel.now, False
+        now = self.kernel.now
         try:
             record = self._continuity.judge(value)
             self._spoiled_at = None
@@ -327,7 +327,7 @@ class SimNode(Host):
                 if self._patience.stands(value, now):
                     raise RefusedError("the record is spoiled.") from spoiled
                 raise StoreError("waiting for the repair.") from spoiled
-            record, repaired = self._continuity.newest, True
+            record = self._continuity.newest
             self._spoiled_at = now if self._spoiled_at is None else self._spoiled_at
         if record is None:
             first = ControlRecord("run", "digest", 1, me, run="01")
@@ -337,12 +337,11 @@ class SimNode(Host):
         waits = self._spoiled_at is not None and now - self._spoiled_at < self.cluster.timing.dead_after
         if takeover is None or waits:
             return record
-        following = replace(record, term=record.term + 1 + UNSEEN * repaired, leader=me)
-        return (yield from self._take_over(value, following, timeout, takeover.dead, repaired=repaired))
+        following = record if self._spoiled_at is None else repairing(record, self.kernel.random)
+        following = replace(following, term=following.term + 1, leader=me)
+        return (yield from self._take_over(value, following, timeout, takeover.dead))
 
-    def _take_over(
-        self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str, *, repaired: bool = False
-    ) -> Task:
+    def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
         yield from self._end_reign()
         store = self.cluster.store
         self.port = self.port or self.cluster.next_port()
@@ -356,7 +355,7 @@ class SimNode(Host):
         self.succession.reached()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        self.reign = SimLeader(self, record, frozenset({dead} - {""}), repaired=repaired)
+        self.reign = SimLeader(self, record, frozenset({dead} - {""}))
         self.cluster.leaders.append(self.reign)
         self.reign.start()
         return record
