@@ -87,11 +87,17 @@ def ours(args: argparse.Namespace, data: Any, run: Any, until: int, exact: bool)
     network = model(args.width)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     loader = el.ElasticLoader(data, el.GlobalBatch(args.global_batch, args.micro_batch))
-    for step in run.steps(loader, network, optimizer, until=f"{until}ba", exact=exact):
-        for inputs, targets in step:
-            step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
-        step.update()
-        yield
+    # A run of its own for each mode: one has a single loop at a time.
+    own = el.Run(run.world, run.device)
+    try:
+        for step in own.steps(loader, network, optimizer, until=f"{until}ba", exact=exact):
+            for inputs, targets in step:
+                step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
+            step.update()
+            yield
+    finally:
+        own.close()
+        own.release()
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from elastic_launch.training.memory import settled
 from elastic_launch.training.randomness import derive, seed_torch
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
+from elastic_launch.training.together import as_model, as_optimizer
 
 if TYPE_CHECKING:
     from elastic_launch.training.session import Run
@@ -62,8 +63,8 @@ class Loop:
         self,
         run: Run,
         loader: ElasticLoader,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         until: int | str,
         checkpoint: Checkpoint | None,
@@ -71,15 +72,23 @@ class Loop:
     ) -> None:
         self._run = run
         self._loader = loader
-        self._model = model
-        self._optimizer = optimizer
+        self._model = as_model(model)
+        self._optimizer = as_optimizer(optimizer)
+        self._several = isinstance(model, Mapping)
+        self._trained = tuple(model.values()) if isinstance(model, Mapping) else (model,)
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, loader.steps_per_epoch)
-        self._state: TrainingState = run.state.extended({"model": model, "optimizer": optimizer, **options.parts})
+        self._state: TrainingState = run.state.extended(
+            {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        )
         self._step = options.start
 
     def __iter__(self) -> Iterator[Step]:
+        with self._run.trainings.looping():
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[Step]:
         resumed = self._resume()
         self._step = resumed.step
         self._loader.batch = self._loader.batch.settled(self._run.world_size)
@@ -139,13 +148,16 @@ class Loop:
             world_size,
             rank,
             find_unused_parameters=self._options.find_unused_parameters,
-            flat=self._options.redo,
+            # DDP wraps one model.
+            flat=self._options.redo or self._several,
         )
 
     def _resume(self) -> Resumed:
-        if self._step:
+        if self._step and self._run.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._run.restore(self._checkpoint, _identity(self._loader), self._state)
+        resumed = self._run.restore(self._checkpoint, _identity(self._loader), self._state, self._trained)
+        if resumed.state is None:
+            resumed = replace(resumed, step=self._step)
         if self._loader.batch.micro == "auto" and "micro-batch" in resumed.identity:
             self._loader.batch = GlobalBatch(self._loader.batch.size, resumed.identity["micro-batch"])
         return resumed

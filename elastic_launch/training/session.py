@@ -27,6 +27,8 @@ from elastic_launch.training.saving import Saver
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
+from elastic_launch.training.together import as_part
+from elastic_launch.training.trainings import Trainings
 from elastic_launch.training.world import World, environment, join, leave
 
 __all__ = ["Run", "Stateful", "session"]
@@ -63,6 +65,7 @@ class Run:
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
+        self.trainings = Trainings()
 
     @property
     def rank(self) -> int:
@@ -122,14 +125,14 @@ class Run:
     def steps(
         self,
         loader: ElasticLoader,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         until: int | str,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
         find_unused_parameters: bool = False,
-        scheduler: Stateful | None = None,
+        scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
     ) -> Iterator[Step]:
@@ -137,21 +140,26 @@ class Run:
 
         Args:
             loader: its micro-batches are shared out over the ranks.
-            model: on its device, not wrapped; call ``step.model``.
+            model: on its device, not wrapped; call ``step.model``. Models that are trained together, such as those of a
+                GAN, are a dict of several, by the names that they have in checkpoints.
+            optimizer: or a dict of several; each pass over the micro-batches then ends with
+                ``step.update(optimizer=name)``, or with ``step.update()`` for all of them.
             until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``). To end it earlier with
                 its state saved call :meth:`request_stop`; a ``break`` leaves the present step unsaved.
             checkpoint: where to save to and resume from.
             exact: whether the weights are to be the same to the bit at every world size.
             find_unused_parameters: as of DistributedDataParallel; exact mode needs no such hint.
-            scheduler, scaler: saved and restored with the rest; the scheduler is the script's to step.
+            scheduler, scaler: saved and restored with the rest; the scheduler, or a dict of several, is the script's to
+                step.
             metrics: names of what ``step.backward`` is given beside the loss, to be averaged over the global batch.
 
         Raises:
-            UsageError: if a step is left without ``update``, or the checkpoint belongs to another training.
+            UsageError: if a step is left without ``update``, the checkpoint belongs to another training, or another
+                loop over steps is under way.
             BatchError: if the micro-batch size is ``"auto"``, which needs a trainer.
         """
         loader.batch.micro_batches()
-        parts: dict[str, Stateful | None] = {"scheduler": scheduler, "scaler": scaler}
+        parts: dict[str, Stateful | None] = {"scheduler": as_part(scheduler), "scaler": scaler}
         options = LoopOptions(
             exact=exact,
             find_unused_parameters=find_unused_parameters,
@@ -174,8 +182,9 @@ class Run:
         Raises:
             UsageError: if the checkpoint belongs to another training.
         """
+        self.trainings.refuse_beside_steps("run.resume()")
         self._unchanging = dict(unchanging or {})
-        resumed = self.restore(checkpoint, self._unchanging, self.state)
+        resumed = self.restore(checkpoint, self._unchanging, self.state, (self.state,))
         self.begin(resumed.step)
         return resumed.step
 
@@ -194,14 +203,27 @@ class Run:
             is saved. If :attr:`draining` is set then, leave the session: its end ends the process, and the training
             goes on in another one.
         """
+        if step is not None:
+            self.trainings.refuse_beside_steps(f"run.boundary({step})")
         self.begin(step or 0)
         if step is None:
             self._exchange(Wishes())
             return self.stopped
         return self.step_boundary(step, self._checkpoint, self._unchanging, self.state, end=end)
 
-    def restore(self, checkpoint: Checkpoint | None, identity: Mapping[str, int], state: TrainingState) -> Resumed:
-        """Restore a state from the node's memory, else from a checkpoint; called by all ranks."""
+    def restore(
+        self,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        trained: Sequence[object],
+    ) -> Resumed:
+        """Restore a state from the node's memory, else from a checkpoint; called by all ranks.
+
+        Args:
+            trained: models whose training it is.
+        """
+        self.trainings.begin(trained, checkpoint)
         self._checkpoint = checkpoint
         began = time.monotonic()
         resumed = self._saver.restore(checkpoint, dict(identity), state)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Stateful", "TrainingState"]
+__all__ = ["Group", "Stateful", "TrainingState"]
 
 
 class Stateful(Protocol):
@@ -16,6 +16,20 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+class Group:
+    """Several objects with a state as one part of it, by name."""
+
+    def __init__(self, members: Mapping[str, Stateful]) -> None:
+        self.members = dict(members)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, member in self.members.items():
+            member.load_state_dict(state[name])
 
 
 class TrainingState:

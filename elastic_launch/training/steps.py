@@ -1,7 +1,8 @@
 """The step as a transaction: micro-batches in, one optimizer step out.
 
 Until :meth:`Step.update` has succeeded nothing has changed: parameters, buffers and optimizer are those of the step's
-start, and the step can be thrown away and done again, in another world.
+start, and the step can be thrown away and done again, in another world. With several optimizers a step may have several
+passes over the same micro-batches, each with an update; it is saved, or done again, as a whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from elastic_launch.training.gradients import Gradients
 from elastic_launch.training.loader import Position
 from elastic_launch.training.means import Means, MeanTable
 from elastic_launch.training.randomness import derive, seeded
+from elastic_launch.training.together import Optimizers
 
 __all__ = ["NonFiniteLossError", "Step"]
 
@@ -33,10 +35,10 @@ class Step:
     Attributes:
         position: where it lies in the training.
         plan: this rank's share of its global batch.
-        model: to be called for the forward pass.
-        loss: mean loss over the global batch, the same on all ranks; only after :meth:`update`.
+        model: to be called for the forward pass; of several, ``step.model[name]`` or the model itself.
+        loss: mean loss over the global batch, the same on all ranks; of the last pass, and only after :meth:`update`.
         metrics: means over the global batch of what :meth:`backward` was given, likewise.
-        updated: whether the optimizer's step was made.
+        updated: whether an optimizer's step was made, and no pass has begun since.
         skipped: whether the scaler left it out, for gradients that overflowed.
         too_large: whether it is to be done again because a micro-batch did not fit into some rank's memory.
 
@@ -55,7 +57,7 @@ class Step:
         plan: BatchPlan,
         batches: Iterator[Any],
         gradients: Gradients,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Optimizers,
         *,
         seed: int,
         samples: int,
@@ -72,7 +74,7 @@ class Step:
         self.too_large = False
         self._batches = batches
         self._gradients = gradients
-        self._optimizer = optimizer
+        self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._seed = seed
         self._samples = samples
         self._scaler = scaler
@@ -84,6 +86,9 @@ class Step:
         self._out_of_memory = False
         self._table: MeanTable | None = None
         self._told = False  # other ranks, of a backward pass that failed
+        self._passes = 0
+        self._pending = False  # a pass has begun and is not updated by
+        self._drawn: list[Any] = []  # micro-batches, for a second pass
 
     @property
     def number(self) -> int:
@@ -96,18 +101,22 @@ class Step:
         return self._samples
 
     @property
-    def model(self) -> Callable[..., Any]:
+    def model(self) -> Any:
         return self._gradients.module
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes()
 
     def passes(self) -> Generator[Any, None, None]:
-        """Yield this rank's micro-batches; ``for sample in step`` does the same."""
-        self._gradients.begin(self.plan)
+        """Yield this rank's micro-batches; ``for sample in step`` does the same.
+
+        Raises:
+            UsageError: if that was done already, unless it was for another of several optimizers.
+        """
+        self._begin_pass()
         for number, micro in enumerate(self.plan.micro_batches):
-            sample = next(self._batches)
-            seed = derive("micro-batch", self._seed, self.position.step, micro.index)
+            sample = self._sample(number)
+            seed = derive("micro-batch", self._seed, self.position.step, micro.index, *self._again)
             with self._gradients.micro_batch(number), seeded(seed, devices=True):
                 self._current = number
                 yield sample
@@ -117,6 +126,36 @@ class Step:
                         "Call it once for each micro-batch.",
                     )
         self._current = None
+
+    def _begin_pass(self) -> None:
+        if self._pending:
+            raise UsageError(
+                f"step {self.position.step}: a second `for sample in step` began before step.update().",
+                "Each pass over the micro-batches ends with an update.",
+            )
+        if self._passes and len(self._optimizers) == 1:
+            raise UsageError(
+                f"step {self.position.step} was gone through already, and has one optimizer.",
+                "Give run.steps() a dict of optimizers to have a pass for each, by step.update(optimizer=name).",
+            )
+        self._passes += 1
+        self._pending, self.updated = True, False
+        self._losses, self._metric_values = [], []
+        self._table, self._told, self._current = None, False, None
+        self._gradients.begin(self.plan)
+
+    def _sample(self, number: int) -> Any:
+        """Return a micro-batch: a second pass has those of the first."""
+        if len(self._optimizers) == 1:
+            return next(self._batches)
+        if number == len(self._drawn):
+            self._drawn.append(next(self._batches))
+        return self._drawn[number]
+
+    @property
+    def _again(self) -> tuple[int, ...]:
+        """What tells the random numbers of a later pass from those of the first."""
+        return (self._passes,) if self._passes > 1 else ()
 
     def backward(
         self, loss: Tensor, weight: float | None = None, metrics: Mapping[str, Tensor | float] | None = None
@@ -177,17 +216,19 @@ class Step:
         self._metric_values.clear()
         self._gradients.discard()
 
-    def update(self, clip_norm: float | None = None) -> None:
+    def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
         """Reduce the gradients over the ranks and make the optimizer's step.
 
         Args:
-            clip_norm: largest 2-norm of all gradients together, or None.
+            clip_norm: largest 2-norm of all gradients together, or None; of several optimizers, of those that step.
+            optimizer: name of the one of several that makes a step; None: all do.
 
         Raises:
-            UsageError: if micro-batches are left, or only some have a weight.
+            UsageError: if micro-batches are left, only some have a weight, or there is no such optimizer.
             NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite; nothing has changed then.
         """
-        if self.updated or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
+        chosen = self._chosen(optimizer)
+        if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise UsageError(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
                 "Call it once, behind the loop over the step.",
@@ -197,26 +238,42 @@ class Step:
             return
         self._gradients.finish()
         if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+            for each in chosen:
+                self._scaler.unscale_(each)
         parameters = self._gradients.parameters
         if means.correction != 1:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(means.correction)
         if clip_norm is not None:
+            if len(self._optimizers) > 1:
+                parameters = [p for each in chosen for group in each.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, clip_norm)
-        self._step_optimizer()
+        self._step_optimizers(chosen)
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))
-        self.updated = True
+        self.updated, self._pending = True, False
 
-    def _step_optimizer(self) -> None:
+    def _chosen(self, name: str | None) -> list[torch.optim.Optimizer]:
+        if name is None:
+            return list(self._optimizers.values())
+        if name not in self._optimizers or name == "":
+            known = ", ".join(map(repr, self._optimizers)) if len(self._optimizers) > 1 else "one, without a name"
+            raise UsageError(
+                f"step.update(optimizer={name!r}): the optimizers of this loop are {known}.",
+                "Give run.steps() a dict of optimizers, and update() one of its names.",
+            )
+        return [self._optimizers[name]]
+
+    def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
         self._settle()
         if self._scaler is None:
-            self._optimizer.step()
+            for each in chosen:
+                each.step()
             return
         before = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
+        for each in chosen:
+            self._scaler.step(each)
         self._scaler.update()
         self.skipped = self._scaler.get_scale() < before
 

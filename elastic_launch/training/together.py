@@ -1,0 +1,79 @@
+"""Several models and optimizers that one loop trains together: a GAN, an actor with its critics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.state import Group, Stateful
+
+__all__ = ["Optimizers", "as_model", "as_optimizer", "as_part"]
+
+
+class Optimizers(Group):
+    """Several optimizers, by name."""
+
+    def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
+        super().__init__(members)
+        self.optimizers = dict(members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers.values()))
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {key: value for optimizer in self.optimizers.values() for key, value in optimizer.state.items()}
+
+
+def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
+    """Return one module of a model or of several by name.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    _check("model", model, nn.Module, "a torch.nn.Module")
+    try:
+        return nn.ModuleDict(dict(model))
+    except KeyError as error:
+        raise UsageError(f"run.steps(model=...): {error.args[0]}.", "Choose another name.") from error
+
+
+def as_optimizer(
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+) -> torch.optim.Optimizer | Optimizers:
+    """Return an optimizer, or several by name as one object.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    return Optimizers(optimizer)
+
+
+def as_part(part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:
+    """Return what has a state, or several of them by name as one object."""
+    return Group(part) if isinstance(part, Mapping) else part
+
+
+def _check(argument: str, given: object, kind: type, name: str) -> None:
+    if isinstance(given, Mapping) and given and all(isinstance(value, kind) for value in given.values()):
+        if all(isinstance(key, str) and key for key in given):
+            return
+        raise UsageError(f"run.steps({argument}=...): the names are {list(given)}.", "Names are strings.")
+    found = f"a {type(given).__name__}"
+    if isinstance(given, Mapping):
+        found = f"a dict of {', '.join(type(value).__name__ for value in given.values()) or 'nothing'}"
+    raise UsageError(
+        f"run.steps({argument}=...) is {found}.",
+        f"Give {name}, or a dict of several by the names that they are to have in checkpoints.",
+    )

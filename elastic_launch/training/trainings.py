@@ -1,0 +1,84 @@
+"""The trainings of one script: one at a time, each with its own place for checkpoints."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoint import Checkpoint
+
+__all__ = ["Trainings"]
+
+_TOGETHER = 'run.steps(loader, {"a": a, "b": b}, {"a": optimizer_a, "b": optimizer_b})'
+
+
+class Trainings:
+    """Which training of this process is under way, and which ones came before it.
+
+    A saved state is that of one training. Of two at the same time, a fault would leave one a step ahead of the other.
+    """
+
+    def __init__(self) -> None:
+        self._looping = False
+        self._last: tuple[weakref.ref[Any], ...] = ()
+        self._places: dict[str, tuple[weakref.ref[Any], ...]] = {}
+
+    @contextmanager
+    def looping(self) -> Iterator[None]:
+        """Surround a loop over steps.
+
+        Raises:
+            UsageError: if another one is under way.
+        """
+        if self._looping:
+            raise UsageError(
+                "Two loops over steps at once: run.steps() or Trainer.fit() began before another one had ended.",
+                f"Train the models in one loop, with a pass for each optimizer: {_TOGETHER}. "
+                "If the other loop was left by a break, close() its iterator.",
+            )
+        self._looping = True
+        try:
+            yield
+        finally:
+            self._looping = False
+
+    def refuse_beside_steps(self, what: str) -> None:
+        """Refuse what saves or restores a state within a loop over steps.
+
+        Raises:
+            UsageError: if such a loop is under way.
+        """
+        if self._looping:
+            raise UsageError(
+                f"{what} was called within run.steps() or a Trainer, which save by themselves.",
+                "Leave it out. To save more than the model, call run.register(name, object) before.",
+            )
+
+    def begin(self, models: Sequence[object], checkpoint: Checkpoint | None) -> None:
+        """Note whose training begins.
+
+        Raises:
+            UsageError: if the training of other models saves to the same place.
+        """
+        self._last = tuple(weakref.ref(model) for model in models)
+        if checkpoint is None:
+            return
+        taken = self._places.setdefault(str(checkpoint.directory.absolute()), self._last)
+        if not _are(taken, models):
+            raise UsageError(
+                f"{checkpoint.directory} has the checkpoints of another training of this script, with another model.",
+                f"Give each training its own directory. Models that are trained together need one loop: {_TOGETHER}.",
+            )
+
+    def was_last(self, models: Sequence[object]) -> bool:
+        """Whether the last training that began was of these models."""
+        return _are(self._last, models)
+
+
+def _are(references: Sequence[weakref.ref[Any]], models: Sequence[object]) -> bool:
+    return len(references) == len(models) and all(
+        reference() is model for reference, model in zip(references, models, strict=True)
+    )

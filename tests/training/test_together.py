@@ -1,0 +1,241 @@
+"""Models and optimizers that are trained together, in one loop; and trainings that cannot be together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import SCRIPTS, Job
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2
+
+
+def _run() -> Run:
+    return Run(World(), torch.device("cpu"))
+
+
+def _loader(micro: int = 4) -> el.ElasticLoader:
+    return el.ElasticLoader(REAL, el.GlobalBatch(16, micro), shuffle=False)
+
+
+class Gan:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.g, self.d = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.models = {"g": self.g, "d": self.d}
+        self.optimizers = {name: torch.optim.Adam(model.parameters(), 0.05) for name, model in self.models.items()}
+
+    def loss_d(self, x: Tensor) -> Tensor:
+        return softplus(-self.d(x)).mean() + softplus(self.d(self.g(x.flip(1)).detach())).mean()
+
+    def loss_g(self, x: Tensor) -> Tensor:
+        return softplus(-self.d(self.g(x.flip(1)))).mean()
+
+    def train(self, until: str, **options: Any) -> list[float]:
+        losses = []
+        for step in _run().steps(_loader(), self.models, self.optimizers, until=until, **options):
+            for x in step:
+                step.backward(self.loss_d(x))
+            step.update(optimizer="d")
+            for x in step:
+                step.backward(self.loss_g(x))
+            step.update(optimizer="g", clip_norm=0.1)
+            losses.append(step.loss)
+        return losses
+
+    @property
+    def hashes(self) -> list[str]:
+        return [el.weights_sha256(model) for model in self.models.values()]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_gan_in_one_loop_is_that_of_a_plain_loop(exact: bool) -> None:
+    ours, plain = Gan(), Gan()
+    losses = ours.train("6ba", exact=exact)
+    for number in range(6):
+        x = REAL[number % 2 * 16 :][:16]
+        for name, loss_fn in (("d", plain.loss_d), ("g", plain.loss_g)):
+            plain.g.zero_grad()
+            plain.d.zero_grad()
+            loss = loss_fn(x)
+            loss.backward()
+            if name == "g":
+                nn.utils.clip_grad_norm_(plain.g.parameters(), 0.1)
+            plain.optimizers[name].step()
+        assert losses[number] == pytest.approx(loss.item(), rel=1e-4)
+    for mine, theirs in zip(ours.models.values(), plain.models.values(), strict=True):
+        torch.testing.assert_close(list(mine.parameters()), list(theirs.parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_both_models_and_both_optimizers_are_restored(tmp_path: Path) -> None:
+    whole, first, second = Gan(), Gan(), Gan()
+    whole.train("6ba", exact=True)
+    first.train("3ba", exact=True, checkpoint=el.Checkpoint(tmp_path, every=100))
+    second.train("6ba", exact=True, checkpoint=el.Checkpoint(tmp_path, every=100))
+    assert second.hashes == whole.hashes
+    assert second.hashes[0] != second.hashes[1]
+
+
+def test_one_model_with_two_optimizers_is_updated_by_both_at_once() -> None:
+    model = Gan().g
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizers = {"w": torch.optim.SGD([model.weight], 0.1), "b": torch.optim.Adam([model.bias], 0.1)}
+    for step in _run().steps(_loader(), model, optimizers, until="1ba"):
+        for x in step:
+            step.backward(step.model(x).square().mean())
+        step.update()
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_a_second_pass_has_the_same_samples_and_other_random_numbers() -> None:
+    gan, seen = Gan(), []
+    for step in _run().steps(_loader(), gan.models, gan.optimizers, until="1ba"):
+        for name in gan.models:
+            for x in step:
+                seen.append((x, torch.rand(1)))
+                step.backward(gan.loss_d(x) + gan.loss_g(x))
+            step.update(optimizer=name)
+    assert torch.equal(torch.cat([x for x, _ in seen[:4]]), REAL[:16])
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(seen[:4], seen[4:], strict=True))
+    assert len({float(number) for _, number in seen}) == 8
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "message"),
+    [
+        ([nn.Linear(1, 1)], {}, r"run.steps\(model=...\) is a list"),
+        ({}, {}, r"run.steps\(model=...\) is a dict of nothing"),
+        ({"a": 3}, {}, r"run.steps\(model=...\) is a dict of int"),
+        ({1: nn.Linear(1, 1)}, {}, r"the names are \[1\]"),
+        ({"a.b": nn.Linear(1, 1)}, {}, r'can\'t contain "\."'),
+        (nn.Linear(1, 1), (), r"run.steps\(optimizer=...\) is a tuple"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_named(models: Any, optimizers: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _run().steps(_loader(), models, optimizers, until=1)
+
+
+def test_passes_and_updates_that_do_not_belong_together_say_so() -> None:
+    gan, loops = Gan(), []
+
+    def first_step(optimizers: Any) -> Any:
+        loops.append(_run().steps(_loader(), gan.models, optimizers, until=1))
+        step = next(loops[-1])
+        for x in step:
+            step.backward(gan.loss_d(x))
+        return step
+
+    step = first_step(gan.optimizers)
+    with pytest.raises(UsageError, match=r"optimizer='e'\): the optimizers of this loop are 'g', 'd'"):
+        step.update(optimizer="e")
+    with pytest.raises(UsageError, match=r"began before step\.update"):
+        next(iter(step))
+    step.update()
+    with pytest.raises(UsageError, match="after 4 of 4 micro-batches"):
+        step.update()
+    alone = first_step(gan.optimizers["d"])
+    alone.update()
+    with pytest.raises(UsageError, match="gone through already, and has one optimizer"):
+        next(iter(alone))
+
+
+def test_a_pass_without_an_update_is_an_error() -> None:
+    gan = Gan()
+    steps = _run().steps(_loader(), gan.models, gan.optimizers, until="2ba")
+    step = next(steps)
+    for x in step:
+        step.backward(gan.loss_d(x))
+    step.update(optimizer="d")
+    for x in step:
+        step.backward(gan.loss_g(x))
+    with pytest.raises(UsageError, match=r"step 0 ended without step\.update"):
+        next(steps)
+
+
+def test_two_loops_at_once_are_refused_and_one_after_the_other_are_not(tmp_path: Path) -> None:
+    run, gan = _run(), Gan()
+    loops = [
+        run.steps(_loader(), gan.models[name], gan.optimizers[name], until="2ba", checkpoint=el.Checkpoint(tmp_path))
+        for name in ("g", "d")
+    ]
+    next(loops[0])
+    with pytest.raises(UsageError, match=r"Two loops over steps at once(.|\n)*run\.steps\(loader, {"):
+        next(loops[1])
+    with pytest.raises(UsageError, match=r"run\.boundary\(1\) was called within run\.steps"):
+        run.boundary(1)
+    with pytest.raises(UsageError, match=r"run\.resume\(\) was called within run\.steps"):
+        run.resume(el.Checkpoint(tmp_path))
+    assert run.boundary() is False
+    loops[0].close()  # type: ignore[attr-defined]
+    assert next(run.steps(_loader(), gan.d, gan.optimizers["d"], until="2ba")).number == 1
+
+
+def test_another_model_does_not_get_what_an_earlier_training_has_saved(tmp_path: Path) -> None:
+    run = _run()
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        saving = el.Checkpoint(tmp_path, every=1)
+        for step in run.steps(_loader(), model, optimizer, until="2ba", checkpoint=saving):
+            for x in step:
+                step.backward(model(x).square().mean())
+            step.update()
+
+    model = nn.Linear(4, 4)
+    train(model)
+    train(model)
+    with pytest.raises(UsageError, match=f"{tmp_path} has the checkpoints of another training of this script"):
+        train(nn.Linear(4, 4))
+
+
+def test_trainers_that_take_turns_go_on_each_where_it_was(tmp_path: Path) -> None:
+    def trainer(run: Run, name: str) -> el.Trainer:
+        model = Gan().g
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return el.Trainer(
+            run,
+            model,
+            optimizer,
+            _loader(),
+            forward=lambda model, x: (model(x), x),
+            loss_fn=nn.functional.mse_loss if name == "a" else nn.functional.l1_loss,
+            checkpoint=el.Checkpoint(tmp_path / name, every=100),
+        )
+
+    run = _run()
+    pair = [trainer(run, name) for name in "ab"]
+    for until in ("2ba", "5ba"):
+        for each in pair:
+            each.fit(until)
+    assert [each.step for each in pair] == [5, 5]
+    for each, name in zip(pair, "ab", strict=True):
+        alone = trainer(_run(), name)
+        alone._checkpoint = None
+        alone.fit("5ba")
+        assert el.weights_sha256(alone.model) == el.weights_sha256(each.model)
+
+
+@pytest.mark.slow
+def test_a_gan_that_is_killed_three_times_has_the_undisturbed_weights(job: Job) -> None:
+    script = str(SCRIPTS / "guards" / "gan.py")
+    alone = subprocess.run(
+        [sys.executable, script, str(job.directory / "alone")], capture_output=True, text=True, timeout=250, check=True
+    )
+    faults = '[{"rank": 1, "step": 7}, {"rank": 0, "round": 2, "step": 13}, {"rank": 1, "round": 3, "step": 18}]'
+    command = [script, str(job.directory / "killed")]
+    agent = job.launch("--standalone", "--nproc", "2", command=command, env={"ELASTIC_LAUNCH_FAULTS": faults})
+    assert agent.wait(100) == 0, agent.output
+    hashes = alone.stdout.split()[1:3]
+    assert f"hashes {' '.join(hashes)} restarts 3" in agent.output
