@@ -33,28 +33,66 @@ PIECE = 16384
 """Bytes that are written at once: less than a pipe holds, so that a slow reader is known from one that has stopped."""
 
 
+class _Source:
+    """One of those that write to a console.
+
+    Attributes:
+        cut: whether another one has ended its last line, which had no end.
+    """
+
+    def __init__(self) -> None:
+        self.cut = False
+
+
+class _Cursor:
+    """Where the next byte on a console would appear: what comes from another source begins at the start of a line."""
+
+    def __init__(self) -> None:
+        self._source: _Source | None = None  # of the present line; None at its start
+        self._returned = False  # the present line has a carriage return: it is a progress bar's
+
+    def placed(self, source: _Source, data: bytes) -> bytes:
+        """Return data from a source as it is to be written now."""
+        if source.cut:
+            source.cut = False
+            data = data.removeprefix(b"\n")
+        if not data:
+            return b""
+        start = b""
+        if self._source is not None and self._source is not source:
+            self._source.cut = True
+            # Two progress bars replace each other in one line, as they do without a launcher.
+            start = b"" if self._returned and data.startswith(b"\r") else b"\n"
+        *whole, last = data.rsplit(b"\n", 1)
+        if whole or start:
+            self._returned = False
+        self._returned = self._returned or b"\r" in last
+        self._source = source if last else None
+        return start + data
+
+
 class Consoles:
     """What this process writes to its standard streams: each in a thread, or both in one if they are the same file."""
 
     def __init__(self) -> None:
-        self._writers: dict[tuple[int, int], Writer] = {}
+        self._writers: dict[tuple[int, int], tuple[Writer, _Cursor]] = {}
 
     def put_to(self, descriptor: int, *, wait: bool) -> Callable[[bytes], bool]:
-        """Return what has data written to a descriptor, see :meth:`Writer.put`."""
-        writer = self._writer_of(descriptor)
-        return partial(writer.put, partial(_write, writer, descriptor), wait=wait)
+        """Return what has data of one source written to a descriptor, see :meth:`Writer.put`."""
+        writer, cursor = self._writer_of(descriptor)
+        return partial(writer.put, partial(_write, writer, descriptor, cursor, _Source()), wait=wait)
 
     def flush(self) -> bool:
         """Wait, for as long as the consoles are read, until all is written; return whether it is."""
-        return all(writer.flush() for writer in self._writers.values())
+        return all(writer.flush() for writer, _ in self._writers.values())
 
     def close(self) -> None:
         """Write what is left, as far as the consoles are read."""
         writers, self._writers = self._writers, {}
-        for writer in writers.values():
+        for writer, _ in writers.values():
             writer.close()
 
-    def _writer_of(self, descriptor: int) -> Writer:
+    def _writer_of(self, descriptor: int) -> tuple[Writer, _Cursor]:
         try:
             found = os.fstat(descriptor)
             key = (found.st_dev, found.st_ino)
@@ -63,12 +101,13 @@ class Consoles:
         if key not in self._writers:
             name = {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))
             lost = partial(_tell_lost, name)
-            self._writers[key] = Writer(f"console {name}", limit=LIMIT, patience=PATIENCE, lost=lost)
+            writer = Writer(f"console {name}", limit=LIMIT, patience=PATIENCE, lost=lost)
+            self._writers[key] = (writer, _Cursor())
         return self._writers[key]
 
 
-def _write(writer: Writer, descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
+def _write(writer: Writer, descriptor: int, cursor: _Cursor, source: _Source, data: bytes) -> None:
+    view = memoryview(cursor.placed(source, data))
     while view:
         try:
             view = view[os.write(descriptor, view[:PIECE]) :]

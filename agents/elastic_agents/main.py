@@ -113,7 +113,7 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
             from elastic_launch.rendezvous.choice import backend_of
 
         files.put(lambda data: link_latest(config))
-        events = TorchEvents(config, journal, clock)
+        events = TorchEvents(config, journal, clock, consoles)
         backend = backend_of(config, clock, events)
         agent = LocalElasticAgent(
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes

@@ -92,6 +92,7 @@ class OutputPump:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._unfinished: set[Console] = set()
         self._closed = False
         self._lock = threading.Lock()
         self._thread = VitalThread(self._run, "output")
@@ -148,7 +149,7 @@ class OutputPump:
             prefix = route.prefix
             if prefix and has_colours(console):
                 prefix = painted(prefix, colour_of(route.rank))
-            shown = Console(self._consoles.put_to(console, wait=True))
+            shown = Console(self._consoles.put_to(console, wait=True), self._unfinished)
             sinks.append(Lines(shown, prefix) if prefix else shown)
         if route.path is not None:
             sinks.append(Appended(route.path, self._files, self.kept))
@@ -158,11 +159,15 @@ class OutputPump:
 
     def _run(self) -> None:
         while not self._closed:
-            for key, _ in self._selector.select(60.0):
+            due = min((console.due for console in self._unfinished), default=float("inf"))
+            for key, _ in self._selector.select(min(60.0, max(0.0, due - time.monotonic()))):
                 if key.data is None:
                     self._wake_in.recv(4096)
                 else:
                     self._move(key.data)
+            now = time.monotonic()
+            for console in [console for console in self._unfinished if console.due <= now]:
+                console.show()
 
     def _move(self, stream: Stream) -> None:
         try:

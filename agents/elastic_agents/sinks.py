@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -13,6 +14,7 @@ from elastic_launch.private import make_private
 from elastic_launch.writer import Writer
 
 __all__ = [
+    "HOLD",
     "LONGEST_LINE",
     "Appended",
     "Console",
@@ -30,6 +32,9 @@ _log = logging.getLogger("elastic_launch.agent")
 LONGEST_LINE = 65536
 """Bytes of a line that are held until it ends; a longer one is passed on in pieces of this length."""
 
+HOLD = 0.2
+"""Seconds for which a console waits for the end of a line: ``python -u`` writes a line in pieces."""
+
 _COLOURS = (36, 33, 32, 35, 34)
 """SGR codes by which ranks are told apart; red is for errors."""
 
@@ -45,18 +50,48 @@ class Sink(Protocol):
 class Console:
     """A stream of the agent's own; it stays open.
 
+    Lines are passed on whole, since others write there as well: a line without an end once it is :data:`HOLD` old.
+    So is each state of a progress bar, which begins with a carriage return.
+
     Args:
         put: has what it is given written there, and may wait for room.
+        unfinished: has this object in it while there is a line without an end.
+
+    Attributes:
+        due: by the monotonic clock, when the line without an end is to be shown.
     """
 
-    def __init__(self, put: Callable[[bytes], object]) -> None:
+    def __init__(self, put: Callable[[bytes], object], unfinished: set[Console]) -> None:
+        self.due = 0.0
         self._put = put
+        self._unfinished = unfinished
+        self._held = b""
 
     def write(self, data: bytes) -> None:
-        self._put(data)
+        if self._held:
+            data = self._held + data
+        end = max(0, data.rfind(b"\n") + 1, data.rfind(b"\r"))
+        if len(data) - end > LONGEST_LINE:
+            end = len(data)
+        if end or not self._held:
+            self.due = time.monotonic() + HOLD
+        self._pass_on(data, end)
+
+    def show(self) -> None:
+        """Pass on the line without an end."""
+        self._pass_on(self._held, len(self._held))
 
     def close(self) -> None:
-        """It is not ours."""
+        self.show()
+
+    def _pass_on(self, data: bytes, end: int) -> None:
+        self._held = data[end:]
+        if self._held:
+            self._unfinished.add(self)
+        else:
+            self._unfinished.discard(self)
+        if end:
+            self._put(data[:end])
 
 
 class Logged:

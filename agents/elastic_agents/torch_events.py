@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -13,6 +16,7 @@ from torch.distributed.elastic.events.api import Event as TorchEvent
 from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.events.handlers import get_logging_handler
 
+from elastic_agents.console import Consoles
 from elastic_launch.clock import Clock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import UsageError
@@ -42,12 +46,18 @@ class TorchEvents:
     The events have the names and the metadata of those that torch's agent records
     (https://docs.pytorch.org/docs/stable/elastic/events.html), one at each worker's end instead of its last only.
 
+    Args:
+        consoles: write what a handler would write to stderr itself, and wait for.
+
     Attributes:
         group: this node's workers, once there is an agent.
     """
 
-    def __init__(self, config: LaunchConfig, sink: EventSink, clock: Clock) -> None:
+    def __init__(self, config: LaunchConfig, sink: EventSink, clock: Clock, consoles: Consoles) -> None:
         self._name = config.options.event_log_handler
+        handler = get_logging_handler(self._name)
+        if type(handler) is logging.StreamHandler and (handler.stream is sys.stderr or type(handler.stream) is _Stream):
+            handler.setStream(_Stream(consoles.put_to(2, wait=False)))
         self._config = config
         self._sink = sink
         self._clock = clock
@@ -107,3 +117,16 @@ class TorchEvents:
         }
         name = f"torchelastic.worker.status.{state}"
         record(TorchEvent(name, source=source, metadata=metadata), self._name)
+
+
+class _Stream:
+    """What a handler of the logging module needs of a stream."""
+
+    def __init__(self, put: Callable[[bytes], object]) -> None:
+        self._put = put
+
+    def write(self, text: str) -> None:
+        self._put(text.encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """The console's thread does so."""

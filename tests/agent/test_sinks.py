@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from elastic_agents import console as console_module
 from elastic_agents import output as output_module
-from elastic_agents.console import announce, configure_logging
+from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.logs import link_latest
 from elastic_agents.output import OutputPump
 from elastic_agents.sinks import LONGEST_LINE, Appended, Kept, Lines
@@ -161,6 +161,87 @@ def test_prefixes_are_plain_where_no_colours_are_wanted(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv(name, value)
     assert shown(pump, Route(prefix="[a:0]"), b"x\n") == b"[a:0]x\n"
+
+
+class Shown:
+    """A console, workers that write to it, and what it shows."""
+
+    def __init__(self, workers: int) -> None:
+        self._source, self._console = os.pipe()
+        os.set_blocking(self._source, False)
+        self.consoles = Consoles()
+        self._pump = OutputPump(self.consoles)
+        self.workers = [self._pump.open(self._console, Route())[1] for _ in range(workers)]
+        self.launcher = self.consoles.put_to(self._console, wait=False)
+        self.text = b""
+
+    def sees(self, text: bytes) -> None:
+        def probe() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                self.text += os.read(self._source, 65536)
+            return self.text == text
+
+        try:
+            wait_for("the console to show it", probe, 10)
+        except AssertionError:
+            assert self.text == text
+
+    def close(self) -> None:
+        for worker in self.workers:
+            os.close(worker)
+        self._pump.close()
+        self.consoles.close()
+        os.close(self._console)
+        os.close(self._source)
+
+
+def test_pieces_of_the_lines_of_two_workers_do_not_mix() -> None:
+    with contextlib.closing(Shown(2)) as shown:
+        first, second = shown.workers
+        for piece in (b"a", b"b", b"c\n"):
+            os.write(first, piece)
+            os.write(second, piece.upper())
+            time.sleep(0.03)
+        shown.sees(b"abc\nABC\n")
+
+
+def test_what_others_write_begins_at_the_start_of_a_line() -> None:
+    with contextlib.closing(Shown(2)) as shown:
+        first, second = shown.workers
+        os.write(first, b"password: ")
+        shown.sees(b"password: ")
+        shown.launcher(b"[ours] one\n[ours] two\n")
+        shown.sees(b"password: \n[ours] one\n[ours] two\n")
+        os.write(first, b"\nafter")  # the end of the line is there already
+        shown.sees(b"password: \n[ours] one\n[ours] two\nafter")
+        os.write(second, b"second\n")
+        shown.sees(b"password: \n[ours] one\n[ours] two\nafter\nsecond\n")
+        os.write(first, b" all\n\nend")
+        shown.sees(b"password: \n[ours] one\n[ours] two\nafter\nsecond\n all\n\nend")
+
+
+def test_progress_bars_move_and_leave_the_line_to_others() -> None:
+    with contextlib.closing(Shown(2)) as shown:
+        first, second = shown.workers
+        os.write(first, b"\r10 %")
+        os.write(first, b"\r20 %")
+        shown.sees(b"\r10 %\r20 %")
+        os.write(second, b"\rother")
+        shown.sees(b"\r10 %\r20 %\rother")
+        shown.launcher(b"[ours]\n")
+        shown.sees(b"\r10 %\r20 %\rother\n[ours]\n")
+        os.write(second, b"\n")
+        os.write(first, b"\r30 %\n")
+        shown.sees(b"\r10 %\r20 %\rother\n[ours]\n\r30 %\n")
+
+
+def test_a_console_gets_an_endless_line_and_a_last_one_without_an_end() -> None:
+    with contextlib.closing(Shown(1)) as shown:
+        data = b"x" * (3 * LONGEST_LINE)
+        with os.fdopen(os.dup(shown.workers[0]), "wb") as worker:
+            worker.write(data + b"\nlast")
+        os.close(shown.workers.pop())
+        shown.sees(data + b"\nlast")
 
 
 def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPump) -> None:
