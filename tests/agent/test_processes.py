@@ -90,7 +90,10 @@ def test_a_session_is_empty_when_its_last_process_has_ended(
 def test_processes_that_are_hidden_keep_nobody_from_seeing_ones_own(
     processes: ExecProcesses, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As other users' are under /proc with hidepid=1 (proc(5)): they are listed, and cannot be opened."""
+    """As other users' are under /proc with hidepid=1 (proc(5)): they are listed, and cannot be opened.
+
+    Nor asked for their session, where a security module forbids it.
+    """
     pid = processes.start(_shell("sleep 600"))
 
     def hiding(path: str, mode: str) -> IO[bytes]:
@@ -98,7 +101,11 @@ def test_processes_that_are_hidden_keep_nobody_from_seeing_ones_own(
             raise PermissionError(errno.EPERM, "Operation not permitted", path)
         return open(path, mode)
 
+    def forbidding(pid: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     monkeypatch.setattr(sessions, "open", hiding, raising=False)
+    monkeypatch.setattr(os, "getsid", forbidding)
     assert pid in session_members({pid})
     assert kill_sessions({pid}) == []
     assert exits.get(timeout=30) == (pid, -signal.SIGKILL)
