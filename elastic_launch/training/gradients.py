@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,6 +55,7 @@ class Gradients:
         world_size, rank: of the default process group.
         find_unused_parameters: as of DDP: to be set if some parameters get no gradient in a step's last micro-batch.
         flat: whether DDP, which talks in the middle of a step, is never used: a step can then be given up on one rank.
+        buffers: rules for buffers, by pattern of their names.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Gradients:
         *,
         find_unused_parameters: bool = False,
         flat: bool = False,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         self._find_unused_parameters = find_unused_parameters
         self._always_flat = flat
@@ -72,7 +74,7 @@ class Gradients:
         self.world_size = world_size
         self.rank = rank
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buffers = Buffers(model, world_size)
+        self._buffers = Buffers(model, world_size, buffers)
         self._ddp = self._wrap()
         if world_size > 1 and self._ddp is None:
             # As DDP does: a script that seeds nothing builds another model on each rank.
@@ -196,10 +198,12 @@ class ExactGradients(Gradients):
         UsageError: if the model has parts that cannot be reduced so.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, rank: int, *, buffers: Mapping[str, str] | None = None
+    ) -> None:
         check_model(model)
-        super().__init__(model, world_size, rank)
-        self._reduction = ExactReduction([*self.parameters, *self._buffers.floats], world_size, rank)
+        super().__init__(model, world_size, rank, buffers=buffers)
+        self._reduction = ExactReduction([*self.parameters, *self._buffers.summed], world_size, rank)
         self._taking = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]

@@ -36,6 +36,7 @@ class LoopOptions:
 
     Attributes:
         start: optimizer steps done already by this process: then no checkpoint is restored.
+        buffers: rules for the model's buffers, by pattern of their names.
         redo: whether a step may be given up for want of memory, and be done again with smaller micro-batches.
         parts: of the state beside model and optimizer, by name.
         prepare: called with the number of steps done once the training is restored, before the first step.
@@ -43,6 +44,7 @@ class LoopOptions:
 
     exact: bool = False
     find_unused_parameters: bool = False
+    buffers: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     scaler: torch.amp.GradScaler | None = None
     metrics: Sequence[str] = ()
@@ -142,7 +144,7 @@ class Loop:
     def _gradients(self) -> Gradients:
         world_size, rank = self._run.world_size, self._run.rank
         if self._options.exact:
-            return ExactGradients(self._model, world_size, rank)
+            return ExactGradients(self._model, world_size, rank, buffers=self._options.buffers)
         return Gradients(
             self._model,
             world_size,
@@ -150,6 +152,7 @@ class Loop:
             find_unused_parameters=self._options.find_unused_parameters,
             # DDP wraps one model.
             flat=self._options.redo or self._several,
+            buffers=self._options.buffers,
         )
 
     def _resume(self) -> Resumed:

@@ -19,6 +19,7 @@ from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.error_file import do_not_retry
 from elastic_launch.errors import UsageError
 from elastic_launch.training.agreement import Agreement, Wishes
+from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import ElasticLoader
@@ -132,6 +133,7 @@ class Run:
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
         find_unused_parameters: bool = False,
+        buffers: Mapping[str, str] | None = None,
         scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
@@ -149,6 +151,9 @@ class Run:
             checkpoint: where to save to and resume from.
             exact: whether the weights are to be the same to the bit at every world size.
             find_unused_parameters: as of DistributedDataParallel; exact mode needs no such hint.
+            buffers: what becomes of buffers that micro-batches change, by pattern of their names, such as
+                ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
+                docs/training.md.
             scheduler, scaler: saved and restored with the rest; the scheduler, or a dict of several, is the script's to
                 step.
             metrics: names of what ``step.backward`` is given beside the loss, to be averaged over the global batch.
@@ -163,6 +168,7 @@ class Run:
         options = LoopOptions(
             exact=exact,
             find_unused_parameters=find_unused_parameters,
+            buffers=checked_rules(buffers),
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=scaler,
             metrics=metrics,

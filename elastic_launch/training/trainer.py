@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
+from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.checkpoint import Checkpoint
 from elastic_launch.training.durations import total_steps
@@ -62,6 +63,7 @@ class Trainer:
         checkpoint: where to save to and resume from.
         exact: whether the weights are to be the same to the bit at every world size.
         find_unused_parameters: as of DistributedDataParallel; exact mode and ``micro="auto"`` need no such hint.
+        buffers: what becomes of buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
         callbacks: told of the progress.
 
     Attributes:
@@ -92,6 +94,7 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
         find_unused_parameters: bool = False,
+        buffers: Mapping[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run = run
@@ -116,6 +119,7 @@ class Trainer:
         self._checkpoint = checkpoint
         self._exact = exact
         self._find_unused_parameters = find_unused_parameters
+        self._buffers = checked_rules(buffers)
         self._finds_micro = loader.batch.micro == "auto"
         self._callbacks = list(callbacks)
         self._begun = False
@@ -188,6 +192,7 @@ class Trainer:
         options = LoopOptions(
             exact=self._exact,
             find_unused_parameters=self._find_unused_parameters,
+            buffers=self._buffers,
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=self._precision.scaler,
             metrics=tuple(self._metrics),
