@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
 
-__all__ = ["ENV_ERROR_FILE", "ErrorFile", "do_not_retry", "read_error_file"]
+__all__ = ["ENV_ERROR_FILE", "MOST_BYTES", "ErrorFile", "do_not_retry", "read_error_file"]
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 

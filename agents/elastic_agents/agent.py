@@ -163,7 +163,7 @@ class LocalElasticAgent(ElasticAgent):
         # In this order, each also where one before has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
         ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]
-        ends += [self._close_store, guard.close, partial(self._of_run_file, self._run_file.close)]
+        ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
             for end in reversed(ends):
                 stack.callback(end)
@@ -175,7 +175,7 @@ class LocalElasticAgent(ElasticAgent):
         assert self._outcome is not None
         self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
-        error_files = {rank: logs.error_file for rank, logs in self._logs.items()}
+        error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._logs.items()}
         try:
             return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
         except TimeoutError:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from elastic_agents.logs_specs import NamedLogs
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import Placement
+from elastic_launch.error_file import MOST_BYTES
 from elastic_launch.output import LATEST, Route
-from elastic_launch.private import make_private
+from elastic_launch.private import make_private, open_private, read_small
 from elastic_launch.writer import Writer
 
-__all__ = ["LogPlaces", "WorkerLogs", "link_latest"]
+__all__ = ["LogPlaces", "WorkerLogs", "keep_error", "link_latest"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -28,11 +31,17 @@ PATIENCE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerLogs:
-    """Where one worker's output goes, and its exception if it uses torch's ``@record``."""
+    """Where one worker's output goes, and its exception if it uses torch's ``@record``.
+
+    Attributes:
+        error_file: where the worker writes it.
+        kept_error: where :func:`keep_error` copies it, so that no worker waits for that file system; None: nowhere.
+    """
 
     stdout: Route
     stderr: Route
     error_file: Path
+    kept_error: Path | None = None
 
     @property
     def directory(self) -> Path | None:
@@ -44,8 +53,10 @@ class WorkerLogs:
 class LogPlaces:
     """Says where the output of a node's workers goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
 
+    Owns a local directory for the exceptions of running workers, which would block if log directories hang.
+
     Args:
-        files: makes the directories, which may hang.
+        files: makes the directories and copies exceptions there, which may hang.
 
     Raises:
         UsageError: if the named logs specs cannot be had.
@@ -55,6 +66,7 @@ class LogPlaces:
         self._config = config
         self._files = files
         self._named = NamedLogs(config) if config.output.logs_specs else None
+        self._local = _local_directory()
 
     def prepare(
         self, number: int, placements: Sequence[Placement], environment: Callable[[Placement, str], dict[str, str]]
@@ -68,22 +80,61 @@ class LogPlaces:
             LogsSpecsFailed: if the named logs specs fail.
         """
         logs = {place.local_rank: self._own(number, place) for place in placements}
+        if self._local is not None:
+            self._files.put(partial(_remove_others, self._local, f"{number}-"))
         try:
-            self._files.ask(partial(_make_room, [own.error_file for own in logs.values()]), PATIENCE)
+            self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
         except OSError as error:  # as with a full disk: the workers can do without
             _log.warning("no logs are kept of round %d: %s", number, error)
         envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
         if self._named is not None:
             for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
-                logs[local_rank] = WorkerLogs(out, err, error_file or logs[local_rank].error_file)
+                own = logs[local_rank]
+                logs[local_rank] = (
+                    WorkerLogs(out, err, error_file) if error_file else replace(own, stdout=out, stderr=err)
+                )
         return logs, envs
+
+    def close(self) -> None:
+        """Remove the local directory."""
+        if self._local is not None:
+            shutil.rmtree(self._local, ignore_errors=True)
 
     def _own(self, number: int, placement: Placement) -> WorkerLogs:
         config = self._config
         directory = config.run_directory / f"round_{number}"
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / str(placement.rank) / "error.json"
-        return WorkerLogs(out, err, error_file)
+        if self._local is None:
+            return WorkerLogs(out, err, error_file)
+        return WorkerLogs(out, err, self._local / f"{number}-{placement.rank}.json", error_file)
+
+
+def keep_error(logs: WorkerLogs) -> None:
+    """Copy a worker's exception, if it has left one, to where it is kept; may hang."""
+    if logs.kept_error is None:
+        return
+    with suppress(OSError, ValueError):  # there is none; or the disk is full
+        data = read_small(logs.error_file, MOST_BYTES)
+        make_private(logs.kept_error.parent)
+        with open(open_private(logs.kept_error, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(data)
+
+
+def _local_directory() -> Path | None:
+    """Make a directory that a local file system is likely to hold; None if there is room in none."""
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-", dir="/dev/shm"))
+    return None
+
+
+def _remove_others(directory: Path, prefix: str, data: bytes) -> None:
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if not path.name.startswith(prefix):
+                path.unlink()
 
 
 def _make_room(error_files: Sequence[Path]) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from elastic_agents.failures import OutOfMemoryCounter, raised_in, report
 from elastic_agents.forwarding import heeds
 from elastic_agents.guard import Guard
-from elastic_agents.logs import WorkerLogs
+from elastic_agents.logs import WorkerLogs, keep_error
 from elastic_agents.output import OutputPump, Stream
 from elastic_agents.pace import Pace
 from elastic_agents.processes import StartRequest, WorkerProcesses
@@ -75,7 +74,7 @@ class WorkerSet:
 
     Args:
         node_id: for failure reports.
-        files: reads what workers leave in files, which may hang.
+        files: reads and copies what workers leave in files, which may hang.
     """
 
     def __init__(
@@ -157,6 +156,7 @@ class WorkerSet:
             self._end_sessions({pid}, AT_ONCE)
         if not self._alive:
             self._leave_empty_sessions()
+        self._files.put(lambda data: keep_error(worker.logs))
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
@@ -173,7 +173,7 @@ class WorkerSet:
         stderr = worker.stderr.timed_tail()
         lines = tuple(line for _, line in stderr)
         steps = pace.of_round(worker.round)
-        now, error = self._clock.now(), self._read(worker.logs.error_file)
+        now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
         failed = reaped.ended
         if error is not None:
@@ -204,9 +204,11 @@ class WorkerSet:
             trained=-1 if steps is None else steps[1] - steps[0],
         )
 
-    def _read(self, path: Path) -> ErrorFile | None:
+    def _read(self, logs: WorkerLogs) -> ErrorFile | None:
+        if logs.kept_error is not None:
+            return read_error_file(logs.error_file)  # a local file
         try:
-            return self._files.ask(partial(read_error_file, path), READ_TIMEOUT)
+            return self._files.ask(partial(read_error_file, logs.error_file), READ_TIMEOUT)
         except TimeoutError:
             return None
 

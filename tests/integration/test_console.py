@@ -71,6 +71,18 @@ def test_a_file_system_that_hangs_keeps_neither_workers_nor_the_end(job: Job) ->
     assert agent.wait() == 143
 
 
+def test_a_worker_does_not_wait_for_a_file_system_that_hangs_to_report_its_exception(job: Job) -> None:
+    """Pipes in the place of the event log and of the worker's exception."""
+    (job.logs / "r" / "round_1" / "0").mkdir(parents=True)
+    os.mkfifo(job.logs / "r" / "events-a.jsonl")
+    os.mkfifo(job.logs / "r" / "round_1" / "0" / "error.json")
+    script = job.directory / "fails.py"
+    script.write_text("from elastic_launch.error_file import do_not_retry\ndo_not_retry('the data is gone')\n")
+    agent = job.launch("--standalone", "--rdzv-id", "r", "--node-id", "a", command=[str(script)])
+    assert agent.wait() == 93
+    assert "the data is gone" in agent.output
+
+
 def test_what_is_not_kept_is_not_said_to_be_in_files(job: Job) -> None:
     (job.logs / "r" / "round_1").mkdir(parents=True)
     (job.logs / "r" / "round_1" / "0").touch()  # no directory can be made there
