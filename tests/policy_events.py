@@ -31,4 +31,4 @@ def gone(local_rank: int, exit_code: int, number: int = 1) -> v.WorkerGone:
 
 
 def leave(number: int, seconds: float = 0.0) -> v.Leave:
-    return v.Leave(Signals(number).name, 128 + number, seconds)
+    return v.Leave(Signals(number).name, 128 + number, seconds, number)

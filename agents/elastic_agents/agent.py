@@ -360,9 +360,9 @@ class LocalElasticAgent(ElasticAgent):
                 number, self._awaited = self._awaited.round.number, None
                 for local_rank in range(self._config.nproc):
                     self._inbox.put(v.WorkerGone(number, local_rank, -signal.SIGKILL))
-            case v.Terminate(round=number, local_ranks=local_ranks):
-                self._workers.terminate(local_ranks)
-                self._inbox.put_later(self._departure.grace, v.GraceOver(number))
+            case v.Terminate(local_ranks=local_ranks):
+                self._workers.terminate(local_ranks, action.number)
+                self._inbox.put_later(self._departure.grace, v.GraceOver(action.round))
             case v.Kill(local_ranks=local_ranks):
                 self._workers.kill(local_ranks)
             case v.Hold(round=number, local_rank=local_rank):

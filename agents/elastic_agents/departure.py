@@ -66,7 +66,7 @@ class Departure:
 
     @property
     def grace(self) -> float:
-        """Seconds between SIGTERM and SIGKILL for workers."""
+        """Seconds between the signal to end and SIGKILL for workers."""
         return min(self._config.shutdown_timeout, self.left)
 
     def by_signal(self, number: int, view: v.View) -> v.Leave | None:
@@ -88,7 +88,7 @@ class Departure:
         _log.info("%s received", name)
         if self._until is None:
             self._until = now + self._config.shutdown_timeout
-        return v.Leave(name, 128 + number, self._to_drain(min(self._config.shutdown_timeout, self.left), view))
+        return v.Leave(name, 128 + number, self._to_drain(min(self._config.shutdown_timeout, self.left), view), number)
 
     def by_order(self, order: m.Depart, view: v.View) -> v.Leave | None:
         """The leader wants this node to leave."""

@@ -1,21 +1,32 @@
-"""Which signals a process takes without ending."""
+"""Which signals a process takes without ending, and which do nothing to it."""
 
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
-__all__ = ["heeds"]
+__all__ = ["heeds", "ignores"]
+
+_HARMLESS = (signal.SIGURG, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+"""Signals that do not end a process that has no handler for them (signal(7))."""
 
 
 def heeds(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal or ignores it; its default action would end most workers.
+    """Whether a process has a handler for a signal or ignores it; its default action would end most workers."""
+    return _in_mask("Ign", pid, number) or _in_mask("Cgt", pid, number)
 
-    Read from the masks of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N.
-    """
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a signal would do nothing to a process."""
+    return _in_mask("Ign", pid, number) or (number in _HARMLESS and not _in_mask("Cgt", pid, number))
+
+
+def _in_mask(name: str, pid: int, number: int) -> bool:
+    """Look into a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
-    masks = re.findall(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    found = re.search(rf"^Sig{name}:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

@@ -170,10 +170,13 @@ def _drain_over(view: View) -> Decision:
     return view, [Warn("the workers have not stopped in time; they are killed"), *actions]
 
 
-def _stop(view: View) -> Decision:
+def _stop(view: View, number: int = signal.SIGTERM) -> Decision:
     """End the round on this node.
 
     Workers that save as they go need no grace, and to wait for others that may be dead would only cost time.
+
+    Args:
+        number: the signal that the other workers get.
     """
     # Without these reports the leader would charge the crashes that they caused elsewhere.
     held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
@@ -184,9 +187,9 @@ def _stop(view: View) -> Decision:
             if view.alive <= view.ready:
                 stopping = [Kill()]
             elif view.alive & view.ready:
-                stopping = [Kill(view.alive & view.ready), Terminate(view.round, view.alive - view.ready)]
+                stopping = [Kill(view.alive & view.ready), Terminate(view.round, view.alive - view.ready, number)]
             else:
-                stopping = [Terminate(view.round)]
+                stopping = [Terminate(view.round, number=number)]
             return replace(view, phase=Phase.STOPPING), [*held, *stopping]
         case Phase.RUNNING | Phase.DRAINING | Phase.FINISHED:
             view, actions = _settle(view)
@@ -331,5 +334,5 @@ def _leave(view: View, event: Leave) -> Decision:
         # The ranks agree among themselves, so nobody has to wait for the leader's order.
         actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
         return replace(view, phase=Phase.DRAINING), [ReportLeaving(event.reason, event.seconds), *actions]
-    view, actions = _stop(view) if view.alive else _over(view, event.code, view.cause)
+    view, actions = _stop(view, event.number) if view.alive else _over(view, event.code, view.cause)
     return view, [ReportLeaving(event.reason), *actions]

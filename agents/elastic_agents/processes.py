@@ -68,6 +68,10 @@ class WorkerProcesses(Protocol):
         """Signal a process, if it is not reaped yet."""
         ...
 
+    def signal_group(self, pid: int, number: int) -> None:
+        """Signal a process and the others of its process group, if it is not reaped yet."""
+        ...
+
     def close(self) -> None:
         """Release everything; the processes must have ended."""
         ...
@@ -133,6 +137,11 @@ class ExecProcesses:
         with self._lock:
             if pid in self._running:
                 signal.pidfd_send_signal(self._running[pid][1], number)
+
+    def signal_group(self, pid: int, number: int) -> None:
+        with self._lock:
+            if pid in self._running:
+                os.killpg(pid, number)  # each leads a session, and its number is kept until it is reaped
 
     def close(self) -> None:
         self._closed = True

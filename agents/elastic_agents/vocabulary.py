@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from enum import Enum
 
@@ -160,11 +161,13 @@ class Leave:
     Attributes:
         code: exit code with which it leaves.
         seconds: that it has for a drain; 0 if there is no time for one.
+        number: the signal that workers get which cannot be drained.
     """
 
     reason: str
     code: int
     seconds: float = 0.0
+    number: int = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +260,11 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Send SIGTERM to workers (None: all that are left) and raise GraceOver after the grace."""
+    """Send a signal to workers (None: all that are left) and raise GraceOver after the grace."""
 
     round: int
     local_ranks: frozenset[int] | None = None
+    number: int = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_agents.failures import OutOfMemoryCounter, raised_in, report
-from elastic_agents.forwarding import heeds
+from elastic_agents.forwarding import heeds, ignores
 from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs, keep_error
 from elastic_agents.output import OutputPump, Stream
@@ -212,11 +212,18 @@ class WorkerSet:
         except TimeoutError:
             return None
 
-    def terminate(self, local_ranks: frozenset[int] | None = None) -> None:
-        """Ask workers (None: all that are left) to end: SIGTERM to each main process."""
+    def terminate(self, local_ranks: frozenset[int] | None = None, number: int = signal.SIGTERM) -> None:
+        """Ask workers (None: all that are left) to end.
+
+        SIGTERM goes to each main process. Any other signal goes to its process group, as from a terminal: a shell that
+        runs the script in the foreground ends by Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
+        """
         for pid in self._chosen(local_ranks):
             self._stop(pid)
-            self._processes.signal(pid, signal.SIGTERM)
+            if number == signal.SIGTERM or ignores(pid, number):
+                self._processes.signal(pid, signal.SIGTERM)
+            else:
+                self._processes.signal_group(pid, number)
             # A stopped process would not see it before its grace is over.
             self._processes.signal(pid, signal.SIGCONT)
 

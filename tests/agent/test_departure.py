@@ -103,7 +103,7 @@ def test_signals_within_a_second_are_one_and_a_later_one_counts() -> None:
         node.clock.advance(0.25)
         assert node.departure.by_signal(SIGINT, LEAVING) is None
     node.clock.advance(0.25)
-    assert node.departure.by_signal(SIGINT, LEAVING) == v.Leave("SIGINT", 130, 29.0)
+    assert node.departure.by_signal(SIGINT, LEAVING) == v.Leave("SIGINT", 130, 29.0, SIGINT)
 
 
 def test_what_follows_a_signal_has_the_rest_of_the_shutdown_timeout() -> None:

@@ -255,6 +255,15 @@ def test_running_a_signal_stops_the_workers_first() -> None:
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
+def test_running_a_signal_goes_on_to_the_workers_as_it_is() -> None:
+    left = [v.ReportLeaving("SIGINT"), v.Terminate(1, number=SIGINT)]
+    assert after(RUNNING, leave(SIGINT)) == (Phase.STOPPING, left)
+    mixed = view(v.WorkerReady(1, 1), leave(SIGINT))
+    assert mixed.phase is Phase.STOPPING
+    _, actions = decide(view(v.WorkerReady(1, 1)), leave(SIGINT), 2)
+    assert actions[1:] == [v.Kill(frozenset({1})), v.Terminate(1, frozenset({0}), SIGINT)]
+
+
 def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
     assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM")])
     signalled = view(brk(1), leave(SIGTERM), gone(0, 0))

@@ -20,6 +20,7 @@ from harness import alive, wait_for
 from elastic_agents import guard as guard_module
 from elastic_agents import processes as processes_module
 from elastic_agents import sessions
+from elastic_agents.forwarding import ignores
 from elastic_agents.guard import Guard
 from elastic_agents.output import TAIL_LINES, OutputPump, Stream
 from elastic_agents.processes import ExecProcesses, StartRequest
@@ -58,6 +59,21 @@ def test_signalling_a_reaped_process_does_nothing(processes: ExecProcesses, exit
     exits.get(timeout=10)
     processes.signal(pid, signal.SIGKILL)
     assert exits.empty()
+
+
+def test_a_group_gets_a_signal_and_a_process_that_ignores_it_is_known(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path
+) -> None:
+    program = "trap '' HUP; trap 'exit 3' INT; touch begun; sleep 600"
+    pid = processes.start(StartRequest(["bash", "-c", f"cd {tmp_path}; {program}"], os.environ, 1, 2))
+    wait_for("its traps", (tmp_path / "begun").exists)
+    found = {number.name: ignores(pid, number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGWINCH)}
+    assert found == {"SIGHUP": True, "SIGINT": False, "SIGWINCH": True}
+    wait_for("the sleep", lambda: len(session_members({pid})) == 2)
+    processes.signal_group(pid, signal.SIGINT)
+    assert exits.get(timeout=60) == (pid, 3)  # the shell waits for the sleep
+    processes.signal_group(pid, signal.SIGINT)
+    assert not ignores(pid, signal.SIGHUP), "it is reaped"
 
 
 def test_a_command_that_cannot_be_executed_raises(processes: ExecProcesses) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Job, alive, round_of
+from harness import Job, alive, round_of, wait_for
 
 TORCHRUN = {
     "RANK": "1",
@@ -160,6 +160,41 @@ def test_an_exception_recorded_by_torch_is_the_root_cause(job: Job, tmp_path: Pa
     assert "recorded.py" in cause
 
 
+def test_ctrl_c_reaches_a_plain_script_as_an_interrupt(job: Job, tmp_path: Path) -> None:
+    """As under torchrun: scripts save what they have in ``except KeyboardInterrupt``."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "import os, pathlib, sys, time, numpy\n"  # so workers are forked
+        "here, rank = pathlib.Path(sys.argv[1]), os.environ['RANK']\n"
+        "try:\n"
+        "    (here / f'begun-{rank}').touch()\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(0.3)\n"
+        "    (here / f'saved-{rank}').write_text('all of it')\n"
+    )
+    agent = job.launch("--standalone", "--nproc", "2", command=[str(script), str(tmp_path)])
+    wait_for("both workers", lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+    agent.signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["all of it"] * 2
+    assert "exit code 130: stopped by SIGINT" in agent.output
+    assert [event["exit_code"] for event in job.events("worker_exited")] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_program_gets_the_launchers_signal(job: Job, tmp_path: Path, number: signal.Signals) -> None:
+    # A shell that waits for a program ends by Ctrl-C only if that does: the whole group has to get the signal.
+    program = tmp_path / "program.sh"
+    program.write_text(f"trap 'echo got {number.name}; exit 7' {number.name[3:]}\necho begun\nsleep 600\n")
+    flags = ["--standalone", "--shutdown-timeout", "600", "--no-python"]
+    agent = job.launch(*flags, command=["bash", str(program)])
+    agent.says("begun")
+    agent.signal(number)
+    assert agent.wait() == 128 + number
+    assert f"got {number.name}" in agent.output
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_the_workers_and_their_children(job: Job, number: int, code: int) -> None:
     agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child"])
@@ -167,7 +202,8 @@ def test_a_signal_stops_the_workers_and_their_children(job: Job, number: int, co
     agent.signal(number)
     assert agent.wait() == code
     assert not [pid for worker in workers for pid in (worker["pid"], *worker["children"]) if alive(pid)]
-    assert "Traceback" not in agent.output
+    assert ("Traceback" in agent.output) == (number == signal.SIGINT)  # the workers', of their KeyboardInterrupt
+    assert "elastic_agents" not in agent.output
 
 
 def test_workers_that_ignore_the_signal_are_killed_after_their_grace(job: Job) -> None:

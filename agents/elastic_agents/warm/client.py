@@ -444,6 +444,9 @@ class WarmProcesses:
     def signal(self, pid: int, number: int) -> None:
         self._exec.signal(pid, number)
 
+    def signal_group(self, pid: int, number: int) -> None:
+        self._exec.signal_group(pid, number)
+
     def close(self) -> None:
         self._server.close()
         for _, closing in self._former:
