@@ -12,6 +12,7 @@ import json
 import os
 import time
 import tracemalloc
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import SLOWNESS
@@ -63,7 +65,12 @@ RECORD = ControlRecord(
 STATUS = a.Status(
     "run", "a round forms", 1, "a", 2, 4, 1, 4, 0, 3, (a.NodeStatus("a", "10.0.0.1", 4, "training", 0.5),)
 )
-STATE = {"step": 3, "weights": torch.arange(6.0).reshape(2, 3), "more": [1, "x", None, (2.5, b"y")]}
+Pair = namedtuple("Pair", "left right")
+STATE: dict[str, Any] = {"step": 3, "weights": torch.arange(6.0).reshape(2, 3), "more": [1, "x", None, (2.5, b"y")]}
+STATE |= {
+    "kinds": [{1, 2}, deque([1], 3), 1 + 2j, defaultdict(list, a=[]), torch.Size([2]), torch.float32, Pair(1, "a")]
+}
+STATE |= {"numpy": [np.float64(0.1), np.arange(3), np.array(["a", "bc"]), np.zeros((0, 2), "<M8[s]")]}
 
 
 @dataclass(frozen=True)

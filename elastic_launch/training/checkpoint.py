@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.arrays import is_array
 from elastic_launch.snapshot.listing import positions
 from elastic_launch.snapshot.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.place import Place, Url, place
@@ -289,6 +293,9 @@ class Checkpoint:
 
     def _failed(self, step: int, error: snapshot.CheckpointError) -> None:
         self._error = error
+        if isinstance(error, snapshot.UnsupportedStateError):
+            # It would be the same at each checkpoint, and at the end all would be lost.
+            raise error
         _log.error("checkpoint of step %d: %s Training goes on.", step, error)
 
     def finish(self, *, wait: bool = True) -> list[snapshot.Outcome]:
@@ -313,8 +320,10 @@ class Checkpoint:
 
     def rescue(self) -> None:
         """Wait, for a few seconds at most, until what is being written is written."""
-        if self._writer is not None:
-            self._writer.flush(RESCUE_TIMEOUT)
+        writer, self._writer = self._writer, None
+        if writer is not None and writer.flush(RESCUE_TIMEOUT):
+            with suppress(snapshot.CheckpointError):  # of a write; the process fails by another error
+                writer.close()
 
     def failed(self) -> snapshot.CheckpointError | None:
         """Return why nothing at all could be saved since the run began, if so; to be asked at the end."""
@@ -461,12 +470,15 @@ def _copied(value: Any) -> Any:
     """Copy a state so that training may go on."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        copied = {key: _copied(item) for key, item in value.items()}
-        return copied if type(value) is dict else type(value)(copied)
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+    if isinstance(value, dict | list | deque):
+        copied: Any = copy(value)  # with what a state_dict has beside its items
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            copied[key] = _copied(item)
+        return copied
+    if isinstance(value, tuple):
+        items = [_copied(item) for item in value]
+        return getattr(type(value), "_make", type(value))(items)
+    return copy(value) if isinstance(value, set) or is_array(value) else value
 
 
 def weights_sha256(model: nn.Module) -> str:

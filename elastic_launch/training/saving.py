@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -207,6 +207,9 @@ class Saver:
             return
         try:
             self._memory.settle()
+        except snapshot.UnsupportedStateError:
+            self._memory.writes = False
+            raise
         except snapshot.CheckpointError as error:
             self._lose_snapshot(error.message)
         except OSError as error:
@@ -244,7 +247,8 @@ class Saver:
 
     def abandon(self) -> None:
         """After an error: let what is being written be finished, without any other rank."""
-        self.settle()
+        with suppress(snapshot.UnsupportedStateError):  # perhaps the error itself
+            self.settle()
         if self._checkpoint is not None:
             self._checkpoint.rescue()
 
@@ -279,6 +283,8 @@ class Saver:
                 patient=last,
                 spent=spent,
             )
+        except snapshot.UnsupportedStateError:
+            raise
         except snapshot.CheckpointError as error:
             self._give_up_memory(error.message)
         except OSError as error:

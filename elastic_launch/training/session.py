@@ -67,6 +67,7 @@ class Run:
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
         self.trainings = Trainings()
+        self._unchecked = False
 
     @property
     def rank(self) -> int:
@@ -236,7 +237,14 @@ class Run:
         self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world_size]
         self._restore_seconds += time.monotonic() - began
+        # Now, and again when there is an optimizer's state: at the first save hours of work may be lost.
+        self._check(state)
+        self._unchecked = True
         return resumed
+
+    def _check(self, state: TrainingState) -> None:
+        if self._checkpoint is not None or self._link is not None:
+            state.check()
 
     def step_boundary(
         self,
@@ -254,6 +262,9 @@ class Run:
             stays: whether a tensor keeps its values until :meth:`settle` is called; None: nobody calls it.
         """
         self._step, self._ended = step, end
+        if self._unchecked:
+            self._unchecked = False
+            self._check(state)
         if self._link is not None:
             self._link.step(step)
         faults.reached("step", step)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot import tree
 
 __all__ = ["Group", "Stateful", "TrainingState"]
 
@@ -82,6 +83,14 @@ class TrainingState:
         for function in self._on_save:
             function()
         return {name: part.state_dict() for name, part in self._parts.items()} if keep else {}
+
+    def check(self) -> None:
+        """Ask all parts for their state, and refuse what a checkpoint cannot hold.
+
+        Raises:
+            UnsupportedStateError: naming type and place.
+        """
+        tree.encode({name: part.state_dict() for name, part in self._parts.items()})
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Give the parts their states, and tell all.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from elastic_launch.snapshot import CheckpointReadError, tensorfile, tree
@@ -40,7 +41,13 @@ def same(left: Any, right: Any) -> bool:
         attributes = [vars(side).get("_metadata") if isinstance(side, OrderedDict) else None for side in (left, right)]
         pairs = zip(left.items(), right.items(), strict=False)
         return len(left) == len(right) and same(*attributes) and all(same(list(a), list(b)) for a, b in pairs)
-    if isinstance(left, list | tuple):
+    if isinstance(left, np.ndarray | np.generic):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, complex):
+        return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, deque) and left.maxlen != right.maxlen:
+        return False
+    if isinstance(left, list | tuple | deque):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float):
         # Any nan is as good as another; 0.0 and -0.0 differ.

@@ -7,8 +7,9 @@ import json
 import math
 import os
 import random
+import re
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +62,42 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+class Pair(NamedTuple):
+    left: Any
+
+
+ARRAYS: list[Any] = [
+    np.arange(6, dtype="<i2").reshape(2, 3).T,
+    np.array([[0.1, np.nan]], dtype=">f8"),
+    np.array(3 + 1j, dtype="complex64"),
+    np.array([True, False]),
+    np.array(["a", "\u00fc\u20ac", ""]),
+    np.array([b"a", b"bc"]),
+    np.array(["2026-01-01", "NaT"], dtype="M8[D]"),
+    np.zeros((0, 2)),
+    np.float64(0.1),
+    np.int64(-(2**63)),
+    np.bool_(True),
+    np.str_("\u20ac"),
+    np.str_(""),
+    np.datetime64("2026-01-01T00:00", "25s"),
+]
+
 KEYS = st.one_of(
     st.text(max_size=3), st.sampled_from(["", "$", "$tensor", "__metadata__", "a/b", "a", "0", "\ud800"]), st.integers()
 )
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5), tensors()
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    tensors(),
+    st.floats(width=32).map(np.float32),
+    st.sampled_from(ARRAYS),
+    st.sampled_from([torch.float16, torch.Size([2, 0]), torch.device("cuda:1")]),
 )
 
 
@@ -85,6 +117,11 @@ STATES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=4),
         ordered_dicts(inner),
         st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+        st.dictionaries(KEYS, inner, max_size=3).map(lambda made: defaultdict(list, made)),
+        st.lists(inner, max_size=3).map(lambda made: deque(made, 4)),
+        inner.map(Pair),
+        st.sets(st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.booleans())), max_size=3),
+        st.sets(st.integers(), max_size=3).map(frozenset),
     ),
     max_leaves=12,
 )
@@ -207,13 +244,14 @@ def test_schedulers_scaler_and_random_states_come_back() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, momentum=0.9)
     states: list[Any] = [scheduler.state_dict() for scheduler in schedulers(optimizer)]
     states += [torch.amp.GradScaler("cpu").state_dict(), torch.get_rng_state()]
-    states += [np.random.PCG64(0).state, random.getstate()]
+    states += [np.random.PCG64(0).state, random.getstate(), np.random.get_state(), np.random.MT19937(0).state]
     for state in states:
         assert same(through_the_format(state), state)
 
 
-class Pair(NamedTuple):
-    left: int
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 class Text(str):
@@ -223,17 +261,15 @@ class Text(str):
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        ({1, 2}, "set"),
-        (np.float64(1), "numpy.float64"),
-        (np.ones(1), "numpy.ndarray"),
-        (1j, "complex"),
+        (np.longdouble(1), "numpy.longdouble"),
+        (np.array([{}]), "numpy.ndarray of dtype object"),
+        (np.ma.masked_array([1]), "numpy.ma.MaskedArray"),
+        (np.random.default_rng(0), "numpy.random._generator.Generator"),
         (object(), "object"),
         (print, "builtin_function_or_method"),
-        (torch.float32, "torch.dtype"),
-        (torch.Size([1]), "torch.Size"),
-        (Pair(1), "Pair"),
+        (re.IGNORECASE, "re.RegexFlag"),
         (Text("a"), "Text"),
-        (defaultdict(int), "collections.defaultdict"),
+        (defaultdict(lambda: 0), "a defaultdict with the default_factory <lambda>"),
         (bytearray(b"a"), "bytearray"),
         (2**8192, "int"),
         ({(1, 2): 3}, "dict key of type tuple"),
@@ -249,6 +285,26 @@ def test_what_the_format_cannot_hold_is_refused_by_type_and_place(value: Any, na
     assert name in str(raised.value)
     assert "state['model'][1][7]" in str(raised.value)
     assert not (tmp_path / "made").exists(), "it is refused before anything is written"
+
+
+def test_a_named_tuple_comes_back_as_its_class_or_as_one_like_it() -> None:
+    encoded = tree.encode(Point(1, 2))[1]
+    assert type(tree.decode(encoded, {})) is Point
+    for name in ("nowhere:Point", f"{__name__}:Pair", "os:getcwd", f"{__name__}:test_trees"):
+        other = tree.decode({**encoded, "type": name}, {})
+        assert (other.x, other.y, type(other).__name__) == (1, 2, name.partition(":")[2])
+        assert type(other) is not Point
+    with pytest.raises(MalformedError, match="no named tuple at state"):
+        tree.decode({**encoded, "fields": ["x"]}, {})
+
+
+def test_an_array_is_stored_under_its_own_dtype_and_comes_back_alone(tmp_path: Path) -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    info = write(tmp_path, {"a": array}, step=1, round=0)
+    assert load_file(info.path / "tensors.safetensors")["a"].tolist() == array.reshape(-1).tolist()
+    back = load(info).state["a"]
+    back += 1
+    assert same(load(info).state["a"], array)
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
@@ -287,6 +343,15 @@ JSON = st.recursive(
                         "$counter",
                         "$float",
                         "$bytes",
+                        "$set",
+                        "$deque",
+                        "$complex",
+                        "$named",
+                        "$defaultdict",
+                        "$array",
+                        "$scalar",
+                        "$size",
+                        "$device",
                         "$",
                         "dtype",
                     ]
@@ -316,6 +381,16 @@ JSON = st.recursive(
 @example({"$dict": [[[], 1]]})
 @example({"$dict": [["a", 1], ["a", 2]]})
 @example({"$bytes": "\ud800"})
+@example({"$set": [[]]})
+@example({"$deque": [], "maxlen": 2**70})
+@example({"$complex": [1, 2]})
+@example({"$device": ""})
+@example({"$array": {"$tensor": "a", "dtype": "float32", "shape": [4]}, "dtype": "<f8", "shape": [2**62, 4]})
+@example({"$array": {"$tensor": "a", "dtype": "float32", "shape": [4]}, "dtype": "<M8[x]", "shape": [2]})
+@example({"$array": [], "dtype": "<f4", "shape": [4]})
+@example({"$scalar": "AAA=", "dtype": "O"})
+@example({"$named": [1], "fields": ["class"], "type": "a:b"})
+@example({"$named": [1], "fields": ["a"], "type": "os:path"})
 def test_no_tree_does_more_than_be_refused(hostile: Any) -> None:
     for stored in ({}, {"a": torch.ones(4)}, {"a": torch.ones(0)}):
         try:
@@ -331,7 +406,9 @@ def test_no_tree_does_more_than_be_refused(hostile: Any) -> None:
         ({"$tensor": "a", "dtype": "int32", "shape": [4]}, r"a tensor of float32\[4\] for state"),
         ({"$tensor": "a", "dtype": "float32", "shape": [2, 2]}, r"a tensor of float32\[4\] for state"),
         ([1], "nothing refers to the tensor 'a'"),
-        ({"$set": [1]}, "unknown keys"),
+        ({"$pickle": [1]}, "unknown keys"),
+        ({"$set": [1, 1]}, "no members of a set at state"),
+        ({"$scalar": "AAA=", "dtype": "|O8"}, r"unknown dtype '|O8'"),
         ({"$tuple": [1], "b": 2}, "unknown keys"),
         ({"x": {"$float": "1"}}, r"no special float at state\['x'\]"),
     ],

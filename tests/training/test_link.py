@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -90,6 +92,10 @@ def _allow(agent: socket.socket) -> None:
     agent.sendall(c.pack(c.Commit(_asked(agent).number, True)))
 
 
+def _no_room(*arguments: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     ends: tuple[socket.socket, AgentLink],
     tmp_path: Path,
@@ -105,12 +111,12 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     run.register("model", model)
     checkpoint = el.Checkpoint(tmp_path, every=1)
     run.resume(checkpoint)
-    monkeypatch.setattr("elastic_launch.snapshot.saving.MAX_STATE_BYTES", 10)
+    monkeypatch.setattr(os, "posix_fallocate", _no_room)
     save = {"identity": {}, "state": run.state, "worlds": [1], "last": False, "draining": False, "stays": None}
     run._saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
     run._saver.settle()
     run._saver.poll(1, checkpoint)
-    assert "checkpoint of step 1: its snapshot is lost: A checkpoint cannot hold" in caplog.text
+    assert "checkpoint of step 1: its snapshot is lost: there is no memory for them" in caplog.text
     assert any(
         isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
     )

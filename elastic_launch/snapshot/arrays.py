@@ -1,0 +1,61 @@
+"""NumPy's arrays and scalars as bytes, and back; NumPy is needed only where there are some."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import Any
+
+from elastic_launch.snapshot.errors import MalformedError
+
+__all__ = ["dtype_of", "is_array", "is_scalar", "restored"]
+
+_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_WIDEST = {"f": 8, "c": 16}  # Wider ones differ from machine to machine.
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, of no subclass."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a scalar of NumPy's own."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and type(value) is value.dtype.type
+
+
+def dtype_of(value: Any) -> str | None:
+    """Return the dtype of an array or scalar as text; None if it has no bytes that are the same everywhere."""
+    dtype = value.dtype
+    text = str(dtype.str)
+    known = dtype.names is None and _DTYPE.fullmatch(text) and dtype.itemsize <= _WIDEST.get(dtype.kind, sys.maxsize)
+    return text if known else None
+
+
+def restored(text: Any, shape: tuple[int, ...], data: bytes | memoryview) -> Any:
+    """Return an array, in memory of its own, from its bytes in row-major order.
+
+    Raises:
+        MalformedError: if the dtype is none of those that are saved, or the bytes are not so many; or without NumPy.
+    """
+    try:
+        import numpy
+    except ImportError as error:
+        raise MalformedError("it has an array, and NumPy is not installed") from error
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        raise MalformedError(f"an unknown dtype {text!r:.40} of an array")
+    try:
+        dtype = numpy.dtype(text)
+    except (TypeError, ValueError) as error:
+        raise MalformedError(f"an unknown dtype {text!r:.40} of an array") from error
+    if dtype.str != text or dtype.itemsize > _WIDEST.get(dtype.kind, sys.maxsize):
+        raise MalformedError(f"an unknown dtype {text!r:.40} of an array")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise MalformedError(f"{len(data)} bytes for an array of {text}{list(shape)}")
+    made = numpy.zeros(shape, dtype)
+    if len(data):
+        made.reshape(-1).view(numpy.uint8)[:] = numpy.frombuffer(data, numpy.uint8)
+    return made
