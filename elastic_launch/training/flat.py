@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Flat", "Part", "Place", "Values", "layout"]
+__all__ = ["Flat", "Part", "Place", "Values", "dense_stride", "layout"]
 
 SMALL = 64 * 1024
 """Elements below which a tensor is packed with others: a message costs about as much as copying so many."""
@@ -97,6 +97,11 @@ def _in_memory(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,))
 
 
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor like this one; those of a dense one if it has gaps or overlaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def layout(like: Sequence[Tensor]) -> list[Part]:
     """Return the parts that tensors like these make.
 
@@ -107,7 +112,6 @@ def layout(like: Sequence[Tensor]) -> list[Part]:
     for which, tensor in enumerate(like):
         if tensor.layout != torch.strided:
             raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
-        # Of a layout with gaps or overlaps this makes a dense one.
-        stride = torch.empty_like(tensor, device="meta").stride()
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(Place(which, tensor.shape, stride))
+        place = Place(which, tensor.shape, dense_stride(tensor))
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
     return [Part(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]

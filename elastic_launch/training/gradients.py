@@ -1,28 +1,26 @@
 """How the gradients of micro-batches become those of the global batch.
 
-``Gradients`` does it by DistributedDataParallel, which overlaps communication with the last backward pass; where a rank
-has no micro-batch, whose DDP would wait for ever for its hooks, by one flat all-reduce. ``ExactGradients`` does it in
-the fixed tree of :mod:`elastic_launch.training.reduction`.
+A hook on every parameter takes its gradient as soon as the backward pass has it, whether the forward pass was that of
+the model or of a part of it. ``Gradients`` adds them up in buckets that cross the ranks during the last backward pass,
+see :mod:`elastic_launch.training.buckets`; ``ExactGradients`` in the fixed tree of
+:mod:`elastic_launch.training.reduction`. A parameter that no micro-batch of any rank gave a gradient keeps None.
 """
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
+from elastic_launch.training.buckets import BucketedReduction, LocalReduction
 from elastic_launch.training.buffers import Buffers
-from elastic_launch.training.exchange import broadcast_tensors
+from elastic_launch.training.flat import Values
+from elastic_launch.training.parameters import Parameters
 from elastic_launch.training.reduction import ExactReduction
 
 __all__ = ["ExactGradients", "Gradients", "check_model"]
@@ -48,212 +46,245 @@ def check_model(model: nn.Module) -> None:
 
 
 class Gradients:
-    """One model's gradients by DDP.
+    """The gradients of a model's and an optimizer's parameters.
 
     Args:
         model: on its device.
+        optimizer: whose parameters may be others than the model's.
         world_size, rank: of the default process group.
-        find_unused_parameters: as of DDP: to be set if some parameters get no gradient in a step's last micro-batch.
-        flat: whether DDP, which talks in the middle of a step, is never used: a step can then be given up on one rank.
+        overlap: whether backward passes send what they have to other ranks. Without it a step can be given up on one
+            rank.
         buffers: rules for buffers, by pattern of their names.
+
+    Attributes:
+        model: what the script calls for the forward pass.
+        parameters: all that there are, and which of them need gradients.
+        on_cpu: whether all parameters are, whose exchange then shares its order with that of other values.
+
+    Raises:
+        UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        optimizer: Any,
         world_size: int,
         rank: int,
         *,
-        find_unused_parameters: bool = False,
-        flat: bool = False,
+        overlap: bool = True,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
-        self._find_unused_parameters = find_unused_parameters
-        self._always_flat = flat
         self.model = model
         self.world_size = world_size
         self.rank = rank
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = Parameters(model, optimizer)
+        self._overlap = overlap
         self._buffers = Buffers(model, world_size, buffers)
-        self._ddp = self._wrap()
-        if world_size > 1 and self._ddp is None:
-            # As DDP does: a script that seeds nothing builds another model on each rank.
-            broadcast_tensors([*model.parameters(), *model.buffers()], 0)
-        self._stale = False
         self._plan = BatchPlan((), 1, ())
+        self._new: list[str] = []
+        self._changes: list[str] = []
+        self.on_cpu = True
+        self._hooks: list[Any] = []
+        self._taking = False
+        self._took = False
+        if world_size > 1:
+            self.parameters.agree(rank)
+        self._follow()
 
-    def _wrap(self) -> DistributedDataParallel | None:
-        if self.world_size == 1 or not self.parameters or self._always_flat:
-            return None
-        with warnings.catch_warnings():
-            # torch 2.13 has another name for it, which 2.11 does not know.
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            return DistributedDataParallel(
-                self.model, broadcast_buffers=False, find_unused_parameters=self._find_unused_parameters
-            )
+    def _follow(self) -> None:
+        """Take the gradients of all parameters that need them now."""
+        self._reduction = self._new_reduction()
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
+        self._remove_hooks()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
+            for which, parameter in enumerate(self.parameters.trained)
+        ]
 
-    @property
-    def module(self) -> Callable[..., Any]:
-        """What the script calls for the forward pass."""
-        return self._ddp if self._ddp is not None and not self._flat else self.model
-
-    @property
-    def _flat(self) -> bool:
-        return self._always_flat or self._plan.total < self.world_size
+    def _new_reduction(self) -> Any:
+        trained = self.parameters
+        if self.world_size == 1:
+            return LocalReduction(len(trained.trained))
+        return BucketedReduction(
+            trained.trained, trained.trained_names, trained.sparse, self.rank, overlap=self._overlap
+        )
 
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._plan = plan
-        for parameter in self.parameters:
+        self._changes = []
+        if self.parameters.changed():
+            known = set(map(id, self.parameters.all))
+            self._changes = self.parameters.follow()
+            self._new = [
+                name
+                for name, parameter in zip(self.parameters.names, self.parameters.all, strict=True)
+                if id(parameter) not in known
+            ]
+            self._follow()
+        for parameter in self.parameters.all:
             parameter.grad = None
-        self._renew()
         self._buffers.begin(plan)
-
-    def _renew(self) -> None:
-        """Wrap the model anew after steps that passed DDP by.
-
-        In looking for unused parameters DDP remembers those of every backward pass, also of one that is not its own,
-        and takes them for used in its next step: it would fail there, or give them zeros instead of no gradient.
-        """
-        if self._ddp is None or not self._find_unused_parameters:
-            return
-        if self._flat:
-            self._stale = True
-        elif self._stale:
-            self._ddp, self._stale = self._wrap(), False
+        self._reduction.reset()
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         """Surround forward and backward of this rank's number-th micro-batch; leave the buffers of the step's start."""
-        last = number == self._plan.grad_accum - 1
-        if self._ddp is not None and not self._flat and not last:
-            with self._ddp.no_sync():
-                yield
-        else:
+        self._begin_micro_batch(number)
+        self._taking = True
+        try:
             yield
-        self.take(number)
+        finally:
+            self._taking = False
+        self._end_micro_batch(number)
         self._buffers.restore()
 
-    def take(self, number: int) -> None:
-        """Take in what a micro-batch left."""
-        if self._ddp is None or number < self._plan.grad_accum - 1:
-            self._part_gradients()
+    def _begin_micro_batch(self, number: int) -> None:
+        """A micro-batch begins."""
+
+    def _end_micro_batch(self, number: int) -> None:
+        """Take in what a micro-batch left in the buffers."""
         self._buffers.add(self._buffers.take(self._plan.micro_batches[number].index))
 
+    @contextmanager
+    def backward(self, number: int) -> Iterator[None]:
+        """Surround the backward pass of this rank's number-th micro-batch."""
+        self._took = False
+        self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
+        yield
+        self._reduction.end_pass()
+
     @property
-    def factor(self) -> float:
-        """By which a loss is multiplied, beside its weight, before its backward pass: DDP divides by the world size."""
-        return float(self.world_size) if self._ddp is not None and not self._flat else 1.0
+    def took(self) -> bool:
+        """Whether the backward pass that was begun last has brought any gradient."""
+        return self._took
+
+    def _take_gradient(self, which: int, parameter: Tensor) -> None:
+        """Take a parameter's gradient as soon as backward has it."""
+        gradient = parameter.grad
+        if self._taking and gradient is not None:
+            parameter.grad = None
+            self._took = True
+            self._reduction.put(which, gradient)
 
     def finish(self) -> None:
-        """Give every parameter its gradient over the global batch, and every buffer its new value, on all ranks."""
-        if self._flat and self.world_size > 1:
-            self._reduce_flat()
+        """Give every parameter its gradient over the global batch, on all ranks.
+
+        Raises:
+            UsageError: naming a parameter that was frozen, unfrozen or added since the step began, or that is new and
+                not the same on all ranks.
+        """
+        if self.parameters.changed():
+            names = ", ".join(self.parameters.follow())
+            raise UsageError(
+                f"The parameters that are trained changed in the middle of a step: {names}.",
+                "Freeze, unfreeze and add parameters between steps, before `for sample in step`.",
+            )
+        if self._new and self.world_size > 1:
+            self.parameters.check_new(self._new)
+        self._new = []
+        for parameter, gradient in zip(self.parameters.trained, self._sums(), strict=True):
+            parameter.grad = gradient
+
+    def finish_buffers(self) -> None:
+        """Give every buffer its new value, on all ranks, after :meth:`finish`."""
         self._buffers.finish(self._buffers.reduce())
 
-    def _reduce_flat(self) -> None:
-        """One all-reduce over all gradients; a parameter without one anywhere keeps None."""
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        present = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32, device=device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX)
-        for parameter, there in zip(self.parameters, present.tolist(), strict=True):
-            if there:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient)
-                parameter.grad = gradient
+    def send(self) -> None:
+        """Send what can be sent before the end of the step and was not yet."""
+        self._reduction.send()
 
-    def _part_gradients(self) -> None:
-        """Give each parameter memory of its own for its gradient: both terms of a sum may get one and the same."""
-        seen = set()
-        for parameter in self.parameters:
+    def multiply(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for parameter in self.parameters.trained:
             if parameter.grad is not None:
-                memory = parameter.grad.untyped_storage().data_ptr()
-                if memory in seen:
-                    parameter.grad = parameter.grad.clone()
-                seen.add(memory)
+                parameter.grad.mul_(factor)
+
+    def disagree(self, where: str) -> NoReturn:
+        """Say that the ranks do not train the same parameters.
+
+        Args:
+            where: for the error.
+
+        Raises:
+            UsageError: naming what has changed on this rank.
+        """
+        changed = (
+            f"on rank {self.rank} these changed: {', '.join(self._changes)}"
+            if self._changes
+            else (f"on rank {self.rank} nothing changed, on another one something did")
+        )
+        raise UsageError(
+            f"{where}: the ranks do not train the same parameters any more; {changed}.",
+            "Freeze, unfreeze and add parameters on all ranks before the same step.",
+        )
+
+    def _sums(self) -> Values:
+        """Return the gradients over the global batch."""
+        sums: Values = self._reduction.finish()
+        return sums
 
     def discard(self) -> None:
-        """Make the step undone: no gradients, and the buffers of its start."""
-        for parameter in self.parameters:
+        """Make the step undone: no gradients, and the buffers of its start. On all ranks, or it was not reduced yet."""
+        self._reduction.abandon()
+        for parameter in self.parameters.all:
             parameter.grad = None
         self._buffers.restore()
 
     @property
     def talks_in_between(self) -> bool:
-        """Whether backward passes wait for other ranks, so that none of a step can be left out on one."""
-        return self._ddp is not None and not self._flat
+        """Whether backward passes talk to other ranks, so that none of a step can be left out on one."""
+        return bool(self._reduction.early)
 
     def close(self) -> None:
-        """Let go of DDP: destroying the process group with it alive hangs now and then."""
-        if self._ddp is not None:
-            self._ddp = None
-            # It is part of a cycle.
-            gc.collect()
+        """Take back the hooks."""
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 class ExactGradients(Gradients):
-    """One model's gradients in the fixed tree: the same bits at every world size.
+    """Gradients added in the fixed tree: the same bits at every world size.
 
     Raises:
         UsageError: if the model has parts that cannot be reduced so.
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, rank: int, *, buffers: Mapping[str, str] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        world_size: int,
+        rank: int,
+        *,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         check_model(model)
-        super().__init__(model, world_size, rank, buffers=buffers)
-        self._reduction = ExactReduction([*self.parameters, *self._buffers.summed], world_size, rank)
-        self._taking = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
-            for which, parameter in enumerate(self.parameters)
-        ]
+        self._buffer_sums: list[Tensor] = []
+        super().__init__(model, optimizer, world_size, rank, buffers=buffers)
 
-    def _wrap(self) -> None:
-        return None
+    def _new_reduction(self) -> ExactReduction:
+        like = [*self.parameters.trained, *self._buffers.summed]
+        return ExactReduction(like, self.world_size, self.rank, names=self.parameters.trained_names)
 
-    @property
-    def factor(self) -> float:
-        return 1.0
-
-    def begin(self, plan: BatchPlan) -> None:
-        super().begin(plan)
-        self._reduction.reset()
-
-    @contextmanager
-    def micro_batch(self, number: int) -> Iterator[None]:
+    def _begin_micro_batch(self, number: int) -> None:
         self._reduction.begin(self._plan.micro_batches[number].index)
-        self._taking = True
-        try:
-            with super().micro_batch(number):
-                yield
-        finally:
-            self._taking = False
 
-    def discard(self) -> None:
-        super().discard()
-        self._reduction.reset()
-
-    def _take_gradient(self, which: int, parameter: Tensor) -> None:
-        """Take a parameter's gradient as soon as backward has it."""
-        if self._taking and parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
-            self._reduction.put(which, gradient)
-
-    def take(self, number: int) -> None:
+    def _end_micro_batch(self, number: int) -> None:
         moved = self._buffers.take(self._plan.micro_batches[number].index)
-        for which, value in enumerate(moved, len(self.parameters)):
+        for which, value in enumerate(moved, len(self.parameters.trained)):
             self._reduction.put(which, value)
         self._reduction.end()
 
-    def finish(self) -> None:
-        sums = self._reduction.finish(self._plan.total)
-        for parameter, gradient in zip(self.parameters, sums, strict=False):
-            parameter.grad = gradient
-        self._buffers.finish([value for value in sums[len(self.parameters) :] if value is not None])
+    def _sums(self) -> Values:
+        sums: Values = self._reduction.finish(self._plan.total)
+        trained = len(self.parameters.trained)
+        self._buffer_sums = [value for value in sums[trained:] if value is not None]
+        return sums[:trained]
 
-    def close(self) -> None:
-        super().close()
-        for hook in self._hooks:
-            hook.remove()
+    def finish_buffers(self) -> None:
+        self._buffers.finish(self._buffer_sums)

@@ -43,7 +43,6 @@ class LoopOptions:
     """
 
     exact: bool = False
-    find_unused_parameters: bool = False
     buffers: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     scaler: torch.amp.GradScaler | None = None
@@ -76,7 +75,6 @@ class Loop:
         self._loader = loader
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer)
-        self._several = isinstance(model, Mapping)
         self._trained = tuple(model.values()) if isinstance(model, Mapping) else (model,)
         self._checkpoint = checkpoint
         self._options = options
@@ -142,17 +140,11 @@ class Loop:
             )
 
     def _gradients(self) -> Gradients:
-        world_size, rank = self._run.world_size, self._run.rank
+        world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers
         if self._options.exact:
-            return ExactGradients(self._model, world_size, rank, buffers=self._options.buffers)
+            return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
         return Gradients(
-            self._model,
-            world_size,
-            rank,
-            find_unused_parameters=self._options.find_unused_parameters,
-            # DDP wraps one model.
-            flat=self._options.redo or self._several,
-            buffers=self._options.buffers,
+            self._model, self._optimizer, world_size, rank, overlap=not self._options.redo, buffers=buffers
         )
 
     def _resume(self) -> Resumed:

@@ -14,6 +14,8 @@ from elastic_launch.errors import UsageError
 
 __all__ = ["MeanTable", "Means"]
 
+_MARK, _SIGNATURE, _HEAD = 0, 1, 2
+
 
 @dataclass(frozen=True, slots=True)
 class Means:
@@ -39,8 +41,12 @@ class MeanTable:
     """
 
     def __init__(self, rows: int, columns: int) -> None:
-        # Beside the values: the weight, whether it was given, and in the first row whether the table is marked.
-        self._table = torch.zeros(rows, columns + 3, dtype=torch.float64)
+        # First whether it is marked, and the ranks' signatures; in each row, beside the values, the weight and whether
+        # it was given.
+        self._flat = torch.zeros(_HEAD + rows * (columns + 2), dtype=torch.float64)
+        self._table = self._flat[_HEAD:].view(rows, columns + 2)
+        self._world_size = 1
+        self._signature = 0
         self._work: dist.Work | None = None
 
     def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
@@ -50,18 +56,24 @@ class MeanTable:
             share: the row's weight unless one is given.
         """
         numbers = [float(value) for value in values]
-        self._table[row, :-1] = torch.tensor(
+        self._table[row] = torch.tensor(
             [*numbers, share if weight is None else weight, float(weight is not None)], dtype=torch.float64
         )
 
     def mark(self) -> None:
         """Mark the table, for all ranks to see."""
-        self._table[0, -1] = 1.0
+        self._flat[_MARK] = 1.0
+
+    def sign(self, signature: int) -> None:
+        """Sign it with a number, of 40 bits at most, that should be the same on all ranks."""
+        self._signature = signature
+        self._flat[_SIGNATURE] = signature
 
     def post(self, world_size: int) -> None:
         """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""
+        self._world_size = world_size
         if world_size > 1:
-            self._work = dist.all_reduce(self._table, async_op=True)
+            self._work = dist.all_reduce(self._flat, async_op=True)
 
     def wait(self) -> None:
         """Wait for what was posted."""
@@ -71,7 +83,12 @@ class MeanTable:
 
     @property
     def marked(self) -> bool:
-        return bool(self._table[0, -1])
+        return bool(self._flat[_MARK])
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks have signed with the same number."""
+        return int(self._flat[_SIGNATURE]) == self._world_size * self._signature
 
     def not_finite(self) -> int | None:
         """Return the first row whose first value is not finite, if any."""
@@ -91,7 +108,7 @@ class MeanTable:
         Raises:
             UsageError: if some rows were given a weight and others not, or the weights sum up to nothing.
         """
-        values, weights, given = self._table[:, :-3], self._table[:, -3], int(self._table[:, -2].sum())
+        values, weights, given = self._table[:, :-2], self._table[:, -2], int(self._table[:, -1].sum())
         if given not in (0, len(weights)):
             raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
         total = sum(weights.tolist())

@@ -34,11 +34,22 @@ class ExactReduction:
         like: tensors that have the shapes, dtypes and devices of those to be summed; only these are kept of them.
         world_size, rank: of the group.
         group: process group; None: the default one. Not used at world size 1.
+        names: of the first tensors, for errors.
     """
 
+    early = False
+    """It sends nothing before all ranks have come to the step's end."""
+
     def __init__(
-        self, like: Sequence[Tensor], world_size: int, rank: int, group: dist.ProcessGroup | None = None
+        self,
+        like: Sequence[Tensor],
+        world_size: int,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        names: Sequence[str] = (),
     ) -> None:
+        self._names = [*names, *map("tensor {}".format, range(len(names), len(like)))]
         self._world_size = world_size
         self._rank = rank
         self._group = group
@@ -85,7 +96,7 @@ class ExactReduction:
         """Take in one of several parts of a value, which must be added up before anything else is added to them."""
         if leaf.put[which] and leaf.lefts:
             raise UsageError(
-                f"The gradient of parameter {which} came in several parts, in one micro-batch and not in one before.",
+                f"The gradient of {self._names[which]} came in several parts, and in one in a micro-batch before.",
                 "Use activation checkpointing with use_reentrant=False, or without exact=True.",
             )
         self._in_parts.add(which)
@@ -148,6 +159,16 @@ class ExactReduction:
                 if value is not None:
                     self._free[which].append(value)
         self._stack, self._given = [], [None] * len(self._places)
+
+    def begin_pass(self, *, last: bool) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+    def send(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Give the step up."""
+        self.reset()
 
     def finish(self, total: int) -> Values:
         """Return the sums over all ranks, None where no micro-batch of any rank had a value; valid until ``reset``.

@@ -133,7 +133,6 @@ class Run:
         until: int | str,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
-        find_unused_parameters: bool = False,
         buffers: Mapping[str, str] | None = None,
         scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -151,7 +150,6 @@ class Run:
                 its state saved call :meth:`request_stop`; a ``break`` leaves the present step unsaved.
             checkpoint: where to save to and resume from.
             exact: whether the weights are to be the same to the bit at every world size.
-            find_unused_parameters: as of DistributedDataParallel; exact mode needs no such hint.
             buffers: what becomes of buffers that micro-batches change, by pattern of their names, such as
                 ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
                 docs/training.md.
@@ -168,7 +166,6 @@ class Run:
         parts: dict[str, Stateful | None] = {"scheduler": as_part(scheduler), "scaler": scaler}
         options = LoopOptions(
             exact=exact,
-            find_unused_parameters=find_unused_parameters,
             buffers=checked_rules(buffers),
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=scaler,

@@ -85,7 +85,9 @@ class Step:
         self._settle = settle
         self._out_of_memory = False
         self._table: MeanTable | None = None
-        self._told = False  # other ranks, of a backward pass that failed
+        self._told = False  # other ranks or the sums, of a backward pass that failed
+        self._exchanged = False
+        self._means: Means | None = None
         self._passes = 0
         self._pending = False  # a pass has begun and is not updated by
         self._drawn: list[Any] = []  # micro-batches, for a second pass
@@ -102,7 +104,7 @@ class Step:
 
     @property
     def model(self) -> Any:
-        return self._gradients.module
+        return self._gradients.model
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes()
@@ -126,6 +128,7 @@ class Step:
                         "Call it once for each micro-batch.",
                     )
         self._current = None
+        self._exchange()
 
     def _begin_pass(self) -> None:
         if self._pending:
@@ -142,6 +145,7 @@ class Step:
         self._pending, self.updated = True, False
         self._losses, self._metric_values = [], []
         self._table, self._told, self._current = None, False, None
+        self._exchanged, self._means = False, None
         self._gradients.begin(self.plan)
 
     def _sample(self, number: int) -> Any:
@@ -175,28 +179,29 @@ class Step:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
         if self._told:
             raise UsageError(
-                "step.backward() cannot be tried again: other ranks wait for what the one that failed has begun.",
+                "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
                 "Let the error end this process, or use exact=True and step.give_up().",
             )
         _check_scalar("loss", loss)
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples
-        scaled = loss.reshape(()) * (share * self._gradients.factor)
+        scaled = loss.reshape(()) * share
         self._losses.append((loss.detach().reshape(()), weight))
         self._metric_values.append(values)
         last = self._current == self.plan.grad_accum - 1
-        if last and self._gradients.talks_in_between and loss.device.type == "cpu":
-            # Beside the backward pass, which then waits for other ranks anyway. To read a GPU's loss would hold it up.
+        if last and self._gradients.talks_in_between and self._gradients.on_cpu:
+            # Beside the backward pass, which talks to other ranks anyway. To read a GPU's loss would hold it up.
             self._table = self._posted()
         try:
             to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
-            to_do.backward()  # type: ignore[no-untyped-call]
+            with self._gradients.backward(self._current):
+                to_do.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             # A script that goes on all the same has not done this micro-batch.
             self._losses.pop()
             self._metric_values.pop()
-            self._told = self._table is not None
+            self._told = self._table is not None or self._gradients.took
             raise
 
     def give_up(self) -> None:
@@ -209,15 +214,22 @@ class Step:
         """
         if self._gradients.talks_in_between:
             raise UsageError(
-                "step.give_up(): DDP's backward passes wait for those of other ranks.", "It needs exact=True."
+                "step.give_up(): backward passes have sent gradients to other ranks.", "It needs exact=True."
             )
         self._out_of_memory = True
         self._losses.clear()
         self._metric_values.clear()
         self._gradients.discard()
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether the ranks have exchanged losses and gradients, which all of them then have."""
+        return self._exchanged
+
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
-        """Reduce the gradients over the ranks and make the optimizer's step.
+        """Make the optimizer's step.
+
+        Gradients are those of the global batch, on all ranks, from the end of the loop over the step on.
 
         Args:
             clip_norm: largest 2-norm of all gradients together, or None; of several optimizers, of those that step.
@@ -233,19 +245,15 @@ class Step:
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
                 "Call it once, behind the loop over the step.",
             )
-        means = self._means()
+        means = self._exchange()
         if self.too_large:
             return
-        self._gradients.finish()
+        self._check_losses()
+        self._gradients.finish_buffers()
         if self._scaler is not None:
-            for each in chosen:
-                self._scaler.unscale_(each)
-        parameters = self._gradients.parameters
-        if means.correction != 1:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(means.correction)
+            self._unscale(self._scaler, chosen)
         if clip_norm is not None:
+            parameters = self._gradients.parameters.trained
             if len(self._optimizers) > 1:
                 parameters = [p for each in chosen for group in each.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -264,6 +272,13 @@ class Step:
                 "Give run.steps() a dict of optimizers, and update() one of its names.",
             )
         return [self._optimizers[name]]
+
+    def _unscale(self, scaler: torch.amp.GradScaler, chosen: list[torch.optim.Optimizer]) -> None:
+        for each in chosen:
+            scaler.unscale_(each)
+        if others := self._gradients.parameters.beside_optimizer():
+            # They count in the norm of all gradients.
+            torch._foreach_mul_([p.grad for p in others if p.grad is not None], 1 / scaler.get_scale())
 
     def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
         self._settle()
@@ -284,34 +299,62 @@ class Step:
             self.plan.micro_batches, self.plan.weights, self._losses, self._metric_values, strict=False
         ):
             table.fill(micro.index, [loss, *metrics], share, weight)
+        table.sign(self._gradients.parameters.signature)
         if self._out_of_memory:
             table.mark()
         table.post(self._gradients.world_size)
         return table
 
-    def _means(self) -> Means:
-        """Find the means over the global batch of the loss and of metrics.
+    def _exchange(self) -> Means:
+        """Exchange losses and gradients with all ranks, once for each step; return the means over the global batch.
 
         Raises:
-            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
-            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing.
+            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing; or if the ranks do
+                not train the same parameters.
         """
-        table = self._posted() if self._table is None else self._table
+        if self._means is not None:
+            return self._means
+        if self._table is None:
+            if not self._gradients.on_cpu:
+                # In the order of ranks whose backward passes have sent something before.
+                self._gradients.send()
+            self._table = self._posted()
+        table = self._table
         table.wait()
-        world_size = self._gradients.world_size
         if table.marked:
             self.too_large = True
             self._gradients.discard()
-            return Means([], 1.0)
+            self._means = Means([], 1.0)
+            return self._means
+        if self._exchanged:
+            raise UsageError(f"step {self.position.step}: the exchange of gradients failed.", "See the error before.")
+        self._exchanged = True
+        if not table.agreed:
+            self._gradients.disagree(f"step {self.position.step}")
+        self._gradients.finish()
         try:
-            if (index := table.not_finite()) is not None:
-                rank = next(r for r in range(world_size) if index < slice_of(self.plan.total, world_size, r)[1])
-                where = f"step {self.position.step}, rank {rank}, micro-batch {index}"
-                raise NonFiniteLossError(f"The loss is {table.value(index)} at {where}.", "Nothing was updated by it.")
-            return table.means(self._samples, f"step {self.position.step}")
-        except ElasticLaunchError:
+            self._means = table.means(self._samples, f"step {self.position.step}")
+        except UsageError:
             self._gradients.discard()
             raise
+        if self._means.correction != 1:
+            self._gradients.multiply(self._means.correction)
+        return self._means
+
+    def _check_losses(self) -> None:
+        """Look for a loss that is not finite.
+
+        Raises:
+            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
+        """
+        assert self._table is not None
+        if (index := self._table.not_finite()) is None:
+            return
+        self._gradients.discard()
+        world_size = self._gradients.world_size
+        rank = next(r for r in range(world_size) if index < slice_of(self.plan.total, world_size, r)[1])
+        where = f"step {self.position.step}, rank {rank}, micro-batch {index}"
+        raise NonFiniteLossError(f"The loss is {self._table.value(index)} at {where}.", "Nothing was updated by it.")
 
     def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
         if metrics.keys() != set(self._metric_names):

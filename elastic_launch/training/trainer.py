@@ -62,7 +62,6 @@ class Trainer:
         forward: if micro-batches are not pairs of one input and its target.
         checkpoint: where to save to and resume from.
         exact: whether the weights are to be the same to the bit at every world size.
-        find_unused_parameters: as of DistributedDataParallel; exact mode and ``micro="auto"`` need no such hint.
         buffers: what becomes of buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
         callbacks: told of the progress.
 
@@ -93,7 +92,6 @@ class Trainer:
         forward: Forward | None = None,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
-        find_unused_parameters: bool = False,
         buffers: Mapping[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -118,7 +116,6 @@ class Trainer:
         self._forward = forward or _forward_pair
         self._checkpoint = checkpoint
         self._exact = exact
-        self._find_unused_parameters = find_unused_parameters
         self._buffers = checked_rules(buffers)
         self._finds_micro = loader.batch.micro == "auto"
         self._callbacks = list(callbacks)
@@ -191,7 +188,6 @@ class Trainer:
         }
         options = LoopOptions(
             exact=self._exact,
-            find_unused_parameters=self._find_unused_parameters,
             buffers=self._buffers,
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=self._precision.scaler,
@@ -239,7 +235,7 @@ class Trainer:
                     assert isinstance(loss, Tensor)
                     step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
         except (RuntimeError, MemoryError) as error:
-            if not self._finds_micro or not is_out_of_memory(error):
+            if not self._finds_micro or step.exchanged or not is_out_of_memory(error):
                 raise
             _log.info("rank %d ran out of memory: %s", self.run.rank, error)
             # The traceback holds the tensors of the pass that failed.

@@ -1,7 +1,7 @@
 """A worker that trains small configurations one after the other in one process group.
 
 Each rank writes ``rank-<rank>.json`` to the output directory: by mode and configuration the hash of the final weights,
-the losses, all final values and what was logged. Modes: ``exact``; ``default`` (DDP); ``saved``, by --save, which ends
+the losses, all final values and what was logged. Modes: ``exact``; ``default``; ``saved``, by --save, which ends
 at step SAVE_AT and leaves checkpoints; ``resumed``, by --resume, from these to the end; and without a launcher
 ``reference``: plain PyTorch on whole global batches.
 """
@@ -243,7 +243,6 @@ def train(run: Any, c: Configuration, *, exact: bool, until: int = STEPS, at: Pa
             until=f"{until}ba",
             checkpoint=None if at is None else el.Checkpoint(at, every=SAVE_AT),
             exact=exact,
-            find_unused_parameters=c.branches,
             scheduler=training.scheduler,
         )
         with closing(steps):

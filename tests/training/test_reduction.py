@@ -85,7 +85,7 @@ def test_values_that_come_in_parts_late_are_refused() -> None:
     reduction.add(0, [torch.ones(3)])
     reduction.begin(1)
     reduction.put(0, torch.ones(3))
-    with pytest.raises(UsageError, match="parameter 0 came in several parts"):
+    with pytest.raises(UsageError, match="tensor 0 came in several parts"):
         reduction.put(0, torch.ones(3))
 
 

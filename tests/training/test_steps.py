@@ -306,8 +306,16 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
 
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
-    step = Step(loader.position(0), loader.plan(0, 1, 0), iter([]), Talking(model, 1, 0), optimizer, seed=0, samples=8)
-    with pytest.raises(UsageError, match="backward passes wait for those of other ranks"):
+    step = Step(
+        loader.position(0),
+        loader.plan(0, 1, 0),
+        iter([]),
+        Talking(model, optimizer, 1, 0),
+        optimizer,
+        seed=0,
+        samples=8,
+    )
+    with pytest.raises(UsageError, match="backward passes have sent gradients"):
         step.give_up()
 
 
