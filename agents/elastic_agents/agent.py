@@ -116,6 +116,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
+        self._whereabouts: Whereabouts | None = None
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said so
@@ -224,7 +225,8 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case LinkUp(leader=leader):
                 self._member = True
-                self._of_run_file(partial(self._run_file.led_from, leader))
+                assert self._whereabouts is not None
+                self._of_run_file(partial(self._run_file.write, replace(self._whereabouts, leader=leader)))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason) | CutOff(reason=reason):
@@ -307,8 +309,8 @@ class LocalElasticAgent(ElasticAgent):
         config = self._config
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
-        found = Whereabouts(config.run_id, config.backend, where, config.node_id)
-        self._of_run_file(partial(self._run_file.write, found))
+        # Written once the run has accepted this node: others may have their file there.
+        self._whereabouts = Whereabouts(config.run_id, config.backend, where, config.node_id)
         tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:

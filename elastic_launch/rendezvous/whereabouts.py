@@ -59,7 +59,7 @@ class Whereabouts:
 class RunFile:
     """An agent's file in its run's directory; a directory that cannot be written stops nothing.
 
-    Where nodes share the directory, the last one's file stays.
+    Where nodes share the directory, the last one's file stays; so only a node that belongs to the run may write.
 
     Args:
         token: of a run that nobody else could know it of; None: the user has it, if there is one.
@@ -70,9 +70,12 @@ class RunFile:
         self._token = token
         self._lock = -1
         self._written: Whereabouts | None = None
+        self._unwritable = False
 
     def write(self, whereabouts: Whereabouts) -> None:
-        """Put the file there in one go, locked."""
+        """Put the file there in one go, locked, unless it says so already."""
+        if self._unwritable or whereabouts == self._written:
+            return
         self.close()
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
@@ -86,6 +89,7 @@ class RunFile:
             os.rename(new, self._path)
             self._written = whereabouts
         except OSError as error:
+            self._unwritable = True
             then = "elasticctl needs the run's endpoint" if self._token is None else "elasticctl cannot reach this run"
             _log.warning("%s cannot be written, so %s: %s", self._path, then, error)
             with contextlib.suppress(OSError):
@@ -96,11 +100,6 @@ class RunFile:
         path.unlink(missing_ok=True)  # of an agent that was killed
         with open(open_private(path, os.O_WRONLY | os.O_EXCL), "w") as file:
             file.write(token.reveal() + "\n")
-
-    def led_from(self, leader: str) -> None:
-        """Note where the leader is."""
-        if self._written is not None and self._written.leader != leader:
-            self.write(replace(self._written, leader=leader))
 
     def end(self, code: int, cause: str) -> None:
         """Note how this agent ended, unless another agent's file is there by now."""

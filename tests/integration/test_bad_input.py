@@ -67,11 +67,12 @@ def test_a_port_in_use_by_something_else(job: Job) -> None:
 def test_a_node_that_does_not_fit_is_refused_and_harms_nobody(
     job: Job, flags: list[str], options: dict[str, object], found: str
 ) -> None:
-    host = job.node("a")
+    host = job.node("a", "--rdzv-id", "run")
     job.world(1)
-    stranger = job.node("b", *flags, **options)
+    stranger = job.node("b", "--rdzv-id", "run", *flags, **options)
     assert stranger.wait() == 95
     assert found in stranger.output
+    assert json.loads((job.logs / "run" / "run.json").read_text())["node_id"] == "a"
     assert "Traceback" not in stranger.output
     job.finish()
     assert host.wait() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from elastic_launch.secret import Token
 
 def whereabouts(run_id: str, node_id: str = "a") -> Whereabouts:
     return Whereabouts(run_id, "c10d", "10.0.0.1:29400", node_id)
+
+
+def led() -> Whereabouts:
+    return replace(whereabouts("one"), leader="10.0.0.1:4000")
 
 
 def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
@@ -32,7 +37,7 @@ def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
 def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
     file = RunFile(tmp_path)
     file.write(whereabouts("one"))
-    file.led_from("10.0.0.1:4000")
+    file.write(led())
     assert find(tmp_path, None, depth=0)[0][0].run.leader == "10.0.0.1:4000"
     file.end(91, "all 3 restarts spent")
     (((run, _),), alive) = find(tmp_path, None, depth=0)
@@ -45,7 +50,7 @@ def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_ru
     path.chmod(0o644)
     file = RunFile(tmp_path, token)
     file.write(whereabouts("one"))
-    file.led_from("10.0.0.1:4000")
+    file.write(led())
     ((found,), _) = find(tmp_path, None, depth=0)
     assert found.token() == token
     assert path.stat().st_mode & 0o777 == 0o600
@@ -60,7 +65,7 @@ def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
     file = RunFile(tmp_path)
     file.write(whereabouts("one"))
     os.close(file._lock)
-    file.led_from("10.0.0.1:4000")
+    file.write(led())
     os.close(file._lock)
     file.end(0, "finished")
     assert find(tmp_path, None, depth=0)[0][0].run.code == 0
@@ -96,7 +101,7 @@ def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog
     (tmp_path / "file").touch()
     file = RunFile(tmp_path / "file" / "run")
     file.write(whereabouts("one"))
-    file.led_from("10.0.0.1:4000")
+    file.write(led())
     file.end(0, "all workers finished")
     assert "cannot be written" in caplog.text
     assert len(caplog.records) == 1
