@@ -10,6 +10,7 @@
     └── CheckpointReadError                it is there and cannot be read
         ├── DamagedCheckpointError             half-written, truncated, altered
         ├── ForeignCheckpointError             another format, or another version of this one
+        ├── StalledError                       the storage does not respond
         └── CheckpointGoneError                removed while it was being read
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "ForeignCheckpointError",
     "MalformedError",
     "NotCommittedError",
+    "StalledError",
     "TakenError",
     "UnknownFormatError",
     "UnsupportedStateError",
@@ -118,6 +120,17 @@ class CheckpointGoneError(CheckpointReadError):
 
     def __init__(self, path: Place) -> None:
         super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
+
+
+class StalledError(CheckpointReadError):
+    """Reading from storage has made no progress for too long."""
+
+    def __init__(self, path: Place, seconds: float) -> None:
+        super().__init__(
+            path,
+            f"{path} does not respond: reading made no progress for {seconds:g} s.",
+            "Check the file system or the service that holds it.",
+        )
 
 
 @contextmanager

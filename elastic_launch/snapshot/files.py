@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["FileSum", "create", "open_regular", "read_small", "remove_tree", "sum_of", "sync_directory", "write_all"]
 
@@ -79,6 +80,7 @@ def sum_of(descriptor: int) -> FileSum:
     buffer = bytearray(min(_CHUNK, os.fstat(descriptor).st_size + 1))
     digest, size = hashlib.sha256(), 0
     while count := os.preadv(descriptor, [buffer], size):
+        advanced()
         digest.update(memoryview(buffer)[:count])
         size += count
     return FileSum(size, digest.hexdigest())
@@ -95,6 +97,7 @@ def read_small(path: Path, limit: int) -> bytes:
         data = bytearray()
         while part := os.read(descriptor, min(_CHUNK, limit + 1 - len(data))):
             data += part
+            advanced()
         if len(data) > limit:
             raise MalformedError(f"{path.name} exceeds {limit} bytes")
         return bytes(data)

@@ -19,6 +19,7 @@ from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.snapshot.errors import CheckpointReadError, CheckpointWriteError, MalformedError
 from elastic_launch.snapshot.files import FileSum
 from elastic_launch.snapshot.place import Url
+from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Storage", "check_driver", "loading", "saving"]
 
@@ -62,7 +63,8 @@ class Storage:
         try:
             found = self._fs.ls(path, detail=True)
         except FileNotFoundError:
-            return []
+            found = []
+        advanced()
         # A store may name the directory itself, as an empty object.
         return [_entry(info) for info in found if info["name"].strip("/") != path.strip("/")]
 
@@ -75,6 +77,7 @@ class Storage:
         """
         with self._fs.open(self._path(url), "rb") as file:
             data = bytes(file.read(limit + 1))
+        advanced()
         if len(data) > limit:
             raise MalformedError(f"{url.name} exceeds {limit} bytes")
         return data
@@ -83,6 +86,7 @@ class Storage:
         """Yield a file's content, a few MiB at a time."""
         with self._fs.open(self._path(url), "rb", block_size=_CHUNK) as file:
             while part := file.read(_CHUNK):
+                advanced()
                 yield part
 
     def write(self, url: Url, parts: Iterable[bytes | memoryview]) -> FileSum:

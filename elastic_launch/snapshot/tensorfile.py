@@ -16,11 +16,15 @@ from safetensors import SafetensorError, safe_open
 
 from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
+from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Layout", "layout", "parts", "read"]
 
 _MAX_HEADER = 100_000_000  # Bytes; what the library reads at most.
 _ALIGNMENT = 8
+
+_PIECE = 2**22
+"""Elements that are copied at once: to read a large tensor takes long where the page cache has not kept the file."""
 
 _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 
@@ -104,5 +108,13 @@ def _read_one(file: Any, name: str) -> torch.Tensor:
     if not is_possible(described.get_shape()):
         raise MalformedError(f"the tensor {name!r} has an impossible shape")
     # What the library returns is mapped: it would change, or end the process, with the file.
-    tensor: torch.Tensor = file.get_tensor(name).clone()
+    mapped: torch.Tensor = file.get_tensor(name)
+    advanced()
+    if mapped.numel() <= _PIECE:
+        return mapped.clone()
+    tensor = torch.empty_like(mapped)
+    source, target = mapped.reshape(-1), tensor.reshape(-1)
+    for start in range(0, source.numel(), _PIECE):
+        target[start : start + _PIECE].copy_(source[start : start + _PIECE])
+        advanced()
     return tensor

@@ -30,6 +30,7 @@ from elastic_launch.snapshot.arrays import is_array
 from elastic_launch.snapshot.listing import positions
 from elastic_launch.snapshot.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.place import Place, Url, place
+from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage import check_driver
 from elastic_launch.training.branches import Branch, following, within
 from elastic_launch.training.directories import Writers, behind_url, in_directory
@@ -147,23 +148,14 @@ class Checkpoint:
 
         Raises:
             UsageError: if the checkpoint belongs to another training; it names what differs.
-            CheckpointError: if the directory cannot be read, or what a URL names not be used.
+            CheckpointError: if the directory cannot be read or does not respond, or what a URL names not be used.
         """
         if isinstance(self.directory, Url):
             return self._open_url(self.directory, world, identity, above)
         self._writers = in_directory(self.directory, world)
         damaged: list[snapshot.CheckpointReadError] = []
-        loaded = None
-        try:
-            if above is None or not _of_another_run(self.directory):
-                skip = partial(_skip, damaged=damaged)
-                loaded = snapshot.newest(self.directory, on_damaged=skip, above=above)
-            known = max((number for number, _ in positions(self.directory)), default=0)
-        except snapshot.CheckpointError as error:
-            if above is None:
-                raise
-            _warn(error)
-            known = 0
+        # An older state, in memory or in another checkpoint, is not taken for one that may only be late.
+        loaded, known = while_advancing(self.directory, partial(_read, self.directory, above, damaged))
         newest, holder, complete = _agree(world, loaded)
         self._highest = max(
             self._highest, newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1]
@@ -389,6 +381,26 @@ class Checkpoint:
         if copied.error:
             error = snapshot.CheckpointWriteError(copied.error, copied.hint)
         return snapshot.Outcome(copied.step, copied.round, copied.seconds, info, error)
+
+
+def _read(
+    directory: Path, above: tuple[int, int] | None, damaged: list[snapshot.CheckpointReadError]
+) -> tuple[snapshot.LoadedCheckpoint | None, int]:
+    """Return the newest sound checkpoint above a position, and the highest round in any checkpoint's name.
+
+    Raises:
+        CheckpointError: if that cannot be known; without a position.
+    """
+    loaded = None
+    try:
+        if above is None or not _of_another_run(directory):
+            loaded = snapshot.newest(directory, on_damaged=partial(_skip, damaged=damaged), above=above)
+        return loaded, max((number for number, _ in positions(directory)), default=0)
+    except snapshot.CheckpointError as error:
+        if above is None:
+            raise
+        _warn(error)
+        return loaded, 0
 
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from elastic_launch import snapshot
@@ -11,6 +12,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import owner, remote
 from elastic_launch.snapshot.listing import positions
 from elastic_launch.snapshot.place import Url
+from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.world import World
 
@@ -58,7 +60,7 @@ def open_url(
 
     Raises:
         UsageError: as ``check``, or if there is no driver; on all ranks.
-        CheckpointError: if the storage cannot be listed, read or written; on all ranks.
+        CheckpointError: if the storage cannot be listed, read or written, or does not respond; on all ranks.
     """
     if url.scheme == "memory" and world.round:
         raise UsageError(
@@ -69,7 +71,8 @@ def open_url(
     error: UsageError | snapshot.CheckpointError | None = None
     if world.rank == 0:
         try:
-            found = _open(url, run, check, skip) if above is None else _open_newer(url, run, check, skip, above)
+            look = partial(_open, url, run, check, skip)
+            found = while_advancing(url, look if above is None else partial(_open_newer, url, run, check, skip, above))
         except (UsageError, snapshot.CheckpointError) as failure:
             error = failure
     if world.world_size > 1:

@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import elastic_launch as el
 from elastic_launch import snapshot
-from elastic_launch.snapshot import owner
+from elastic_launch.snapshot import files, owner, stall, storage
 from elastic_launch.snapshot.memory import Draft, SlotWriter
 from elastic_launch.snapshot.slot import Slot
 from elastic_launch.training import checkpoint as checkpoints
@@ -125,6 +127,72 @@ def test_storage_that_hangs_keeps_nobody_from_going_on_from_memory(
     finally:
         hung.set()
     assert "took more than 0.2 s" in caplog.text
+
+
+class Gate:
+    """Has the kernel's reads wait: for ever, or for a moment each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.reads = 0
+        self._preadv, self._fetch = os.preadv, LocalFileOpener.read
+        monkeypatch.setattr(stall, "WARN", 0.3)
+        monkeypatch.setattr(stall, "STALL", 1.5)
+        monkeypatch.setattr(stall, "STALL_URL", 1.5)
+
+    def hang(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        def preadv(*arguments: Any) -> int:
+            self.reads += 1
+            self.opened.wait(seconds)
+            return self._preadv(*arguments)
+
+        def read(*arguments: Any) -> bytes:
+            self.reads += 1
+            self.opened.wait(seconds)
+            return bytes(self._fetch(*arguments))
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(LocalFileOpener, "read", read)
+
+
+@pytest.mark.parametrize("memory", [None, (2, 210)])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_storage_that_hangs_as_it_is_read_is_an_error_and_no_older_state_is_taken(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    memory: tuple[int, int] | None,
+    scheme: str,
+) -> None:
+    node.place = f"{scheme}{node.directory}"
+    node.saved(3, 421)
+    node.saved(3, 422)
+    if memory is not None:
+        node.remembers(*memory)
+    gate = Gate(monkeypatch)
+    gate.hang(monkeypatch, 120)
+    try:
+        with pytest.raises(snapshot.CheckpointReadError) as caught:
+            node.resumes(4)
+    finally:
+        gate.opened.set()
+    assert str(node.directory) in str(caught.value)
+    assert "does not respond: reading made no progress for 1.5 s" in str(caught.value)
+    assert "reading has made no progress for 0.3 s; after 1.5 s it is given up" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_storage_that_is_slow_is_waited_for_as_long_as_bytes_come(
+    node: Node, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    node.place = f"{scheme}{node.directory}"
+    node.saved(3, 422)
+    gate = Gate(monkeypatch)
+    for module in (files, storage):
+        monkeypatch.setattr(module, "_CHUNK", 30)
+    gate.hang(monkeypatch, 0.5)
+    assert node.resumes(4)[0] == 422
+    assert gate.reads * 0.5 > 1.5
 
 
 def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> None:

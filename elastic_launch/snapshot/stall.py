@@ -1,0 +1,76 @@
+"""Reading from storage that may hang, as a network file system does whose server is gone: bounded by progress.
+
+However long it takes, a read is waited for as long as bytes come. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastic_launch.snapshot.errors import StalledError
+from elastic_launch.snapshot.place import Place, Url
+
+__all__ = ["advanced", "while_advancing"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WARN = 10.0
+"""Seconds without progress after which a warning names the storage."""
+
+STALL = 60.0
+"""Seconds without progress after which reading is given up."""
+
+STALL_URL = 300.0
+"""The same behind a URL: drivers try again by themselves."""
+
+
+def advanced() -> None:
+    """Something was read; called by what reads, at least for every few MiB."""
+    thread = threading.current_thread()
+    if isinstance(thread, _Reader):
+        thread.at = time.monotonic()
+
+
+def while_advancing(where: Place, function: Callable[[], T]) -> T:
+    """Return what a function returns that reads from storage and calls :func:`advanced`.
+
+    Raises:
+        StalledError: if it makes no progress; its thread stays until the storage responds.
+    """
+    results: list[T] = []
+    limit = STALL_URL if isinstance(where, Url) else STALL
+    reader: _Reader = _Reader(lambda: results.append(function()))
+    reader.start()
+    warned = False
+    while reader.is_alive():
+        idle = time.monotonic() - reader.at
+        if idle >= limit:
+            raise StalledError(where, limit)
+        if idle >= WARN and not warned:
+            warned = True
+            text = "%s does not respond: reading has made no progress for %g s; after %g s it is given up"
+            _log.warning(text, where, WARN, limit)
+        reader.join((limit if warned else WARN) - idle)
+    if reader.error is not None:
+        raise reader.error
+    return results[0]
+
+
+class _Reader(threading.Thread):
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(name="storage", daemon=True)
+        self.at = time.monotonic()
+        self.error: BaseException | None = None
+        self._act = act
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+            self.error = error
