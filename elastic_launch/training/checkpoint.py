@@ -38,6 +38,7 @@ from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.memory import Target
+from elastic_launch.training.samplers import SAMPLE_ORDER
 from elastic_launch.training.urls import open_url
 from elastic_launch.training.world import World
 
@@ -458,6 +459,8 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], step: int) ->
     """
     saved = meta.get("identity", {})
     for name, value in identity.items():
+        if name == SAMPLE_ORDER and name not in saved:
+            continue  # made before it was kept: the loader goes on with the order that samples had then
         if saved.get(name) != value:
             raise UsageError(
                 f"The checkpoint of step {step} was made with {name} {saved.get(name)}, this training has {value}.",

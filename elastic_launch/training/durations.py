@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Interval", "total_steps"]
+__all__ = ["ENDLESS", "Interval", "total_steps"]
+
+ENDLESS = 2**62
+"""Steps in an epoch of data that has no epochs."""
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -19,12 +22,17 @@ def total_steps(until: int | str, steps_per_epoch: int) -> int:
         until: epochs as a number or ``"3ep"``, or steps as ``"1000ba"`` (Composer's words: a step is a batch).
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if it is neither, or epochs of data that has none.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(ep|ba|)\s*", str(until))
     if not match or isinstance(until, bool):
         raise UsageError(f"until={until!r} is no length of training.", 'Write epochs as 3 or "3ep", steps as "1000ba".')
     number = int(match[1])
+    if match[2] != "ba" and steps_per_epoch == ENDLESS:
+        raise UsageError(
+            f"{until!r} are epochs, and this loader has none.",
+            'Write steps as "1000ba", or give the loader steps_per_epoch.',
+        )
     return number if match[2] == "ba" else number * steps_per_epoch
 
 

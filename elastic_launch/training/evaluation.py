@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loader import Loader
 from elastic_launch.training.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
 
@@ -20,7 +20,7 @@ Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
 """Takes a collated micro-batch; returns the values to be averaged, and their weight, None for its samples."""
 
 
-def evaluate(loader: ElasticLoader, measure: Measure, columns: int, world_size: int, rank: int) -> list[float]:
+def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, rank: int) -> list[float]:
     """Return the means, over all samples of one epoch, of what is measured on each micro-batch.
 
     Args:

@@ -15,7 +15,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loader import Loader
 from elastic_launch.training.memory import settled
 from elastic_launch.training.randomness import derive, seed_torch
 from elastic_launch.training.state import Stateful, TrainingState
@@ -63,7 +63,7 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        loader: ElasticLoader,
+        loader: Loader,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
@@ -83,6 +83,8 @@ class Loop:
             {"model": self._model, "optimizer": self._optimizer, **options.parts}
         )
         self._step = options.start
+        if options.exact:
+            loader.check_exact()
 
     def __iter__(self) -> Iterator[Step]:
         with self._run.trainings.looping():
@@ -150,18 +152,18 @@ class Loop:
     def _resume(self) -> Resumed:
         if self._step and self._run.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._run.restore(self._checkpoint, _identity(self._loader), self._state, self._trained)
+        resumed = self._run.restore(self._checkpoint, self._loader.identity, self._state, self._trained)
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
-        if self._loader.batch.micro == "auto" and "micro-batch" in resumed.identity:
-            self._loader.batch = GlobalBatch(self._loader.batch.size, resumed.identity["micro-batch"])
+        else:
+            self._loader.go_on(resumed.identity, resumed.step)
         return resumed
 
     def _boundary(self) -> bool:
         """Save what is due; return whether all are to stop here."""
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
-        identity = _identity(self._loader)
+        identity = self._loader.identity
         return self._run.step_boundary(self._step, self._checkpoint, identity, self._state, end=end, stays=stays)
 
     def _halve(self, step: Step) -> None:
@@ -181,12 +183,6 @@ class Loop:
                 before.micro,
                 self._loader.batch.micro,
             )
-
-
-def _identity(loader: ElasticLoader) -> dict[str, int]:
-    """What must not change between a checkpoint and its resumption."""
-    identity = {"global batch": loader.batch.size, "seed": loader.seed, "dataset length": loader.length}
-    return identity if loader.batch.micro == "auto" else identity | {"micro-batch": loader.batch.micro}
 
 
 def _warn_of_idle_ranks(run: Run, batch: GlobalBatch) -> None:

@@ -22,7 +22,7 @@ from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.saving import Saver
 from elastic_launch.training.state import Stateful, TrainingState
@@ -126,7 +126,7 @@ class Run:
 
     def steps(
         self,
-        loader: ElasticLoader,
+        loader: Loader,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,

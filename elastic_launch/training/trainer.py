@@ -19,7 +19,7 @@ from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluatio
 from elastic_launch.training.checkpoint import Checkpoint
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.evaluation import evaluate, evaluating
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.session import Run
@@ -79,13 +79,13 @@ class Trainer:
         run: Run,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: ElasticLoader,
+        loader: Loader,
         *,
         loss_fn: Measure,
         scheduler: Stateful | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
-        eval_loader: ElasticLoader | None = None,
+        eval_loader: Loader | None = None,
         eval_every: int | str = "1ep",
         metrics: Mapping[str, Measure] | None = None,
         weight_fn: Callable[[Any], float] | None = None,
@@ -108,7 +108,8 @@ class Trainer:
         self._precision = Precision(precision, run.device)
         self._clip_norm = _positive("clip_norm", clip_norm)
         self._eval_loader = _checked_loader("eval_loader", eval_loader) if eval_loader is not None else None
-        self._eval_every = max(1, total_steps(eval_every, _checked_loader("loader", loader).steps_per_epoch))
+        steps = _checked_loader("loader", loader).steps_per_epoch
+        self._eval_every = max(1, total_steps(eval_every, steps)) if eval_loader is not None else 0
         self._metrics = dict(metrics or {})
         if "loss" in self._metrics:
             raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
@@ -150,7 +151,7 @@ class Trainer:
             if self._eval_loader is not None and (step.number % self._eval_every == 0 or step.number == end):
                 self._evaluate_and_tell()
 
-    def evaluate(self, loader: ElasticLoader | None = None) -> dict[str, float]:
+    def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
         """Return loss and metrics, averaged over all samples of the evaluation data; called by all ranks.
 
         Args:
@@ -208,6 +209,8 @@ class Trainer:
 
     def _begin(self, step: int) -> None:
         self.step = step
+        if self.loader.old_order and self._eval_loader is not None:
+            self._eval_loader.use_old_order()
         run, batch = self.run, self.loader.batch
         start = RoundStart(
             round=run.world.round,
@@ -289,8 +292,8 @@ def _positive(name: str, value: float | None) -> float | None:
     return value
 
 
-def _checked_loader(name: str, loader: object) -> ElasticLoader:
-    if not isinstance(loader, ElasticLoader):
+def _checked_loader(name: str, loader: object) -> Loader:
+    if not isinstance(loader, Loader):
         raise UsageError(
             f"Trainer({name}=...) is a {type(loader).__name__}.",
             "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks.",

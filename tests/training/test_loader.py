@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.loader import ElasticLoader, FunctionLoader
 from elastic_launch.training.randomness import seeded
 
 
@@ -40,7 +43,7 @@ class Noisy(Numbers):
 def loaders(draw: st.DrawFn) -> ElasticLoader:
     size = draw(st.integers(1, 64))
     micro = draw(st.integers(1, min(16, size)))
-    length = draw(st.integers(1, 150))
+    length = draw(st.integers(1, min(150, 12 * size)))
     return ElasticLoader(Numbers(length), GlobalBatch(size, micro), seed=draw(st.integers(0, 3)))
 
 
@@ -49,12 +52,14 @@ def _step(loader: ElasticLoader, step: int, world: int) -> list[list[int]]:
     return [micro for rank in range(world) for micro in loader.indices(step, world, rank)]
 
 
+@settings(deadline=None, max_examples=15)
 @given(loaders(), st.integers(1, 9), st.integers(0, 2))
 def test_a_step_is_the_same_at_every_world_size(loader: ElasticLoader, world: int, epoch: int) -> None:
     for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
         assert _step(loader, step, world) == _step(loader, step, 1)
 
 
+@settings(deadline=None, max_examples=15)
 @given(loaders(), st.lists(st.integers(1, 9), min_size=1, max_size=200))
 def test_each_sample_once_per_epoch_through_any_restart(loader: ElasticLoader, worlds: list[int]) -> None:
     """The world may change at every step."""
@@ -64,7 +69,7 @@ def test_each_sample_once_per_epoch_through_any_restart(loader: ElasticLoader, w
         assert sorted(seen) == list(range(loader.length))
 
 
-@settings(max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(loaders(), st.integers(1, 4), st.data())
 def test_what_is_loaded_from_a_step_on_is_what_is_planned(
     loader: ElasticLoader, world: int, data: st.DataObject
@@ -130,7 +135,7 @@ def test_a_dataset_without_a_batch_is_refused(length: int, drop_last: bool) -> N
         ElasticLoader(Numbers(length), GlobalBatch(4, 2), drop_last=drop_last)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: st.DataObject) -> None:
     """At every step of a later epoch, also in a short last batch: the loading itself, not only the plans."""
@@ -179,3 +184,95 @@ def test_numpys_random_state_is_given_back() -> None:
     assert np.random.rand(3).tolist() == expected
     np.random.seed(5)
     assert [*inner, after] == np.random.rand(3).tolist()
+
+
+def test_a_thousand_million_samples_start_at_once() -> None:
+    dataset = Numbers(10**9)
+    began = time.process_time()
+    loader = ElasticLoader(dataset, GlobalBatch(64, 8), seed=1)
+    batches = [next(loader.epoch_from(loader.steps_per_epoch // 2, 4, rank)) for rank in (0, 2)]
+    assert loader.identity
+    assert time.process_time() - began < 1
+    assert len({int(index) for batch in batches for index in batch}) == 16
+
+
+class Tens(Numbers):
+    """Gives all samples of a micro-batch at once, with one random number for all."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        return [(torch.tensor([10 * index, *drawn], dtype=torch.float64)) for index in indices]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_dataset_that_gives_many_samples_at_once_is_asked_so(options: Any) -> None:
+    def load(world: int, **options: Any) -> list[list[float]]:
+        loader = ElasticLoader(Tens(10), GlobalBatch(6, 2), **options)
+        batches = [list(loader.epoch_from(2 * epoch, world, rank)) for epoch in range(2) for rank in range(world)]
+        return sorted(torch.cat([row for batch in batches for row in batch]).tolist())
+
+    one = load(1)
+    assert {row[0] for row in one} == {10 * index for index in range(10)}
+    assert len({row[1] for row in one}) == 10  # five micro-batches in each of two epochs
+    assert load(2, **options) == one
+
+
+def test_too_few_samples_at_once_are_noticed() -> None:
+    class Few(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    with pytest.raises(UsageError, match=r"Few.__getitems__\(\) returned 3 samples, 4 were asked for"):
+        next(ElasticLoader(Few(8), GlobalBatch(8, 4)).epoch_from(0, 1, 0))
+
+
+class Pids(Numbers):
+    started = 0
+
+    def __getitem__(self, index: int) -> int:
+        assert self.started == 1000 + get_worker_info().id
+        return os.getpid()
+
+
+def _mark(worker: int) -> None:
+    get_worker_info().dataset._dataset.started = 1000 + worker
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> None:
+    loader = ElasticLoader(
+        Pids(8), GlobalBatch(4, 2), num_workers=2, worker_init_fn=_mark, persistent_workers=persistent, timeout=100
+    )
+    first = {int(pid) for micro in loader.epoch_from(0, 1, 0) for pid in micro}
+    # An epoch that is left in the middle, and the next: nothing of the former may come in the latter.
+    with closing(loader.epoch_from(2, 1, 0)) as batches:
+        next(batches)
+    then = [int(pid) for micro in loader.epoch_from(4, 1, 0) for pid in micro]
+    assert (len(first), len(then)) == (2, 8)
+    assert (set(then) == first) is persistent
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 4}, "does not take DataLoader's batch_size"),
+        ({"batch_sampler": [[0]]}, "does not take DataLoader's batch_sampler"),
+        ({"generator": torch.Generator()}, "does not take DataLoader's generator"),
+        ({"in_order": False}, "does not take DataLoader's in_order"),
+        ({"persistent_workers": True}, "persistent_workers option needs num_workers > 0"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, "multiprocessing_context"),
+        ({"timeout": -1}, "timeout"),
+    ],
+)
+def test_options_that_cannot_be_taken_are_named(options: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        ElasticLoader(Numbers(8), GlobalBatch(4, 2), **options)
+    assert caught.value.hint
+    with pytest.raises(UsageError, match=said):
+        FunctionLoader(lambda step, micro: 0, GlobalBatch(4, 2), **options)
+
+
+def test_an_option_that_nobody_knows_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
+        ElasticLoader(Numbers(8), GlobalBatch(4, 2), shufle=True)  # type: ignore[call-arg]

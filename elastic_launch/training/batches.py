@@ -1,0 +1,91 @@
+"""Fetching one micro-batch, in whatever process; its random numbers derive from its place in the training alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+from elastic_launch.batch import MicroBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.randomness import derive, seed_all, seeded
+
+__all__ = ["Batches", "Drawn", "Feed", "GetBatch", "Request"]
+
+GetBatch = Callable[[int, MicroBatch], Any]
+"""Takes a step, counted from 0 over the whole training, and one of its micro-batches; returns its data."""
+
+
+class Request(NamedTuple):
+    """One micro-batch that is to be fetched.
+
+    Attributes:
+        start: position of its first sample in the epoch.
+        indices: of its samples in the dataset, if there is one.
+    """
+
+    step: int
+    epoch: int
+    start: int
+    micro: MicroBatch
+    indices: list[int]
+
+
+class Feed:
+    """What a DataLoader takes for a sampler: the requests of the epoch that is being loaded."""
+
+    def __init__(self) -> None:
+        self.requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class Batches(Dataset[Any]):
+    """Collated micro-batches of a map-style dataset.
+
+    A dataset that has ``__getitems__`` is asked once for all samples of a micro-batch, as by torch's DataLoader.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, request: Request) -> Any:
+        with _seeded(derive("batch", self._seed, request.epoch, request.start)):
+            return self._collate(self._fetch(request.indices))
+
+    def _fetch(self, indices: list[int]) -> Any:
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if not callable(at_once):
+            return [self._dataset[index] for index in indices]
+        samples = at_once(indices)
+        if isinstance(samples, list) and len(samples) != len(indices):
+            raise UsageError(
+                f"{type(self._dataset).__name__}.__getitems__() returned {len(samples)} samples, "
+                f"{len(indices)} were asked for."
+            )
+        return samples
+
+
+class Drawn(Dataset[Any]):
+    """Micro-batches that a function makes."""
+
+    def __init__(self, get_batch: GetBatch, seed: int) -> None:
+        self._get_batch = get_batch
+        self._seed = seed
+
+    def __getitem__(self, request: Request) -> Any:
+        with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
+            return self._get_batch(request.step, request.micro)
+
+
+def _seeded(seed: int) -> AbstractContextManager[None]:
+    """Seed all generators; in the training's own process they get their state back afterwards."""
+    if get_worker_info() is None:
+        return seeded(seed, devices=False)
+    seed_all(seed, devices=False)
+    return nullcontext()

@@ -1,0 +1,128 @@
+"""Finding generators of random numbers that data draws from beside those that the library seeds."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["own_generators"]
+
+DEPTH = 8
+"""Of attributes and elements that are looked into."""
+
+OBJECTS = 20_000
+"""That are looked into at all, those nearest to the data first."""
+
+ELEMENTS = 64
+"""Of a list, tuple or mapping that are looked into: transforms, not samples."""
+
+DRAWING = ("__getitem__", "__getitems__", "__call__", "forward", "indices", "__len__")
+"""Methods whose code may use a generator of its module."""
+
+
+def own_generators(value: object, name: str) -> list[str]:
+    """Return the generators that a dataset, a sampler or a function holds, as ``name.attribute (type)``.
+
+    Attributes, elements and closures are looked into, and the code of functions and of methods that give samples: the
+    global names in it, and functions of the same module that it calls. What is further away is not found.
+    """
+    found: dict[int, str] = {}
+    seen: set[int] = set()
+    kept: list[Any] = []  # so that no other object gets the id of one that is in `seen`
+    queue: deque[tuple[str, Any, int]] = deque([(name, value, 0)])
+    while queue and len(seen) < OBJECTS:
+        path, item, depth = queue.popleft()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        kept.append(item)
+        if kind := _kind(item):
+            found.setdefault(id(item), f"{path} ({kind})")
+        elif depth < DEPTH:
+            queue.extend((path + part, inner, depth + 1) for part, inner in _parts(item))
+    return sorted(found.values())
+
+
+def _kind(value: object) -> str:
+    """Return the type's name if a value is a generator that the library does not seed, else nothing."""
+    if isinstance(value, torch.Generator):
+        return "" if value is torch.default_generator else "torch.Generator"
+    if isinstance(value, random.Random):
+        shared = value is random.random.__self__  # type: ignore[attr-defined]
+        return "" if shared or isinstance(value, random.SystemRandom) else "random.Random"
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ""
+    if isinstance(value, numpy.random.RandomState):
+        return "" if value is numpy.random.mtrand._rand else "numpy.random.RandomState"
+    return "numpy.random.Generator" if isinstance(value, numpy.random.Generator) else ""
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds, each with what its path goes on with."""
+    if value is None or isinstance(value, str | bytes | int | float | complex | Tensor | ModuleType | type):
+        return
+    if isinstance(value, Mapping):
+        if len(value) <= ELEMENTS:
+            yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        if len(value) <= ELEMENTS:
+            yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        yield ".__self__", value.__self__
+        if isinstance(value, MethodType):
+            yield "", value.__func__
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    else:
+        yield from ((f".{name}", item) for name, item in _attributes(value).items())
+        for method in DRAWING:
+            function = getattr(type(value), method, None)
+            if isinstance(function, FunctionType):
+                yield f".{method}", function
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots included; of a partial function its parts."""
+    attributes = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, slot):
+                attributes[slot] = getattr(value, slot)
+    for part in ("func", "args", "keywords"):
+        if hasattr(type(value), part) and callable(value):
+            attributes[part] = getattr(value, part)
+    return attributes
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f": {name}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield ": defaults", function.__defaults__
+    yield ": defaults", function.__kwdefaults__
+    for name in _names(function.__code__):
+        item = function.__globals__.get(name)
+        beside = isinstance(item, FunctionType) and item.__module__ == function.__module__
+        bound = isinstance(item, MethodType | BuiltinMethodType) and _kind(item.__self__)
+        if _kind(item) or bound or beside:
+            yield f": {name}", item
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names and attributes that code uses, functions within it included."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names(constant)
+    return names

@@ -1,0 +1,81 @@
+"""Micro-batches that a function makes: the same at every world size, in every process, from every step on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+
+TOKENS = torch.arange(1000)
+
+
+def get_batch(step: int, micro: el.MicroBatch) -> Tensor:
+    starts = torch.randint(len(TOKENS) - 4, (len(micro),)).tolist()
+    drawn = torch.tensor([[random.random(), np.random.rand(), step, micro.index]] * len(micro))
+    return torch.cat([torch.stack([TOKENS[start : start + 4] for start in starts]), drawn], dim=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_is_the_same_at_every_world_size(workers: int) -> None:
+    def step(number: int, world: int) -> list[Any]:
+        found = []
+        for rank in range(world):
+            loader = el.FunctionLoader(get_batch, el.GlobalBatch(10, micro=3), seed=2, num_workers=workers)
+            batches = loader.epoch_from(number, world, rank)
+            found += [next(batches).tolist() for _ in range(loader.plan(number, world, rank).grad_accum)]
+            batches.close()
+        return found
+
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    one = step(10**6, 1)
+    assert torch.rand(1) == expected
+    assert [len(micro) for micro in one] == [3, 3, 3, 1]
+    assert [micro[0][6:] for micro in one] == [[10**6, index] for index in range(4)]
+    assert len({tuple(row[:4]) for micro in one for row in micro}) == 10
+    assert len({tuple(micro[0][4:6]) for micro in one}) == 4
+    assert step(10**6, 3) == one
+    loader = el.FunctionLoader(get_batch, el.GlobalBatch(10, micro=3), seed=2)
+    batches = loader.epoch_from(10**6 - 30, 1, 0)
+    assert [next(batches).tolist() for _ in range(4 * 31)][-4:] == one
+    assert step(10**6 + 1, 1) != one
+
+
+def test_there_are_epochs_if_they_are_given() -> None:
+    loader = el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=5)
+    assert (loader.steps_per_epoch, loader.length, loader.position(12).epoch) == (5, 20, 2)
+    assert len(list(loader.epoch_from(7, 1, 0))) == 6
+    assert "dataset length" not in loader.identity
+    assert loader.identity != el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=6).identity
+
+
+def test_lengths_in_epochs_need_them() -> None:
+    loader = el.FunctionLoader(get_batch, el.GlobalBatch(4, 2))
+    with el.session() as run:
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(UsageError, match="'3ep' are epochs, and this loader has none") as caught:
+            run.steps(loader, model, torch.optim.SGD(model.parameters()), until="3ep")
+        assert "steps_per_epoch" in caught.value.hint
+        trainer = el.Trainer(
+            run,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            el.FunctionLoader(lambda step, micro: (torch.rand(len(micro), 1),) * 2, el.GlobalBatch(4, "auto")),
+            loss_fn=torch.nn.functional.mse_loss,
+            exact=True,
+        )
+        trainer.fit("3ba")
+        assert trainer.step == 3
+
+
+def test_an_epoch_has_a_step() -> None:
+    with pytest.raises(UsageError, match="steps_per_epoch=0"):
+        el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=0)
