@@ -63,6 +63,28 @@ def _open_gpu() -> None:
         torch.zeros(1, device="cuda")
 
 
+class _Failures:
+    """Names each failure when it happens: the log of a run that is cut off has no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = crash.message.partition("\n")[0][:200] if crash is not None else ""
+            self._terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {why}", red=True)
+            self._terminal.flush()
+
+
+@pytest.hookimpl(trylast=True)  # the terminal has to be there
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(terminal, pytest.TerminalReporter):  # a process of xdist has none
+        config.pluginmanager.register(_Failures(terminal))
+
+
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 """Whether other tests run at the same time: then shared memory is checked by the one that began them, at the end."""
 
