@@ -15,7 +15,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import SLOWNESS, Job, job_in
+from harness import SLOWNESS, Job, forks, job_in
 
 # As a shell without job control, or nohup, starts what is to run beside it; every process below would ignore them, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -115,6 +115,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads, children, descriptors or shared memory."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
+    if "job" in request.fixturenames:
+        forks()  # which stays
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forked import Forks, Process
+
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP = str(SCRIPTS / "loop.py")
 STEPS = str(SCRIPTS / "steps.py")
 
 SLOWNESS = 3.0
 """What a loaded machine takes longer than a quiet one: no test measures time, and a wait that ends early costs none."""
+
+_INTERPRETERS = re.compile("PYTHON|LD_|TORCH_|OMP_|PATH$")
+"""Variables that matter as an interpreter begins, or as torch is imported."""
 
 T = TypeVar("T")
 
@@ -94,8 +101,19 @@ def alive(pid: int) -> bool:
     return _state(Path(f"/proc/{pid}/stat")) not in "ZX"
 
 
+_forks: list[Forks] = []
+
+
+def forks() -> Forks:
+    """Return the process that forks agents, of which there is one."""
+    if not _forks:
+        _forks.append(Forks())
+        atexit.register(_forks[0].close)
+    return _forks[0]
+
+
 class Agent:
-    """One ``elastic-launch`` process."""
+    """One ``elastic-launch`` process, executed; or forked, if the program is ``elastic-launch`` as it is."""
 
     def __init__(
         self,
@@ -106,16 +124,22 @@ class Agent:
         cwd: Path | None = None,
         prefix: Sequence[str] = (),
         program: Sequence[str] = ("-m", "elastic_launch"),
+        forked: bool = False,
     ) -> None:
         self.name = name
+        self.process: subprocess.Popen[bytes] | Process
         self.output_path = directory / f"{name}.{time.monotonic_ns()}.out"
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         with self.output_path.open("wb") as output:
+            if forked:
+                self.process = forks().start(arguments, output.fileno(), environ, cwd)
+                return
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                env=environ,
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -201,11 +225,20 @@ class Job:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         prefix: Sequence[str] = (),
+        executed: bool | None = None,
     ) -> Agent:
-        """Start an agent; by default its workers run ``loop.py``."""
+        """Start an agent; by default its workers run ``loop.py``.
+
+        Args:
+            executed: whether its interpreter is to begin, too, and not to be forked; None: only where that may matter,
+                for workers that may import torch, which they share with the agent, or for the environment.
+        """
+        if executed is None:
+            executed = command is not None or bool(prefix) or any(map(_INTERPRETERS.match, env or {}))
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
-        agent = Agent(["--log-dir", str(self.logs), *flags, *command], self.directory, name, env, cwd, prefix)
+        arguments = ["--log-dir", str(self.logs), *flags, *command]
+        agent = Agent(arguments, self.directory, name, env, cwd, prefix, forked=not executed)
         self.agents.append(agent)
         return agent
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job,
 
 def test_an_agent_looks_like_what_was_started(job: Job) -> None:
     agent = job.launch(command=_script(job, "import torch"))
+    assert isinstance(agent.process, subprocess.Popen)
     command, name = agent.process.args, Path(f"/proc/{agent.process.pid}/comm").read_text()
     job.world(1)
     assert isinstance(command, list)

@@ -129,7 +129,7 @@ def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
-    agent = job.launch("--standalone", command=[str(script)])
+    agent = job.launch("--standalone", command=[str(script)], executed=False)
     assert agent.wait() == 90
     assert says in agent.output.split("root cause")[-1]
     assert len(job.events("round_formed")) == 1
@@ -138,7 +138,7 @@ def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
 def test_a_worker_that_says_that_a_retry_is_of_no_use_ends_the_run(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "hopeless.py"
     script.write_text("import elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
-    agent = job.launch("--standalone", command=[str(script)])
+    agent = job.launch("--standalone", command=[str(script)], executed=False)
     assert agent.wait() == 93
     cause = agent.output.split("root cause")[-1]
     assert "exit code 93: the data set is not complete" in cause
@@ -262,9 +262,10 @@ def test_output_goes_to_the_console_and_to_files(job: Job) -> None:
 
 
 def test_a_module_and_a_program_run_as_well(job: Job) -> None:
-    agent = job.launch("--standalone", "-m", command=["json.tool", "--help"])
+    agent = job.launch("--standalone", "-m", command=["json.tool", "--help"], executed=False)
     assert agent.wait() == 0
-    program = job.launch("--standalone", "--no-python", command=["bash", "-c", "echo rank $RANK; exit 0"])
+    command = ["bash", "-c", "echo rank $RANK; exit 0"]
+    program = job.launch("--standalone", "--no-python", command=command, executed=False)
     assert program.wait() == 0
     assert "rank 0" in program.output
 
