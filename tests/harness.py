@@ -31,6 +31,8 @@ SLOWNESS = 3.0
 _INTERPRETERS = re.compile("PYTHON|LD_|TORCH_|OMP_|PATH$")
 """Variables that matter as an interpreter begins, or as torch is imported."""
 
+_TORCH = re.compile(r"^\s*(import|from)\b.*\b(torch|elastic_launch)\b", re.MULTILINE)
+
 T = TypeVar("T")
 
 
@@ -205,6 +207,11 @@ def _state(stat: Path) -> str:
         return "X"
 
 
+def _needs_torch(word: str) -> bool:
+    """Whether a word of a command is a script that may import torch."""
+    return word.endswith(".py") and os.path.isfile(word) and bool(_TORCH.search(Path(word).read_text()))
+
+
 class Job:
     """A run of the worker script ``loop.py`` (or another command) on any number of agents on this host."""
 
@@ -231,12 +238,12 @@ class Job:
 
         Args:
             executed: whether its interpreter is to begin, too, and not to be forked; None: only where that may matter,
-                for workers that may import torch, which they share with the agent, or for the environment.
+                for workers that import torch, which they share with the agent, or for the environment.
         """
-        if executed is None:
-            executed = command is not None or bool(prefix) or any(map(_INTERPRETERS.match, env or {}))
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
+        if executed is None:
+            executed = bool(prefix) or any(map(_INTERPRETERS.match, env or {})) or any(map(_needs_torch, command))
         arguments = ["--log-dir", str(self.logs), *flags, *command]
         agent = Agent(arguments, self.directory, name, env, cwd, prefix, forked=not executed)
         self.agents.append(agent)

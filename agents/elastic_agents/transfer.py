@@ -98,9 +98,9 @@ class _Wire:
         self._channel.send(codec.dumps(message) + b"\n")
         self._flush()
 
-    def hear(self, kind: type[T], seconds: float = IDLE) -> T:
-        """Return the next message; all of it, with what a token adds, has to come within the seconds."""
-        deadline = time.monotonic() + seconds
+    def hear(self, kind: type[T], seconds: float | None = None) -> T:
+        """Return the next message; all of it, with what a token adds, has to come within the seconds, or IDLE."""
+        deadline = time.monotonic() + (IDLE if seconds is None else seconds)
         self._flush()
         while not self._lines:
             self._wait(deadline)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -462,23 +463,33 @@ def test_a_small_state_is_copied_by_the_first_node_alone() -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that hangs is given up soon, and the next attempt follows at once."""
+def made(monkeypatch: pytest.MonkeyPatch) -> list[copiers.Copier]:
+    """The copiers that are made: a test says when one is given up. The next attempt follows at once."""
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
-    monkeypatch.setattr(copiers, "WARN_AFTER", 2.0)
-    monkeypatch.setattr(copiers, "STALL", 15.0)
-    monkeypatch.setattr(copiers, "KILLED_WITHIN", 1.0)
+    monkeypatch.setattr(copiers, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(copiers, "KILLED_WITHIN", 0.2)
+    made: list[copiers.Copier] = []
+    begin = copiers.Copier.__init__
+
+    def beginning(copier: copiers.Copier, *args: Any, **options: Any) -> None:
+        begin(copier, *args, **options)
+        made.append(copier)
+
+    monkeypatch.setattr(copiers.Copier, "__init__", beginning)
+    return made
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_copying_process_that_hangs_is_warned_of_and_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copying_process_that_hangs_is_warned_of_and_replaced(
+    node: Node, made: list[copiers.Copier], caplog: pytest.LogCaptureFixture
+) -> None:
     node.store(1)
     hanging = wait_for("the copying process", _copier)
     os.kill(hanging, signal.SIGSTOP)
     wait_for("the warning", lambda: f"{node.directory} does not respond" in caplog.text)
     assert alive(hanging)
+    made[0]._stall = 0.5
     assert node.copied() == [1]
-    assert f"{node.directory} does not respond: the copy made no progress for 15 s. Tried again" in caplog.text
+    assert f"{node.directory} does not respond: the copy made no progress for 0.5 s. Tried again" in caplog.text
     assert not alive(hanging)
 
 
@@ -522,8 +533,9 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(
+    node: Node, made: list[copiers.Copier], caplog: pytest.LogCaptureFixture
+) -> None:
     """The kernel reports the end of a traced process to its tracer first: until then it is as one in a dead mount."""
     node.store(1)
     stuck = wait_for("the copying process", _copier)
@@ -533,6 +545,7 @@ def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(node: Node, ca
     ) as by:
         assert by.stdout is not None
         assert by.stdout.readline() == b"held\n"
+        made[0]._stall = 0.5
         assert node.copied() == [1]
         assert f"process {stuck}, which copies to {node.directory}, cannot be killed" in caplog.text
         assert Path(f"/proc/{stuck}").exists()

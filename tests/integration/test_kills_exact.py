@@ -12,9 +12,24 @@ from harness import Job, alive, wait_for
 
 from elastic_launch.faults import WAYS, FaultPlan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
+def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: str) -> None:
+    """This one stands for the slow ones in make test."""
+    changes = Changes(job)
+    agent = changes.alone("--nproc", "2")
+    changes.trains(2, steps=10)
+    os.kill(job.events("worker_started")[1]["pid"], signal.SIGKILL)
+    changes.trains(2, after=1)
+    result = changes.finish(agent)
+    assert changes.kinds() == [("broken", 1, "crash")]
+    assert changes.done_again() == changes.assert_no_more_lost_than_an_interval(1)
+    assert (result["worlds"], result["restarts"]) == ([2, 2], 1)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
 def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_restores(job: Job, undisturbed: str) -> None:
     """The snapshot that the first one leaves is whole, but the agent was not told: the second one must not hit it."""
     plan = FaultPlan.fail_at(0, at="snapshot", round=2) + FaultPlan.fail_at(0, at="restore", round=3)
@@ -34,6 +49,7 @@ def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_resto
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "rank", "kind"), [("drain", 0, "crash"), ("leave", 1, "crash"), ("drain", 1, "node loss")]
 )
@@ -67,6 +83,7 @@ def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_worker_killed_as_it_gives_or_gets_a_state_costs_no_step(job: Job, undisturbed: str) -> None:
     """A node that joins has none: in round 2 who gives it is killed half way, in round 3 who gets it."""
     plan = FaultPlan.fail_at(0, at="restore", round=2) + FaultPlan.fail_at(1, at="restore", round=3)
@@ -100,6 +117,7 @@ def halted(changes: Changes) -> set[int]:
     return {pid for pid in found if alive(pid)}
 
 
+@pytest.mark.slow
 def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its_agent_is(
     job: Job, undisturbed: str
 ) -> None:
@@ -129,6 +147,7 @@ def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.slow
 def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job, undisturbed: str) -> None:
     """Training is over then; all that is left to do is what the dead node was about."""
     checkpoints = job.directory / "checkpoints"

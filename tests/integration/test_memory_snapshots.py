@@ -54,6 +54,7 @@ def printed(job: Job, number: int) -> list[int]:
     return [int(step) for path in found for step in re.findall(r"^step (\d+)", path.read_text(), re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_more_than_the_steps_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
     """Without any checkpoint: the memory alone."""
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job, "--step-time", "0.3"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from changes import Changes
 from harness import Job
 
@@ -12,6 +13,7 @@ NOWHERE = "/sys/elastic-launch-test"
 """In /sys nobody can make a directory, not even the superuser, whom modes don't hold."""
 
 
+@pytest.mark.slow
 def test_a_restart_and_a_drain_do_not_hide_that_nothing_was_saved(job: Job) -> None:
     changes = Changes(job, "--checkpoint", NOWHERE, "--every", "10")
     agent = changes.alone("--nproc", "2")

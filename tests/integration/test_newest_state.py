@@ -48,6 +48,7 @@ class Pair:
         return sorted(step for step in steps if step > above)
 
 
+@pytest.mark.slow
 def test_a_spare_with_an_older_state_in_memory_goes_on_from_the_durable_one(
     job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
 ) -> None:

@@ -129,7 +129,7 @@ def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
-    agent = job.launch("--standalone", command=[str(script)], executed=False)
+    agent = job.launch("--standalone", command=[str(script)])
     assert agent.wait() == 90
     assert says in agent.output.split("root cause")[-1]
     assert len(job.events("round_formed")) == 1
@@ -262,10 +262,9 @@ def test_output_goes_to_the_console_and_to_files(job: Job) -> None:
 
 
 def test_a_module_and_a_program_run_as_well(job: Job) -> None:
-    agent = job.launch("--standalone", "-m", command=["json.tool", "--help"], executed=False)
+    agent = job.launch("--standalone", "-m", command=["json.tool", "--help"])
     assert agent.wait() == 0
-    command = ["bash", "-c", "echo rank $RANK; exit 0"]
-    program = job.launch("--standalone", "--no-python", command=command, executed=False)
+    program = job.launch("--standalone", "--no-python", command=["bash", "-c", "echo rank $RANK; exit 0"])
     assert program.wait() == 0
     assert "rank 0" in program.output
 

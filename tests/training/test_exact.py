@@ -38,7 +38,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _result(path)
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 3])
 def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str, Any], nproc: int) -> None:
     agent, path = _train(job, nproc)
     assert agent.wait(100) == 0, agent.output
