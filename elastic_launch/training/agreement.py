@@ -7,11 +7,13 @@ before: all act on a wish after the same step, one step late, and none waits for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from elastic_launch.training.stopping import Stop
+from elastic_launch.training.world import GROUP_TIMEOUT
 
 __all__ = ["Agreement", "Wishes"]
 
@@ -38,10 +40,12 @@ class Agreement:
 
     Args:
         world_size: at 1 a wish counts at once, and there is no group.
+        timeout: of the group, in seconds.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+    def __init__(self, world_size: int, timeout: float = GROUP_TIMEOUT) -> None:
+        limit = timedelta(seconds=timeout)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if world_size > 1 else None
         self._posted: tuple[torch.Tensor, dist.Work] | None = None
 
     def exchange(self, wishes: Wishes) -> Wishes:

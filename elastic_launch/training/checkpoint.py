@@ -467,7 +467,7 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], step: int) ->
                 "Use the same, or another directory: the samples of the steps to come would not be those left over.",
             )
     differing = [name for name, value in fingerprint().items() if meta.get("fingerprint", {}).get(name) != value]
-    if differing:
+    if differing and torch.are_deterministic_algorithms_enabled():
         _log.warning(
             "the checkpoint of step %d was made with another %s: the weights will not be the same to the bit",
             step,

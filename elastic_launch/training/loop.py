@@ -88,6 +88,8 @@ class Loop:
 
     def __iter__(self) -> Iterator[Step]:
         with self._run.trainings.looping():
+            if self._options.exact:
+                self._run.be_exact()
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:

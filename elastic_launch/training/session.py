@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.determinism import Determinism
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
@@ -30,9 +32,12 @@ from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.together import as_part
 from elastic_launch.training.trainings import Trainings
-from elastic_launch.training.world import World, environment, join, leave
+from elastic_launch.training.world import GROUP_TIMEOUT, World, environment, join, leave
 
 __all__ = ["Run", "Stateful", "session"]
+
+_LONGEST = 10 * 365 * 24 * 3600.0
+"""Seconds that every clock's arithmetic holds."""
 
 
 class Run:
@@ -47,7 +52,15 @@ class Run:
         stopped: whether all ranks have agreed to stop before the training's end.
     """
 
-    def __init__(self, world: World, device: torch.device, link: AgentLink | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        link: AgentLink | None = None,
+        *,
+        settings: Determinism | None = None,
+        timeout: float = GROUP_TIMEOUT,
+    ) -> None:
         self.world = world
         self.device = device
         self.resumed_step = 0
@@ -67,6 +80,8 @@ class Run:
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
         self.trainings = Trainings()
+        self._settings = settings
+        self._timeout = timeout
         self._unchecked = False
 
     @property
@@ -286,6 +301,11 @@ class Run:
         if self._link is not None:
             self._link.ready(step, total, self._restore_seconds)
 
+    def be_exact(self) -> None:
+        """Have torch compute the same bits each time, until the session ends."""
+        if self._settings is not None:
+            self._settings.exact()
+
     def leave_if_draining(self) -> None:
         """End the process here, by way of the session's end, if the training is to go on in others.
 
@@ -327,7 +347,7 @@ class Run:
     def _exchange(self, wishes: Wishes) -> None:
         """Post wishes, and learn what all are to do."""
         if self._agreement is None:
-            self._agreement = Agreement(self.world_size)
+            self._agreement = Agreement(self.world_size, self._timeout)
         agreed = self._agreement.exchange(replace(wishes, stop=self._wanted()))
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
         self.stopped = self._stop_agreed is not Stop.NO
@@ -351,30 +371,53 @@ class Run:
 
 
 @contextmanager
-def session(*, threads: int = 1, deterministic: bool = True) -> Iterator[Run]:
+def session(
+    *,
+    threads: int | None = None,
+    deterministic: bool | None = None,
+    timeout: float | timedelta | None = None,
+) -> Iterator[Run]:
     """Take part in a training run: join the world on entering, leave it on leaving.
 
     Args:
-        threads: of each CPU operation; results depend on their number to the bit, so it must be the same everywhere.
-        deterministic: whether torch is told to use deterministic algorithms, and to warn where it has none.
+        threads: of each CPU operation; None: 1 in trainings with ``exact=True``, else what torch has. Results depend on
+            their number to the bit.
+        deterministic: whether torch is told to use deterministic algorithms, and to warn where it has none; None: in
+            trainings with ``exact=True``. What was set before comes back at the session's end.
+        timeout: of the process groups: seconds, or a timedelta, after which a collective that not all ranks come to
+            fails; None: 600 s.
+
+    Raises:
+        UsageError: if a value cannot be, or a process group that was made before has a timeout of its own.
     """
-    if threads < 1:
-        raise UsageError(f"session(threads={threads}): at least 1 thread computes.")
-    torch.set_num_threads(threads)
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
-        # cuBLAS is deterministic only with a workspace of a fixed size, which it reads before it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    world = environment()
-    found = dist.is_initialized()
-    run = Run(world, join(world), AgentLink.connect(world))
+    seconds = _seconds(timeout)
+    settings = Determinism(threads, deterministic)
     try:
-        with _ended_in_order(run, found):
-            yield run
-            run.leave_if_draining()
+        world = environment()
+        found = dist.is_initialized()
+        if found and timeout is not None:
+            raise UsageError(
+                f"session(timeout={timeout}): the process group was made before the session, with its own timeout.",
+                "Give it to init_process_group(timeout=...), or leave joining to the session.",
+            )
+        run = Run(world, join(world, seconds), AgentLink.connect(world), settings=settings, timeout=seconds)
+        try:
+            with _ended_in_order(run, found):
+                yield run
+                run.leave_if_draining()
+        finally:
+            run.release()
     finally:
-        run.release()
+        settings.close()
+
+
+def _seconds(timeout: float | timedelta | None) -> float:
+    if timeout is None:
+        return GROUP_TIMEOUT
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST:
+        raise UsageError(f"session(timeout={timeout!r}) is no timeout.", "Give seconds above 0, or a timedelta.")
+    return float(seconds)
 
 
 @contextmanager

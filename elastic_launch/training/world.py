@@ -17,7 +17,10 @@ import torch.distributed as dist
 from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 
-__all__ = ["World", "join", "leave"]
+__all__ = ["GROUP_TIMEOUT", "World", "join", "leave"]
+
+GROUP_TIMEOUT = 600.0
+"""Seconds after which a collective that not all ranks come to fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class World:
         return torch.device("cpu")
 
 
-def join(world: World, timeout: float = 600.0) -> torch.device:
+def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
     """Join the world's process group and return the device to train on.
 
     Args:

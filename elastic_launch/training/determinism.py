@@ -1,0 +1,66 @@
+"""Torch's settings that the bits of a result depend on: changed for exactness only, and given back."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["Determinism"]
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+class Determinism:
+    """How many threads compute, and whether algorithms are deterministic.
+
+    Args:
+        threads: of each CPU operation, from the start; None: what torch has, and 1 in exact mode.
+        deterministic: whether algorithms are deterministic, from the start; None: in exact mode only.
+
+    Raises:
+        UsageError: if threads is less than 1.
+    """
+
+    def __init__(self, threads: int | None = None, deterministic: bool | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"session(threads={threads}): at least 1 thread computes.")
+        self._threads = threads
+        self._wanted = deterministic
+        self._before = (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
+        # A matter of memory only. cuBLAS reads it before it is first used, which may be before it is known that a
+        # training is to be exact.
+        self._set_cublas = deterministic is not False and _CUBLAS not in os.environ
+        if self._set_cublas:
+            os.environ[_CUBLAS] = ":4096:8"
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if deterministic:
+            _be_deterministic()
+
+    def exact(self) -> None:
+        """A training begins that is to be exact."""
+        torch.set_num_threads(self._threads or 1)
+        if self._wanted is not False:
+            _be_deterministic()
+
+    def close(self) -> None:
+        """Give back what was there before."""
+        threads, enabled, warn_only, benchmark = self._before
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        if self._set_cublas:
+            os.environ.pop(_CUBLAS, None)
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,110 @@
+"""What a session sets, and gives back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import SCRIPTS, Job
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+
+SETTINGS = str(SCRIPTS / "guards" / "settings.py")
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Others than the defaults, so that it shows what is given back."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    torch.backends.cudnn.benchmark = True
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = False
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def _present() -> tuple[int, bool, bool]:
+    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+
+
+def _train(run: el.Run, exact: bool) -> tuple[int, bool, bool]:
+    """Return the settings in a step."""
+    model = nn.Linear(4, 4)
+    loader = el.ElasticLoader(torch.randn(8, 4), el.GlobalBatch(8, 4))
+    found = None
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="1ba", exact=exact):
+        found = _present()
+        for x in step:
+            step.backward(step.model(x).square().mean())
+        step.update()
+    assert found is not None
+    return found
+
+
+def test_only_exact_trainings_change_torchs_settings_and_the_sessions_end_gives_them_back() -> None:
+    with el.session() as run:
+        assert _train(run, exact=False) == _present() == (3, False, True)
+        assert _train(run, exact=True) == _present() == (1, True, False)
+    assert _present() == (3, False, True)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("options", "at_first", "exact"),
+    [
+        ({"threads": 2}, (2, False, True), (2, True, False)),
+        ({"deterministic": True}, (3, True, False), (1, True, False)),
+        ({"deterministic": False}, (3, False, True), (1, False, True)),
+    ],
+)
+def test_what_is_asked_for_holds_from_the_start(
+    options: dict[str, Any], at_first: tuple[int, bool, bool], exact: tuple[int, bool, bool]
+) -> None:
+    with el.session(**options) as run:
+        assert _present() == at_first
+        assert _train(run, exact=True) == exact
+    assert _present() == (3, False, True)
+
+
+def test_an_error_gives_them_back_too() -> None:
+    def fails() -> None:
+        with el.session() as run:
+            _train(run, exact=True)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert _present() == (3, False, True)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "60", timedelta(0), True])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    with pytest.raises(UsageError, match=r"session\(timeout=.*\) is no timeout"), el.session(timeout=timeout):
+        pass
+
+
+def test_the_timeout_of_a_group_that_is_there_already_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(UsageError, match="was made before the session"), el.session(timeout=5):
+        pass
+    assert _present() == (3, False, True)
+
+
+@pytest.mark.slow
+def test_a_collective_that_a_rank_does_not_come_to_fails_after_the_timeout(job: Job) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[SETTINGS, "hang"])
+    assert agent.wait(60) == 1, agent.output
+    assert "in the session: 3 threads, deterministic False, benchmark True" in agent.output
+    assert "exact=False: 3 threads, deterministic False, benchmark True" in agent.output
+    assert "exact=True: 1 threads, deterministic True, benchmark False" in agent.output
+    assert "Timed out waiting 2000ms" in agent.output
