@@ -68,12 +68,22 @@ class Resumed:
         state: by part; None at the very beginning.
         identity: what must not change, as it was when the checkpoint was made.
         worlds: world sizes of the rounds so far.
+        origin: which checkpoint it was, for errors.
+        classes: of those parts that need the same one.
     """
 
     step: int = 0
     state: dict[str, Any] | None = None
     identity: dict[str, int] = field(default_factory=dict)
     worlds: list[int] = field(default_factory=list)
+    origin: str = ""
+    classes: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
+        """Take what is to be known of a state from its meta."""
+        worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
+        return Resumed(step, state, dict(meta["identity"]), worlds, origin, dict(classes))
 
 
 class Checkpoint:
@@ -175,11 +185,13 @@ class Checkpoint:
             state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
         assert state is not None
         meta = state["meta"]
-        check_identity(identity, meta, newest[1])
+        where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
+        origin = f"The checkpoint of step {newest[1]} in {where}"
+        check_identity(identity, meta, origin)
         self._begin(world, meta)
         # Last: a training that does not belong here takes nothing from one that does.
         self._take(self.directory, world)
-        return self._resumed(newest[1], state["parts"], meta)
+        return self._resumed(newest[1], state["parts"], meta, origin)
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
         """Return the step of the last save, and how many seconds ago it was; or, if this is one, its own."""
@@ -343,8 +355,11 @@ class Checkpoint:
     ) -> Resumed | None:
         self._writers = behind_url(world)
 
+        def origin(step: int) -> str:
+            return f"The checkpoint of step {step} in {url}"
+
         def check(meta: dict[str, Any], step: int) -> None:
-            check_identity(identity, meta, step)
+            check_identity(identity, meta, origin(step))
 
         found = open_url(url, world, run_id(), check, _warn, above)
         self._owner = found.owner
@@ -352,7 +367,9 @@ class Checkpoint:
         if found.state is None and above is not None:
             return None
         self._begin(world, found.meta)
-        return Resumed() if found.state is None else self._resumed(found.step, found.state, found.meta)
+        if found.state is None:
+            return Resumed()
+        return self._resumed(found.step, found.state, found.meta, origin(found.step))
 
     def _take(self, directory: Path, world: World) -> None:
         """Take a directory that this rank writes to, so that a run that did before writes no more."""
@@ -368,9 +385,9 @@ class Checkpoint:
         self.branch = following(world.round, run_id(), meta, self._highest)
         self._last_time = time.monotonic()
 
-    def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> Resumed:
+    def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
         self._last_step = step
-        return Resumed(step, state, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+        return Resumed.of(step, state, meta, origin)
 
     def _outcome(self, copied: Copied) -> snapshot.Outcome:
         if copied.step >= self._awaited:
@@ -451,8 +468,11 @@ def meta_of(identity: dict[str, int], worlds: list[int]) -> dict[str, Any]:
     return {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
 
 
-def check_identity(identity: dict[str, int], meta: dict[str, Any], step: int) -> None:
+def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) -> None:
     """Refuse a state that another training saved.
+
+    Args:
+        origin: which checkpoint it is, for errors.
 
     Raises:
         UsageError: naming what differs.
@@ -463,14 +483,14 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], step: int) ->
             continue  # made before it was kept: the loader goes on with the order that samples had then
         if saved.get(name) != value:
             raise UsageError(
-                f"The checkpoint of step {step} was made with {name} {saved.get(name)}, this training has {value}.",
+                f"{origin} was made with {name} {saved.get(name)}, this training has {value}.",
                 "Use the same, or another directory: the samples of the steps to come would not be those left over.",
             )
     differing = [name for name, value in fingerprint().items() if meta.get("fingerprint", {}).get(name) != value]
     if differing and torch.are_deterministic_algorithms_enabled():
         _log.warning(
-            "the checkpoint of step %d was made with another %s: the weights will not be the same to the bit",
-            step,
+            "%s was made with another %s: the weights will not be the same to the bit",
+            origin,
             ", ".join(differing),
         )
 

@@ -87,7 +87,7 @@ class Saver:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
         if resumed.state is not None:
-            state.restore(resumed.state, resumed.step)
+            state.restore(resumed.state, resumed.origin, resumed.classes)
         if self._memory is not None:
             self._memory.rhythm.begin(resumed.step)
         return resumed
@@ -97,9 +97,10 @@ class Saver:
     ) -> Resumed:
         parts, meta = restore(kept, self._world)
         number, step = kept.position
-        check_identity(identity, meta, step)
+        origin = f"The snapshot of step {step} in memory"
+        check_identity(identity, meta, origin)
         self._branch = following(self._world.round, run_id(), meta, number)
-        resumed = Resumed(step, parts, dict(meta["identity"]), [int(size) for size in meta["worlds"]])
+        resumed = Resumed.of(step, parts, meta, origin)
         if checkpoint is not None:
             saved, ago = meta.get("saved", (step, 0.0))
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
@@ -183,7 +184,7 @@ class Saver:
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id())}
+        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id()), "classes": state.classes()}
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import tree
+from elastic_launch.training.matching import class_of, differences, module_differences
 
 __all__ = ["Group", "Stateful", "TrainingState"]
 
@@ -92,26 +95,70 @@ class TrainingState:
         """
         tree.encode({name: part.state_dict() for name, part in self._parts.items()})
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def classes(self) -> dict[str, str]:
+        """Return the classes of those parts whose states fit no other one; of groups by ``part/member``."""
+        found: dict[str, str] = {}
+        for name, part in self._parts.items():
+            members = part.members.items() if isinstance(part, Group) else ()
+            found |= {name: class_of(part)} | {f"{name}/{key}": class_of(member) for key, member in members}
+        return {name: kind for name, kind in found.items() if kind}
+
+    def restore(self, state: dict[str, Any], origin: str, classes: Mapping[str, str] | None = None) -> None:
         """Give the parts their states, and tell all.
 
         Args:
-            step: of the checkpoint, for errors.
+            origin: which checkpoint it is, for errors.
+            classes: as :meth:`classes` were when it was saved; of what is not there they are not known.
 
         Raises:
-            UsageError: naming the parts, if they are not the same.
+            UsageError: naming the parts, if they are not the same, or what of them differs.
         """
         if lacking := sorted(self._parts.keys() - state.keys()):
+            names = ", ".join(lacking)
             raise UsageError(
-                f"The checkpoint of step {step} has no {', '.join(lacking)}, which this script has.",
-                "Resume with the parts that it was made with, or start in another directory.",
+                f"{origin} has no {names}, which this script has.",
+                f"Leave out {names} to go on from it, or start in another directory: Checkpoint(directory).",
             )
         if surplus := sorted(state.keys() - self._parts.keys()):
+            names = ", ".join(surplus)
             raise UsageError(
-                f"The checkpoint of step {step} has {', '.join(surplus)}, which this script has not.",
-                "Register what it was made with, or start in another directory.",
+                f"{origin} has {names}, which this script has not.",
+                f"Give {names} as an argument (scheduler=, scaler=) or by run.register(), as when it was made, or "
+                "start in another directory: Checkpoint(directory).",
             )
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            _load(name, part, state[name], origin, classes or {})
         for function in self._on_restore:
             function()
+
+
+def _load(name: str, part: Stateful, saved: Any, origin: str, classes: Mapping[str, str]) -> None:
+    """Give a part its state.
+
+    Raises:
+        UsageError: if it is not that part's.
+    """
+    if isinstance(part, Group):
+        there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []
+        if set(there) != part.members.keys():
+            found = ", ".join(map(repr, there)) if there else "one without a name"
+            _refuse(name, origin, f"it is of {found}, and here are {', '.join(map(repr, part.members))}")
+        for key, member in part.members.items():
+            _load(f"{name}/{key}", member, saved[key], origin, classes)
+        return
+    if found := differences(part, saved, classes.get(name, "")):
+        _refuse(name, origin, found)
+    try:
+        part.load_state_dict(saved)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
+        _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
+
+
+def _refuse(name: str, origin: str, found: str, hint: str = "", cause: Exception | None = None) -> NoReturn:
+    raise UsageError(
+        f"{origin} does not fit this script's {name}: {found}.",
+        hint
+        or f"Resume with the {name} that it was made with, or start in another directory: Checkpoint(directory). To "
+        "take only weights from it, load them before the training: elastic_launch.snapshot.newest(directory).state.",
+    ) from cause

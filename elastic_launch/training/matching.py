@@ -1,0 +1,93 @@
+"""Whether a saved state is one of the objects that are to take it, and in what it differs if not.
+
+Torch gives an optimizer what another class of optimizers has saved, without a word; and names neither the checkpoint
+nor the part in what it does refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["class_of", "differences", "module_differences"]
+
+_SHOWN = 4  # Names in a message.
+
+_LATER = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "param_names"}
+"""Settings of optimizers that versions of torch have added, and give their defaults where they are missing."""
+
+_LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+
+
+def class_of(part: object) -> str:
+    """Return the name of the class that a saved state needs; "" for what tells by its content whether it fits."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    return type(part).__qualname__ if isinstance(part, kinds) else ""
+
+
+def differences(part: object, saved: Any, kind: str) -> str:
+    """Return in what an optimizer or scheduler differs from one whose state was saved; "" if it may take that.
+
+    Args:
+        kind: class of the saved one; "" if that is not known.
+    """
+    mine = class_of(part)
+    if mine and kind and mine != kind:
+        return f"it is of a {kind}, and here is a {mine}"
+    if not isinstance(part, torch.optim.Optimizer):
+        return ""
+    if not isinstance(saved, Mapping) or "param_groups" not in saved:
+        names = f" ({_some(saved)})" if isinstance(saved, Mapping) else ""
+        return f"it is of several optimizers{names}, and here is one, a {mine}"
+    there, here = saved["param_groups"], part.param_groups
+    if len(there) != len(here):
+        return f"it has {len(there)} param_groups, and the {mine} here has {len(here)}"
+    for number, (old, new) in enumerate(zip(there, here, strict=True)):
+        if len(old["params"]) != len(new["params"]):
+            return f"its param_groups[{number}] has {len(old['params'])} parameters, and here {len(new['params'])}"
+        if lacking := part.defaults.keys() - old.keys() - _LATER:
+            return f"it is of another class of optimizers than the {mine} here: it has no {_some(sorted(lacking))}"
+    return _other_shapes(part, saved)
+
+
+def _other_shapes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+    there = [number for group in saved["param_groups"] for number in group["params"]]
+    here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(there, here, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if name in _LIKE_THE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                shapes = f"{list(value.shape)}, and the parameter here {list(parameter.shape)}"
+                return f"{name} of its parameter {number} has the shape {shapes}"
+    return ""
+
+
+def module_differences(module: nn.Module, saved: Any) -> tuple[str, str]:
+    """Return in what a model's state differs from a saved one, and what to do about it; "" where that is not known."""
+    if not isinstance(saved, Mapping):
+        return "", ""
+    own = module.state_dict()
+    lacking, surplus = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    found = []
+    if lacking:
+        found.append(f"it has no {_some(lacking)}")
+    if surplus:
+        found.append(f"it has {_some(surplus)}, and the model here has not")
+    for name in own.keys() & saved.keys():
+        mine, other = own[name], saved[name]
+        if isinstance(mine, Tensor) and isinstance(other, Tensor) and not is_lazy(mine) and mine.shape != other.shape:
+            found.append(f"{name} has the shape {list(other.shape)}, and here {list(mine.shape)}")
+            break
+    hint = ""
+    if {f"module.{name}" for name in own} == set(saved) or {f"module.{name}" for name in saved} == set(own):
+        hint = "One of both is wrapped in DistributedDataParallel: register what it wraps, model.module."
+    return "; ".join(found), hint
+
+
+def _some(names: Iterable[str]) -> str:
+    names = [repr(name) for name in names]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

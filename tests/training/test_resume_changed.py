@@ -1,0 +1,179 @@
+"""A script that has changed since its checkpoint was made: what differs is named, or it goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+FIRST_FORMAT = Path(__file__).parent / "data" / "first_format"
+
+Make = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], Any]
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(
+    directory: Path,
+    until: str = "3ba",
+    make: Make = _small,
+    optimizer: MakeOptimizer = _adamw,
+    schedule: Callable[[Any], Any] | None = None,
+    size: int = 8,
+) -> str:
+    run, model = Run(World(), torch.device("cpu")), make()
+    made = optimizer(model)
+    scheduler = schedule(made) if schedule is not None else None
+    loader = el.ElasticLoader(TensorDataset(DATA, DATA.sum(1, keepdim=True)), el.GlobalBatch(size, 4), shuffle=False)
+    checkpoint = el.Checkpoint(directory, every=100)
+    options = {"checkpoint": checkpoint, "exact": True, "scheduler": scheduler}
+    for step in run.steps(loader, model, made, until=until, **options):
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(model(x), y))
+        step.update()
+        if scheduler is not None:
+            scheduler.step()
+    return el.weights_sha256(model)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    _train(directory / "plain")
+    _train(directory / "scheduled", schedule=lambda optimizer: StepLR(optimizer, 2))
+    return directory
+
+
+def _groups(*sizes: int) -> MakeOptimizer:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        left = list(model.parameters())
+        groups = [{"params": [left.pop(0) for _ in range(size)]} for size in sizes]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"make": lambda: nn.Sequential(*_small(), nn.Linear(1, 1))}, r"model: it has no '3\.bias', '3\.weight'\."),
+        ({"make": lambda: _small()[:2]}, r"model: it has '2\.bias', '2\.weight', and the model here has not"),
+        (
+            {"make": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))},
+            r"model: 2\.(weight has the shape \[1, 4\], and here \[2, 4\]|bias has the shape \[1\], and here \[2\])",
+        ),
+        ({"make": lambda: nn.ModuleDict({"module": _small()})}, r"(.|\n)*register what it wraps, model\.module"),
+        ({"optimizer": lambda m: torch.optim.Adam(m.parameters())}, "optimizer: it is of a AdamW, and here is a Adam"),
+        ({"optimizer": lambda m: torch.optim.SGD(m.parameters())}, "optimizer: it is of a AdamW, and here is a SGD"),
+        ({"optimizer": _groups(4, 2)}, r"optimizer: it has 1 param_groups, and the AdamW here has 2"),
+        ({"optimizer": _groups(5)}, r"optimizer: its param_groups\[0\] has 6 parameters, and here 5"),
+        (
+            {"optimizer": lambda m: torch.optim.AdamW(list(m.parameters())[::-1], lr=0.1)},
+            r"optimizer: exp_avg of its parameter 0 has the shape \[4, 3\], and the parameter here \[1\]",
+        ),
+        ({"optimizer": lambda m: {"a": _adamw(m)}}, r"optimizer: it is of one without a name, and here are 'a'"),
+    ],
+)
+def test_what_does_not_fit_names_the_part_the_checkpoint_and_a_remedy(
+    saved: Path, changed: dict[str, Any], message: str
+) -> None:
+    (path,) = (saved / "plain").glob("step-3*")
+    with pytest.raises(UsageError, match=message) as raised:
+        _train(saved / "plain", until="6ba", **changed)
+    assert f"The checkpoint of step 3 in {path} does not fit this script's" in str(raised.value)
+    assert raised.value.hint
+
+
+def test_a_part_that_is_missing_or_too_much_names_the_argument(saved: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"step 3 in .* has no scheduler, which this script has.\n.*Leave out scheduler"
+    ):
+        _train(saved / "plain", schedule=lambda optimizer: StepLR(optimizer, 2))
+    with pytest.raises(UsageError, match=r"step 3 in .* has scheduler, which this script has not.\n.*scheduler="):
+        _train(saved / "scheduled")
+    with pytest.raises(UsageError, match=r"scheduler: it is of a StepLR, and here is a ExponentialLR"):
+        _train(saved / "scheduled", schedule=lambda optimizer: ExponentialLR(optimizer, 0.9))
+    with pytest.raises(UsageError, match=r"step 3 in .* was made with global batch 8, this training has 4"):
+        _train(saved / "plain", size=4)
+
+
+def test_what_a_part_of_the_scripts_own_raises_is_named_with_the_checkpoint(tmp_path: Path) -> None:
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            state["b"]
+
+    def resume() -> int:
+        run = Run(World(), torch.device("cpu"))
+        run.register("part", Part())
+        step = run.resume(el.Checkpoint(tmp_path, every=1))
+        run.boundary(step + 1, end=True)
+        run.finish_training()
+        return step
+
+    assert resume() == 0
+    with pytest.raises(UsageError, match=r"step 1 in .* does not fit this script's part: KeyError: 'b'"):
+        resume()
+
+
+def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> None:
+    def train(*names: str) -> None:
+        models = {name: nn.Linear(3, 1) for name in names}
+        optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+        run, loader = Run(World(), torch.device("cpu")), el.ElasticLoader(DATA, el.GlobalBatch(8, 4))
+        for step in run.steps(loader, models, optimizers, until="1ba", checkpoint=el.Checkpoint(tmp_path)):
+            for x in step:
+                step.backward(sum(model(x) for model in models.values()).mean())
+            step.update()
+
+    train("a", "b")
+    with pytest.raises(
+        UsageError, match=r"model: it has no 'c\.bias', 'c\.weight'; it has 'b\.bias', 'b\.weight', and"
+    ):
+        train("a", "c")
+
+
+def test_a_checkpoint_of_the_first_format_goes_on(tmp_path: Path) -> None:
+    """It was written by the first version that had one; what it did not know of is not compared."""
+    schedule = {"schedule": lambda optimizer: MultiStepLR(optimizer, [2, 4], gamma=0.5)}
+    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+    _train(tmp_path / "old", until="6ba", **schedule)
+    _train(tmp_path / "new", until="6ba", **schedule)
+    states = [snapshot.newest(tmp_path / name).state for name in ("old", "new")]  # type: ignore[union-attr]
+    for name in ("0.weight", "2.weight"):  # a bias in front of BatchNorm is rounding errors that AdamW blows up
+        torch.testing.assert_close(*(state["model"][name] for state in states))
+    assert states[0]["scheduler"] == states[1]["scheduler"]
+
+
+def test_another_class_of_optimizers_is_known_by_its_settings_where_no_name_was_saved(tmp_path: Path) -> None:
+    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+    with pytest.raises(UsageError, match="another class of optimizers than the SGD here: it has no 'dampening'"):
+        _train(
+            tmp_path / "old",
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+            schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]),
+        )
