@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.listing import positions
+from elastic_launch.training.branches import within
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.memory import settled
+from elastic_launch.training.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_torch
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
@@ -79,9 +83,11 @@ class Loop:
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, loader.steps_per_epoch)
-        self._state: TrainingState = run.state.extended(
-            {"model": self._model, "optimizer": self._optimizer, **options.parts}
-        )
+        parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        own = OwnParameters(self._model, self._optimizer)
+        if own.state_dict():
+            parts["parameters"] = own
+        self._state: TrainingState = run.state.extended(parts)
         self._step = options.start
         if options.exact:
             loader.check_exact()
@@ -112,7 +118,7 @@ class Loop:
                             break
                         if not step.updated:
                             raise UsageError(
-                                f"step {step.position.step} ended without step.update().", "Call it once for each step."
+                                f"step {step.number} ended without step.update().", "Call it once for each step."
                             )
                         self._step += 1
                         stopped = self._boundary()
@@ -141,7 +147,25 @@ class Loop:
                 scaler=self._options.scaler,
                 metrics=self._options.metrics,
                 settle=self._run.settle,
+                origin=self._origin,
             )
+
+    def _origin(self, step: int, micro: int) -> str:
+        """Say what a micro-batch has, and what the training could go back to."""
+        items = self._loader.indices(step, 1, 0)[micro]
+        listed = ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
+        checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
+        if checkpoint is not None:
+            try:
+                found = within(5.0, "listing them", lambda: max(positions(checkpoint.directory), default=None))
+                saved = (
+                    f"none yet in {checkpoint.directory}"
+                    if found is None
+                    else f"step {found[1]} in {checkpoint.directory}"
+                )
+            except (TimeoutError, OSError, snapshot.CheckpointError) as error:
+                saved = f"unknown: {error}"
+        return f"The micro-batch has the dataset's items {listed}. Newest checkpoint: {saved}."
 
     def _gradients(self) -> Gradients:
         world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers
@@ -173,15 +197,13 @@ class Loop:
         try:
             self._loader.batch = before.halved()
         except BatchError:
-            raise MemoryError(
-                f"step {step.position.step}: a rank has no memory even for a micro-batch of 1 sample"
-            ) from None
+            raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if self._run.rank == 0:
             _log.warning(
                 "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
-                step.position.step,
+                step.number,
                 before.micro,
                 self._loader.batch.micro,
             )

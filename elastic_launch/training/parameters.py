@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_launch.errors import UsageError
 from elastic_launch.training.exchange import broadcast_state, broadcast_tensors
 
-__all__ = ["Parameters"]
+__all__ = ["OwnParameters", "Parameters"]
 
 
 class Parameters:
@@ -145,6 +145,42 @@ class Parameters:
                     "Build it inside the loop over the steps, where all ranks have the same random state, or broadcast "
                     "it.",
                 )
+
+    def not_finite(self) -> str | None:
+        """Return the name of the first parameter that holds NaN or an infinity, if any."""
+        found = zip(self.names, self.all, strict=True)
+        return next((name for name, parameter in found if not bool(torch.isfinite(parameter.detach()).all())), None)
+
+
+class OwnParameters:
+    """The values of an optimizer's parameters that are not the model's, as a part of a training's state."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the values by the place that they have in the optimizer."""
+        return {name: value.detach() for name, value in Parameters(self._model, self._optimizer).extra.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over values.
+
+        Raises:
+            UsageError: naming a parameter that the state or the optimizer has not, or in another shape.
+        """
+        own = self.state_dict()
+        for name in [*own, *(name for name in state if name not in own)]:
+            mine, theirs = own.get(name), state.get(name)
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                shapes = [None if value is None else list(value.shape) for value in (theirs, mine)]
+                raise UsageError(
+                    f"{name}, which is not the model's, has the shape {shapes[0]} in the checkpoint and {shapes[1]} in "
+                    "this script.",
+                    "Give the optimizer the parameters that it had then, or start in another directory.",
+                )
+            with torch.no_grad():
+                mine.copy_(theirs)
 
 
 def _check(name: str, parameter: Tensor) -> None:

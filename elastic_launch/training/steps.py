@@ -26,7 +26,7 @@ __all__ = ["NonFiniteLossError", "Step"]
 
 
 class NonFiniteLossError(ElasticLaunchError):
-    """A loss is NaN or infinite; the message names step, rank and micro-batch."""
+    """A loss is NaN or infinite; the message names step, micro-batch, samples, rank, and what was saved."""
 
 
 class Step:
@@ -49,6 +49,7 @@ class Step:
         scaler: of losses in half precision.
         metrics: names of what is averaged beside the loss.
         settle: called before parameters and the optimizer's state change.
+        origin: says, of a step and a micro-batch, where its samples come from and what was saved.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Step:
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
         settle: Callable[[], None] = lambda: None,
+        origin: Callable[[int, int], str] = lambda step, micro: "",
     ) -> None:
         self.position = position
         self.plan = plan
@@ -83,6 +85,7 @@ class Step:
         self._metric_names = tuple(metrics)
         self._metric_values: list[list[float | Tensor]] = []
         self._settle = settle
+        self._origin = origin
         self._out_of_memory = False
         self._table: MeanTable | None = None
         self._told = False  # other ranks or the sums, of a backward pass that failed
@@ -124,7 +127,7 @@ class Step:
                 yield sample
                 if len(self._losses) != number + 1:
                     raise UsageError(
-                        f"step {self.position.step}: micro-batch {micro.index} ended without step.backward(loss).",
+                        f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
         self._current = None
@@ -133,12 +136,12 @@ class Step:
     def _begin_pass(self) -> None:
         if self._pending:
             raise UsageError(
-                f"step {self.position.step}: a second `for sample in step` began before step.update().",
+                f"step {self.number}: a second `for sample in step` began before step.update().",
                 "Each pass over the micro-batches ends with an update.",
             )
         if self._passes and len(self._optimizers) == 1:
             raise UsageError(
-                f"step {self.position.step} was gone through already, and has one optimizer.",
+                f"step {self.number} was gone through already, and has one optimizer.",
                 "Give run.steps() a dict of optimizers to have a pass for each, by step.update(optimizer=name).",
             )
         self._passes += 1
@@ -327,13 +330,13 @@ class Step:
             self._means = Means([], 1.0)
             return self._means
         if self._exchanged:
-            raise UsageError(f"step {self.position.step}: the exchange of gradients failed.", "See the error before.")
+            raise UsageError(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
         self._exchanged = True
         if not table.agreed:
-            self._gradients.disagree(f"step {self.position.step}")
+            self._gradients.disagree(f"step {self.number}")
         self._gradients.finish()
         try:
-            self._means = table.means(self._samples, f"step {self.position.step}")
+            self._means = table.means(self._samples, f"step {self.number}")
         except UsageError:
             self._gradients.discard()
             raise
@@ -353,8 +356,14 @@ class Step:
         self._gradients.discard()
         world_size = self._gradients.world_size
         rank = next(r for r in range(world_size) if index < slice_of(self.plan.total, world_size, r)[1])
-        where = f"step {self.position.step}, rank {rank}, micro-batch {index}"
-        raise NonFiniteLossError(f"The loss is {self._table.value(index)} at {where}.", "Nothing was updated by it.")
+        reason = "Nothing was updated by it"
+        if (name := self._gradients.parameters.not_finite()) is not None:
+            reason += f", but {name} is not finite already: an earlier step's gradient was not"
+        raise NonFiniteLossError(
+            f"The loss is {self._table.value(index)} in step {self.number}, micro-batch {index}, on rank {rank}.",
+            f"{reason}. {self._origin(self.position.step, index)} If it diverges, a lower learning rate helps, or "
+            "clipping gradients: step.update(clip_norm=1.0) or Trainer(clip_norm=1.0); with fp16, bf16 instead.",
+        )
 
     def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
         if metrics.keys() != set(self._metric_names):

@@ -26,14 +26,14 @@ TARGETS = torch.randn(STEPS * SIZE, 1, generator=torch.Generator().manual_seed(2
 class Case:
     """A model of two layers; what a case has beside it, a subclass says."""
 
-    rate = 0.1
+    rate, momentum = 0.1, 0.9
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         self.own: list[Tensor] = []
         self.make()
-        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.own], lr=self.rate, momentum=0.9)
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.own], lr=self.rate, momentum=self.momentum)
 
     def make(self) -> None: ...
 
@@ -145,7 +145,7 @@ class InParts(Case):
 class Sparse(Case):
     """An embedding whose gradients are sparse: default mode only."""
 
-    rate = 0.05
+    rate, momentum = 0.05, 0.0  # SGD's momentum would be sparse, too, and no checkpoint holds that
 
     def make(self) -> None:
         self.model = nn.Sequential(nn.EmbeddingBag(4, 3, mode="sum", sparse=True), nn.Linear(3, 1))

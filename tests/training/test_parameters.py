@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import SCRIPTS, Job
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch.training.session import Run
+from elastic_launch.training.steps import NonFiniteLossError
+from elastic_launch.training.world import World
 
 SCRIPT = str(SCRIPTS / "parameters.py")
 
@@ -76,3 +84,37 @@ def test_ranks_that_differ_are_told_in_what(job: Job, case: str, mode: str, mess
     agent = job.launch(*flags, command=[SCRIPT, str(job.directory), case, mode])
     assert agent.wait(60) != 0
     assert message in agent.output
+
+
+def _weighted(directory: Path, until: int, *, poisoned: bool = False) -> list[float]:
+    """Train with a loss weight of its own, which the model does not have, from where the directory's checkpoint is."""
+    torch.manual_seed(0)
+    model, weight = nn.Linear(2, 1), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    data = TensorDataset(torch.arange(16.0).view(8, 2) / 16)
+    loader = el.ElasticLoader(data, el.GlobalBatch(4, micro=2))
+    run = Run(World(), torch.device("cpu"))
+    for step in run.steps(loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(directory)):
+        for (x,) in step:
+            step.backward((model(x) ** 2).mean() * torch.exp(-weight) + weight)
+        if poisoned and step.number == until - 1:
+            assert model.weight.grad is not None
+            model.weight.grad.fill_(float("nan"))
+        step.update()
+    return [float(value) for p in (*model.parameters(), weight) for value in p.detach().flatten()]
+
+
+def test_a_parameter_of_the_optimizer_alone_is_saved_and_restored(tmp_path: Path) -> None:
+    undisturbed = _weighted(tmp_path / "undisturbed", 6)
+    _weighted(tmp_path / "resumed", 4)
+    assert _weighted(tmp_path / "resumed", 6) == undisturbed
+    assert undisturbed[-1] != 0
+
+
+def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> None:
+    """The loss of that step was finite; it is the next one's that is not."""
+    with pytest.raises(NonFiniteLossError) as caught:
+        _weighted(tmp_path, 4, poisoned=True)
+    assert "The loss is nan in step 4, micro-batch 0, on rank 0." in str(caught.value)
+    assert "weight is not finite already: an earlier step's gradient was not" in str(caught.value)
+    assert f"Newest checkpoint: none yet in {tmp_path}" in str(caught.value)

@@ -160,7 +160,7 @@ def test_a_pass_without_an_update_is_an_error() -> None:
     step.update(optimizer="d")
     for x in step:
         step.backward(gan.loss_g(x))
-    with pytest.raises(UsageError, match=r"step 0 ended without step\.update"):
+    with pytest.raises(UsageError, match=r"step 1 ended without step\.update"):
         next(steps)
 
 

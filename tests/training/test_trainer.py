@@ -320,7 +320,7 @@ def test_micro_batches_are_halved_until_they_fit(little_memory: Callable[[int], 
 def test_a_sample_that_does_not_fit_is_the_end(little_memory: Callable[[int], None]) -> None:
     trainer, _ = _greedy(None)
     little_memory(40 * 2**20)
-    with pytest.raises(MemoryError, match="step 0: a rank has no memory even for a micro-batch of 1 sample"):
+    with pytest.raises(MemoryError, match="step 1: a rank has no memory even for a micro-batch of 1 sample"):
         trainer.fit("1ba")
 
 
