@@ -154,6 +154,7 @@ class Keeper:
     def newest(self) -> Held | None:
         """The newest snapshot."""
         with self._changed:
+            self._look()
             return self._book.newest
 
     @property
@@ -244,10 +245,12 @@ class Keeper:
         self._tell(None)
 
     def _look(self) -> None:
-        """Take note of what workers that were killed have not told: a snapshot is whole well before it is spoken of."""
+        """Take note of what workers have not told.
+
+        A snapshot is whole well before it is spoken of. They drop one without a word if ranks were found to differ.
+        """
         found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
-        for header, number in sorted(found, key=lambda pair: pair[0].sequence):
-            self._book.stored(Held(number, header.sequence, header.step, header.round))
+        self._book.seen(Held(number, header.sequence, header.step, header.round) for header, number in found)
 
     def _run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_launch.contract import SLOTS
@@ -29,11 +30,8 @@ class Book:
     def __init__(self) -> None:
         self.newest: Held | None = None
         self.pinned: Held | None = None
-
-    @property
-    def sequence(self) -> int:
+        self.sequence = 0
         """Highest number of a snapshot so far."""
-        return self.newest.sequence if self.newest else 0
 
     @property
     def use(self) -> int:
@@ -44,7 +42,12 @@ class Book:
     def stored(self, held: Held) -> None:
         """Take note of a new snapshot."""
         if held.sequence > self.sequence:
-            self.newest = held
+            self.newest, self.sequence = held, held.sequence
+
+    def seen(self, held: Iterable[Held]) -> None:
+        """Take note of all that is in the slots, of which workers have dropped some or not told yet."""
+        self.newest = max(held, key=lambda one: one.sequence, default=None)
+        self.sequence = max(self.sequence, self.newest.sequence if self.newest else 0)
 
     def pin(self) -> Held | None:
         """Keep the newest snapshot until :meth:`unpin`, and return it."""

@@ -98,7 +98,7 @@ class Slot:
         return header if whole and max(sequence, *numbers) < _MOST else None
 
     def begin(self) -> None:
-        """Say that the slot is being written."""
+        """Say that the slot is being written, or that what it holds is not to be used."""
         os.pwrite(self.head, bytes(8), 0)
 
     def commit(self, header: Header, state: bytes, meta: bytes) -> None:

@@ -25,11 +25,17 @@ class Wishes:
     Attributes:
         save: a durable checkpoint.
         keep: a snapshot in memory.
+        compare: a comparison of the ranks' states, see :mod:`elastic_launch.training.replicas`.
+        checksum: of this rank's state, 0 where all post none.
+        differs: after an exchange, whether the ranks' checksums did.
     """
 
     stop: Stop = Stop.NO
     save: bool = False
     keep: bool = False
+    compare: bool = False
+    checksum: int = 0
+    differs: bool = False
 
 
 class Agreement:
@@ -45,16 +51,17 @@ class Agreement:
 
     def __init__(self, world_size: int, timeout: float = GROUP_TIMEOUT) -> None:
         limit = timedelta(seconds=timeout)
-        self._group = dist.new_group(backend="gloo", timeout=limit) if world_size > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=limit) if world_size > 1 else None
         self._posted: tuple[torch.Tensor, dist.Work] | None = None
 
     def exchange(self, wishes: Wishes) -> Wishes:
         """Post wishes, and return what any rank had posted the time before; called by all ranks equally often."""
-        if self._group is None:
+        if self.group is None:
             return wishes
         agreed = self.settle()
-        numbers = torch.tensor([wishes.stop, wishes.save, wishes.keep], dtype=torch.int32)
-        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        checksum = wishes.checksum
+        numbers = torch.tensor([wishes.stop, wishes.save, wishes.keep, wishes.compare, checksum, ~checksum])
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         self._posted = numbers, work
         return agreed
@@ -65,5 +72,6 @@ class Agreement:
             return Wishes()
         (numbers, work), self._posted = self._posted, None
         work.wait()
-        stop, save, keep = numbers.tolist()
-        return Wishes(Stop(stop), bool(save), bool(keep))
+        stop, save, keep, compare, most, most_inverted = numbers.tolist()
+        # The greatest of the inverted ones is the least one's.
+        return Wishes(Stop(stop), bool(save), bool(keep), bool(compare), differs=most != ~most_inverted)

@@ -15,6 +15,7 @@ from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.listing import positions
 from elastic_launch.training.branches import within
+from elastic_launch.training.buffer_rules import buffers_of
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
@@ -22,6 +23,7 @@ from elastic_launch.training.loader import Loader
 from elastic_launch.training.memory import settled
 from elastic_launch.training.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_torch
+from elastic_launch.training.replicas import replicated
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.together import as_model, as_optimizer
@@ -107,6 +109,8 @@ class Loop:
             self._options.prepare(self._step)
         self._run.begin(self._step, self._end)
         gradients = self._gradients()
+        ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
+        self._run.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         try:
             stopped = self._run.stopped
             while self._step < self._end and not stopped:
@@ -126,6 +130,7 @@ class Loop:
                             break
         finally:
             gradients.close()
+            self._run.compare_replicas(None)
         self._run.finish_training()
         self._run.leave_if_draining()
 

@@ -174,6 +174,13 @@ class MemorySnapshots:
         beside = max(0.0, written.seconds - waited)
         self.rhythm.cost(Cost(self._stall + waited, beside), fresh=written.fresh)
 
+    def drop_above(self, position: tuple[int, int], training: int) -> None:
+        """Drop what this node holds of a training that is newer than a round and step."""
+        for slot in self._slots if self._world.local_rank == 0 else []:
+            header = slot.header()
+            if header is not None and header.training == training and (header.round, header.step) > position:
+                slot.begin()
+
     def close(self) -> None:
         """Give up what is being taken, and unmap."""
         if self._pool is not None:

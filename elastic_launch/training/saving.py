@@ -53,6 +53,7 @@ class Saver:
         self._kept = False
         self._uncertain: Callable[[Checkpoint], None] | None = None
         self._listeners: list[Callable[[snapshot.Outcome], None]] = []
+        self._equal = (0, 0)  # round and step of the last state that was found the same on all ranks
 
     def listen(self, function: Callable[[snapshot.Outcome], None]) -> None:
         """Tell a function of each checkpoint that was written or failed."""
@@ -99,6 +100,8 @@ class Saver:
         number, step = kept.position
         origin = f"The snapshot of step {step} in memory"
         check_identity(identity, meta, origin)
+        number_equal, step_equal = meta.get("equal", (0, 0))
+        self._equal = int(number_equal), int(step_equal)
         self._branch = following(self._world.round, run_id(), meta, number)
         resumed = Resumed.of(step, parts, meta, origin)
         if checkpoint is not None:
@@ -175,7 +178,7 @@ class Saver:
         self._posted = Wishes(save=self._posted.save and not agreed.save, keep=self._posted.keep and not agreed.keep)
         durable = False
         if checkpoint is not None:
-            due = agreed.save or (not checkpoint.by_clock and checkpoint.due(step))
+            due = agreed.save or _due_by_steps(checkpoint, step)
             durable = (due or last) and checkpoint.needs(step)
         if not durable and not agreed.keep and not (draining and self._world.round):
             return
@@ -185,6 +188,10 @@ class Saver:
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
         meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id()), "classes": state.classes()}
+        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id())}
+        if self._world.world_size == 1:
+            self.equal_after(step)
+        meta["equal"] = self._equal
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
@@ -201,6 +208,20 @@ class Saver:
         elif durable and checkpoint is not None:
             checkpoint.save(captured, step, meta, self._may_commit)
         self.seconds = time.monotonic() - began
+
+    def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether :meth:`save` is about to save durably, even if no stop or end wants it; the same on all ranks."""
+        return checkpoint is not None and (self._agreed.save or _due_by_steps(checkpoint, step))
+
+    def equal_after(self, step: int) -> None:
+        """The state after a step was found the same on all ranks."""
+        self._equal = self._branch.round, step
+
+    def drop_unequal(self) -> None:
+        """Drop the snapshots in memory that are newer than the last state that was the same on all ranks."""
+        if self._memory is not None:
+            self.settle()
+            self._memory.drop_above(self._equal, self._training)
 
     def settle(self) -> None:
         """Wait until parameters and the optimizer's state may change."""
@@ -318,3 +339,7 @@ class Saver:
             self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
         for listener in self._listeners:
             listener(outcome)
+
+
+def _due_by_steps(checkpoint: Checkpoint, step: int) -> bool:
+    return not checkpoint.by_clock and checkpoint.due(step)

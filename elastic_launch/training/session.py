@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ from elastic_launch.training.determinism import Determinism
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.saving import Saver
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
@@ -79,6 +80,7 @@ class Run:
         self._agreement: Agreement | None = None
         self._checkpoint: Checkpoint | None = None
         self._unchanging: dict[str, int] = {}
+        self._replicas: ReplicaCheck | None = None
         self.trainings = Trainings()
         self._settings = settings
         self._timeout = timeout
@@ -281,10 +283,16 @@ class Run:
             self._link.step(step)
         faults.reached("step", step)
         self._saver.poll(step, checkpoint)
-        self._exchange(self._saver.wishes(step, checkpoint))
+        wishes = self._saver.wishes(step, checkpoint)
+        if self._replicas is not None:
+            wishes = replace(wishes, compare=self._replicas.wanted(), checksum=self._replicas.to_post(step))
+        self._exchange(wishes)
         last, draining = self.stopped or end, self.draining
         if draining:
             faults.reached("drain", step)
+        if self._replicas is not None and (last or self._saver.is_durable(step, checkpoint)):
+            with self._none_differs(self._replicas):
+                self._replicas.compare(step)
         self._saver.save(step, checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
         return self.stopped
 
@@ -352,6 +360,32 @@ class Run:
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
         self.stopped = self._stop_agreed is not Stop.NO
         self._saver.agree(agreed)
+        if self._replicas is not None:
+            with self._none_differs(self._replicas):
+                self._replicas.heard(agreed=agreed.compare, differs=agreed.differs)
+
+    def compare_replicas(self, named: Named | None) -> None:
+        """Compare what must be the same on all ranks at the step boundaries from now on; None: nothing any more."""
+        self._replicas = None
+        if named is not None and self.world_size > 1:
+            if self._agreement is None:
+                self._agreement = Agreement(self.world_size, self._timeout)
+            assert self._agreement.group is not None
+            self._replicas = ReplicaCheck(self.world_size, self.rank, self._agreement.group, named)
+
+    @contextmanager
+    def _none_differs(self, replicas: ReplicaCheck) -> Iterator[None]:
+        """Drop the snapshots in memory that were taken since all ranks were last the same, if they are not."""
+        try:
+            yield
+        except ReplicasDifferError:
+            self._saver.drop_unequal()
+            with suppress(RuntimeError):  # A rank that is gone has its own error.
+                # The first process that fails has the agent end the others.
+                dist.barrier(group=self._agreement.group if self._agreement is not None else None)
+            raise
+        if replicas.good is not None:
+            self._saver.equal_after(replicas.good)
 
     def _wanted(self) -> Stop:
         asked = self._link is not None and bool(self._link.stop_asked())

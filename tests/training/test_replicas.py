@@ -1,0 +1,103 @@
+"""Ranks whose states differ are found, and stop the run before anything wrong is saved."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SCRIPTS, Job
+from torch import Tensor, nn
+
+from elastic_launch import snapshot
+from elastic_launch.training import checksum
+from elastic_launch.training.checksum import checksums, combined
+from elastic_launch.training.replicas import replicated
+
+SCRIPT = str(SCRIPTS / "differing.py")
+LARGE = checksum._CHUNK * 2 + 5
+
+
+def _sum(*tensors: Tensor) -> int:
+    return int(combined(checksums(tensors)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("size", [1, 7, LARGE])
+def test_a_single_bit_always_changes_the_checksum(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.zeros(size, dtype=dtype)
+    raw = tensor.view(torch.uint8)
+    generator = torch.Generator().manual_seed(size)
+    places = {0, size - 1, *torch.randint(size, (5,), generator=generator).tolist()}
+    seen = {_sum(tensor)}
+    for place in places:
+        for bit in range(8 * tensor.element_size()):
+            byte = place * tensor.element_size() + bit // 8
+            raw[byte] ^= 1 << bit % 8
+            seen.add(_sum(tensor))
+            raw[byte] ^= 1 << bit % 8
+    assert len(seen) == 1 + len(places) * 8 * tensor.element_size()
+
+
+def test_signs_of_two_numbers_and_the_order_of_all_count() -> None:
+    """A sum of words would miss both: the topmost bits of two cancel each other out."""
+    numbers = torch.arange(1.0, 9.0, dtype=torch.float64)
+    other = numbers.clone()
+    other[[2, 5]] *= -1
+    assert len({_sum(numbers), _sum(other), _sum(numbers.flip(0)), _sum(numbers[:4], numbers[4:])}) == 4
+    grid = torch.randn(4, 6, dtype=torch.float64)
+    assert _sum(grid.t()) == _sum(grid.t().contiguous())
+    assert _sum(grid[:, 1:]) == _sum(grid[:, 1:].clone())
+    assert _sum() == 0
+
+
+def test_parameters_buffers_and_the_state_of_the_optimizer_are_compared() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    own = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([*model.parameters(), own])
+    (model(torch.randn(4, 2)).sum() * own).backward()
+    optimizer.step()
+    names = [name for name, _ in replicated(model, optimizer, ["1.running_var"])()]
+    assert "parameter '0.bias'" in names
+    assert "buffer '1.running_mean'" in names
+    assert "buffer '1.running_var'" not in names
+    assert "optimizer's exp_avg of '0.weight'" in names
+    assert "parameter 4 of the optimizer" in names
+
+
+def _alone(*flags: str) -> str:
+    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, timeout=200)
+    return re.findall(r"hash (\w+)", done.stdout)[0]
+
+
+def test_a_bit_that_flips_on_one_rank_is_found_by_name_and_a_restart_cures_it(job: Job, tmp_path: Path) -> None:
+    """In exact mode the weights are those of the undisturbed run."""
+    flags = ["--exact", "--steps", "30"]
+    fault = ["--at", "20", "--checkpoint", str(tmp_path / "saved")]
+    agent = job.launch("--standalone", "--nproc", "3", "--max-restarts", "1", command=[SCRIPT, *flags, *fault])
+    undisturbed = _alone(*flags)
+    assert agent.wait(60) == 0, agent.output
+    found = re.findall(r"After step (\d+) the ranks do not have the same parameter '0.weight': (.*)\.\n", agent.output)
+    assert found, agent.output
+    assert {where for _, where in found} == {"rank 1 differs from ranks 0, 2"}
+    # It is compared before the checkpoint of step 24 at the latest.
+    assert all(20 <= int(step) <= 24 for step, _ in found)
+    assert "restart 1 of 1 (--max-restarts 1), charged for a crash" in agent.output
+    ends = re.findall(r"hash (\w+) resumed (\d+) restarts 1", agent.output)
+    assert [weights for weights, _ in ends] == [undisturbed] * 3, agent.output
+    assert all(int(step) < 20 for _, step in ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["8", "1h"])
+def test_ranks_that_always_differ_end_the_run_and_nothing_wrong_is_saved(job: Job, tmp_path: Path, every: str) -> None:
+    """Nor is it copied from memory as the run fails."""
+    saved = tmp_path / "saved"
+    fault = ["--at", "20", "--always", "--what", "2.bias", "--checkpoint", str(saved), "--every", every]
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "1", command=[SCRIPT, *fault])
+    assert agent.wait(100) == 91, agent.output
+    assert "the ranks do not have the same parameter '2.bias': ranks 0, 1 differ." in agent.output
+    assert all(info.step < 20 for info in snapshot.find(saved))
