@@ -12,10 +12,12 @@ import json
 import os
 import time
 import tracemalloc
+import zlib
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +29,11 @@ from harness import SLOWNESS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_agents.copier import Answer
 from elastic_agents.http_server import Request, _parse
+from elastic_agents.notices.aws import instance_action, scheduled
+from elastic_agents.notices.azure import events as azure_events
+from elastic_agents.notices.notice import Trouble
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import parse_endpoint, parse_health_port
@@ -36,7 +42,9 @@ from elastic_launch.errors import ProtocolError, RefusedError, UsageError
 from elastic_launch.events import JsonLines, LinkChanged, RoundFormed
 from elastic_launch.jobfile import read_job_file
 from elastic_launch.observe import reading
+from elastic_launch.progress import Progress, Reached
 from elastic_launch.rendezvous import asking as a
+from elastic_launch.rendezvous import codec
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous import whereabouts as w
 from elastic_launch.rendezvous.auth import Channel
@@ -199,6 +207,34 @@ def tensors(data: bytes) -> dict[str, torch.Tensor]:
     return found
 
 
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + TENSOR_FILE[8 + len(TENSOR_HEADER) :]
+
+
+def division(header: bytes) -> None:
+    data = with_header(header)
+    found = shares.Division(lambda begin, end: iter([data[begin:end]]), len(data), 3)
+    assert 0 < len(found) <= 3
+    for index in range(len(found)):
+        whole = b"".join(found.parts(index))
+        length = int.from_bytes(whole[:8], "little")
+        described = json.loads(whole[8 : 8 + length])
+        assert max((one["data_offsets"][1] for one in described.values()), default=0) == len(whole) - 8 - length
+
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def progress(data: bytes) -> Reached | None:
+    made = Progress.make("fuzz")
+    try:
+        fields = data[:24].ljust(24, b"\0")
+        os.pwrite(made.descriptor, fields + zlib.crc32(fields).to_bytes(4, "little"), 0)
+        return made.read()
+    finally:
+        made.close()
+
+
 def slot(data: bytes) -> Header | None:
     made = Slot.make("fuzz")
     try:
@@ -253,7 +289,8 @@ SPLIT = Manifest(
     FileSum(5, "b" * 64),
     {},
 ).dumps()[0]
-TENSOR_FILE = b"".join(bytes(part) for part in tensorfile.parts(encode(STATE)[0]))
+TENSOR_FILE = b"".join(bytes(part) for part in tensorfile.parts(encode({**STATE, "bias": torch.ones(5)})[0]))
+TENSOR_HEADER = TENSOR_FILE[8 : 8 + int.from_bytes(TENSOR_FILE[:8], "little")]
 WORKERS = (c.Hello(1, 0, 0), c.Ready(3, 100, 0.5), c.Saved(3, "full"), c.Drained(3, 0.25))
 LINES = (HELLO, m.Beat(), m.RunEnd(1, 0, "done", 0), m.Refused(1, "no", "hint"), m.Form(1, RECORD.round, 0, "start"))
 CALLS = (a.Caller(2, "run"), a.AskDrain("a", 3.5), a.AskResize(1, 2), a.Answer(1, True, "done", 4), a.Found(1, STATUS))
@@ -280,6 +317,33 @@ TARGETS = {
         (json.dumps(encode(STATE)[1]).encode(),), state, (MalformedError,), lambda tree: json.dumps(tree).encode()
     ),
     "tensors": Target((TENSOR_FILE,), tensors, (MalformedError,)),
+    "header of tensors": Target((TENSOR_HEADER,), lambda header: tensors(with_header(header)), (MalformedError,)),
+    "header of tensors that nodes divide": Target((TENSOR_HEADER,), division, (MalformedError,)),
+    "AWS's interruption": Target(
+        (b'{"action": "terminate", "time": "2026-01-02T08:22:00Z"}',),
+        lambda data: instance_action(data, NOW),
+        (Trouble,),
+    ),
+    "AWS's maintenance": Target(
+        (b'[{"Code": "a", "EventId": "b", "NotBefore": "2 Jan 2026 18:29:47 GMT", "State": "active"}]',),
+        lambda data: scheduled(data, NOW),
+        (Trouble,),
+    ),
+    "Azure's events": Target(
+        (
+            b'{"Events": [{"Resources": ["a"], "EventType": "Preempt", "EventId": "b", "EventStatus": "Scheduled", '
+            b'"NotBefore": "Fri, 02 Jan 2026 18:29:47 GMT"}]}',
+        ),
+        lambda data: azure_events(data, lambda: "a", NOW),
+        (Trouble,),
+    ),
+    "copier's answer": Target(
+        (codec.dumps(Answer("/a", "b" * 64, 3, "", "", 0.5)),),
+        lambda data: codec.decode(Answer, codec.loads(data)),
+        (ProtocolError,),
+        codec.dumps,
+    ),
+    "progress": Target((b"",), progress),
     "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum),
     "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b"}',), owner._parse),
     "slot": Target((slot_sample(),), slot),
@@ -386,6 +450,25 @@ def test_what_is_right_is_read(name: str) -> None:
             "sealed link",
         ):  # nothing is right there that was not made for this link
             check(Target(target.samples, target.read, (), target.write), sample)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *(3, None, [], {}, {"data_offsets": [0, 20]}, {"dtype": "F32", "shape": [5], "data_offsets": None}),
+        *({"dtype": "F32", "shape": [5], "data_offsets": odd} for odd in ([], [0], [0, 20, 30], "ab", [0, "20"])),
+        *({"dtype": "F32", "shape": [5], "data_offsets": odd} for odd in ([0, 20.0], [20, 0], [-1, 20], [0, 10**400])),
+        *({"dtype": "F32", "shape": [5], "data_offsets": odd} for odd in ([0, 19], [1, 20], [True, 20], [[], 20])),
+        *({"dtype": odd, "shape": [5], "data_offsets": [0, 20]} for odd in ([], None)),
+        *({"dtype": "F32", "shape": odd, "data_offsets": [0, 20]} for odd in (5, ["5"], None)),
+    ],
+)
+@pytest.mark.parametrize("name", ["a", "\ud800"])
+def test_a_header_that_describes_no_tensors_is_refused_before_they_are_divided(name: str, entry: Any) -> None:
+    header = json.dumps({name: entry}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(20)
+    with pytest.raises(MalformedError):
+        shares.Division(lambda begin, end: iter([data[begin:end]]), len(data), 3)
 
 
 @pytest.mark.parametrize("name", TARGETS)

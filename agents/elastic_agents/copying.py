@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.listing import find
+from elastic_launch.snapshot.manifest import parse_json
 from elastic_launch.snapshot.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.shares import Division, Split
 from elastic_launch.snapshot.slot import Header, Slot
@@ -75,7 +76,7 @@ def copy(
             order["directory"],
             split or slot.tensor_parts(header),
             slot.state(header),
-            json.loads(slot.meta(header)),
+            parse_json(slot.meta(header)),
             **numbers,
             may_commit=may_commit,
             owner=order["owner"],
@@ -88,6 +89,8 @@ def copy(
         done.update(error=error.message, hint=error.hint, final=True)
     except CheckpointError as error:
         done.update(error=error.message, hint=error.hint)
+    except MalformedError as error:
+        done.update(error=f"What is in memory is damaged: {error}.")
     return {**done, "seconds": time.monotonic() - began}
 
 

@@ -50,6 +50,9 @@ MAX_SUM_BYTES = 1024
 
 _PAUSES = (0.05, 1.0)  # Seconds between looks, at first and at last.
 _THREADS = 4  # That reckon checksums; a core does one to two GiB a second.
+MAX_HEADER = 100_000_000
+"""Bytes of a header that safetensors reads at most."""
+
 _ALIGNMENT = 8  # Of a safetensors header.
 
 Read = Callable[[int, int], Iterator[bytes]]
@@ -219,7 +222,7 @@ def _runs(read: Read, size: int, count: int) -> list[_Run]:
     entries, data = _entries(read, size)
     ends = [data + entry["data_offsets"][1] for _, entry in entries]
     sizes = [end - begin for begin, end in pairwise([data, *ends])]
-    if ends and ends[-1] != size:
+    if [data, *ends][-1] != size:
         raise MalformedError("its header does not describe all of it")
     begins = list(accumulate(sizes, initial=data))
     return [_run(entries[first:last], begins[first], begins[last]) for first, last in pairwise(cuts(sizes, count))]
@@ -231,7 +234,10 @@ def _run(entries: list[tuple[str, Any]], begin: int, end: int) -> _Run:
         first, last = entry["data_offsets"]
         header[name] = {**entry, "data_offsets": [offset, offset + last - first]}
         offset += last - first
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise MalformedError("the name of a tensor is not text") from error
     text += b" " * (-len(text) % _ALIGNMENT)
     return _Run(len(text).to_bytes(8, "little") + text, begin, end)
 
@@ -239,11 +245,30 @@ def _run(entries: list[tuple[str, Any]], begin: int, end: int) -> _Run:
 def _entries(read: Read, size: int) -> tuple[list[tuple[str, Any]], int]:
     """Return names and descriptions of the tensors in the order of their bytes, and where these begin."""
     length = int.from_bytes(b"".join(read(0, min(8, size))), "little")
-    if not 0 < length <= size - 8:
+    if not 0 < length <= min(size - 8, MAX_HEADER):
         raise MalformedError("it has no header")
     header = parse_json(b"".join(read(8, 8 + length)))
-    try:
-        # Tensors without bytes lie where the next one does: the order in the header tells them apart.
-        return sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]), 8 + length
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise MalformedError("its header describes no tensors") from error
+    if not isinstance(header, dict) or not all(_is_tensor(entry) for entry in header.values()):
+        raise MalformedError("its header describes no tensors")
+    # Tensors without bytes lie where the next one does: the order in the header tells them apart.
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+    offset = 0
+    for _, entry in entries:
+        first, last = entry["data_offsets"]
+        if not offset == first <= last:
+            raise MalformedError("its tensors overlap or leave holes")
+        offset = last
+    return entries, 8 + length
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether part of a header describes a tensor as our writer does."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return False
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    return (
+        isinstance(entry["dtype"], str)
+        and all(isinstance(numbers, list) for numbers in (shape, offsets))
+        and all(type(number) is int for number in (*shape, *offsets))
+        and len(offsets) == 2
+    )

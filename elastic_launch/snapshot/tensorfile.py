@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from elastic_launch.snapshot.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
+from elastic_launch.snapshot.shares import MAX_HEADER
 from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Layout", "layout", "parts", "read"]
 
-_MAX_HEADER = 100_000_000  # Bytes; what the library reads at most.
 _ALIGNMENT = 8
 
 _PIECE = 2**22
@@ -78,7 +78,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
         offset = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > _MAX_HEADER:
+    if len(text) > MAX_HEADER:
         raise UnsupportedStateError(f"A checkpoint cannot hold {len(names)} tensors: their names take too much room.")
     beginning = len(text).to_bytes(8, "little") + text
     ends = {name: header[name]["data_offsets"] for name in names}
