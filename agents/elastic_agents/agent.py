@@ -121,6 +121,7 @@ class LocalElasticAgent(ElasticAgent):
         self._member = False
         self._run_over = False  # the leader has said so
         self._awaited: m.Form | None = None  # a round whose workers wait to be started
+        self._watched = 0  # the round whose workers may hang at their end
         self._rank = 0  # among the members of the present round
         self._saved: int | None = None  # step of the last checkpoint that its workers have reported
         self._unsaved = ""  # why their last one could not be written
@@ -236,6 +237,9 @@ class LocalElasticAgent(ElasticAgent):
             case EstimateDue(round=number):
                 self._estimate(number)
                 return None
+            case m.PeerDone(round=number):
+                self._watch_ends(number)
+                return None
             case LookDue(round=number):
                 self._look(number)
                 return None
@@ -340,7 +344,7 @@ class LocalElasticAgent(ElasticAgent):
             elif self._view.leaving is None:
                 self._had_failed(reaped)
         if exit_code == 0 and self._view.alive == frozenset(range(self._config.nproc)):
-            self._inbox.put_later(LOOK_EVERY, LookDue(reaped.round))  # the first that has finished
+            self._watch_ends(reaped.round)  # the first that has finished
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
@@ -397,8 +401,14 @@ class LocalElasticAgent(ElasticAgent):
             tell_late(failure)
             self._membership.failed(failure)
 
+    def _watch_ends(self, number: int) -> None:
+        """From now on end workers of a round that hang: others have finished."""
+        if self._watched != number:
+            self._watched = number
+            self._inbox.put_later(LOOK_EVERY, LookDue(number))
+
     def _look(self, number: int) -> None:
-        """End workers that hang at their end, while others of this node have finished."""
+        """End workers that hang at their end, while others have finished."""
         if number != self._view.round or self._view.phase is not v.Phase.RUNNING or not self._view.alive:
             return
         self._workers.kill_stuck()

@@ -95,7 +95,11 @@ class LeaderMachine(Rounds):
                 if all(other.ready for other in self.nodes.values() if other.active):
                     self._resizing.prices.trains(now)
             case m.Done(round=number) if node.active and number == current:
+                first = not any(other.done for other in self.nodes.values() if other.active)
                 node.joined = node.done = True
+                for other in self.nodes.values():
+                    if first and other.active and not other.done:
+                        self._send(other.link, m.PeerDone(self.record.term, number))
             case m.Failed(round=number, failure=failure) if number == current:
                 self._failed(node, failure, now)
             case m.Stopped(store_port=port):
@@ -286,6 +290,8 @@ class LeaderMachine(Rounds):
             self._send_break(node, self._broken)
         elif node.active and self._drain:
             self._send_drain(node, self._drain, now)
+        elif node.active and any(other.done for other in self.nodes.values() if other.active):
+            self._send(link, m.PeerDone(self.record.term, self.record.round.number))
         self._consider(now)
 
     def _welcome(self, link: int, hello: m.Hello) -> None:

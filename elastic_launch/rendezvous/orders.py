@@ -17,6 +17,7 @@ __all__ = [
     "Form",
     "Notice",
     "Order",
+    "PeerDone",
     "Pulse",
     "Refused",
     "RunEnd",
@@ -148,6 +149,14 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerDone:
+    """All workers of another node have finished the round with 0: those of this node that hang may be killed."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnd:
     """The run is over and recorded as such: stop and exit with the code.
 
@@ -162,5 +171,5 @@ class RunEnd:
     failure: Failure | None = None
 
 
-ToNode = Form | Drain | Break | Depart | Released | SaveNow | Evicted | Notice | RunEnd
+ToNode = Form | Drain | Break | Depart | Released | SaveNow | PeerDone | Evicted | Notice | RunEnd
 Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Found

@@ -232,7 +232,11 @@ class Rounds:
     def _found(self, broken: Broken, kind: Kind, cause: str) -> None:
         if cause != broken.cause:
             broken.cause = cause
-            self._emit(CauseFound(self.record.round.number, kind.text, cause))
+            event = CauseFound(self.record.round.number, kind.text, cause)
+            self._emit(event)
+            for node in self.nodes.values():
+                if node.hello.incarnation != self.record.leader.incarnation:  # which tells the event
+                    self._send(node.link, m.Notice(self.record.term, event.line()))
 
     def _consider(self, now: float) -> None:
         """Do what has become possible or due."""

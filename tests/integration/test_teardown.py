@@ -79,6 +79,19 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.slow
+def test_an_executed_worker_that_is_its_nodes_only_one_is_killed_once_another_node_has_finished(
+    job: Job, tmp_path: Path
+) -> None:
+    script = tmp_path / "locked.py"
+    script.write_text(LOCKED)
+    flags = ["--max-restarts", "0", "--no-warm"]
+    agents = [job.node(name, *flags, nnodes="2:2", command=[str(script)]) for name in "ab"]
+    assert [agent.wait(90.0) for agent in agents] == [128 + 9] * 2, agents[0].output + agents[1].output
+    said = "hangs in its interpreter's lock, and is killed: others have finished"
+    assert sum(said in agent.output for agent in agents) == 1
+
+
+@pytest.mark.slow
 def test_an_executed_worker_that_hangs_in_pythons_lock_is_killed_once_others_have_finished(
     job: Job, tmp_path: Path
 ) -> None:

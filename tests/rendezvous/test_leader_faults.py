@@ -185,6 +185,31 @@ def test_a_symptom_is_charged_at_once_and_the_cause_told_when_it_is_known() -> N
     assert run.record.restarts == 1
 
 
+def test_the_cause_that_is_found_later_is_told_to_all_nodes_but_the_leaders_own() -> None:
+    run = running("1:2", "ab")
+    run.fail("b", rank=1, **SYMPTOM)
+    run.stop("b")
+    run.advance(COLLECT + 0.01)
+    before = len(run.orders("b", m.Notice))
+    run.fail("a", ago=1.0)
+    (told,) = run.orders("b", m.Notice)[before:]
+    assert told.text == "round 1 was broken by rank 0 on node a: exit code 1: ValueError: boom"
+    assert told not in run.orders("a", m.Notice)
+
+
+def test_the_first_node_that_has_finished_is_told_to_the_others_once() -> None:
+    """Their workers may hang at their end, and a node with one worker does not know that others have finished."""
+    run = running("1:3", "abc")
+    run.done("b")
+    assert [run.orders(node_id, m.PeerDone) for node_id in "abc"] == [[m.PeerDone(1, 1)], [], [m.PeerDone(1, 1)]]
+    run.done("c")
+    assert len(run.orders("a", m.PeerDone)) == 1
+    run.hello("a", holding=1, joined=True)  # its link was lost, and the order with it perhaps
+    assert len(run.orders("a", m.PeerDone)) == 2
+    run.done("a")
+    assert run.end is not None
+
+
 def test_a_symptom_that_comes_later_changes_nothing() -> None:
     run = running("1:2", "ab")
     run.fail("a")
