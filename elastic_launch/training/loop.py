@@ -85,11 +85,11 @@ class Loop:
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, loader.steps_per_epoch)
-        parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        self._parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
-            parts["parameters"] = own
-        self._state: TrainingState = run.state.extended(parts)
+            self._parts["parameters"] = own
+        self._state: TrainingState = run.state.extended(self._parts)
         self._step = options.start
         if options.exact:
             loader.check_exact()
@@ -98,6 +98,8 @@ class Loop:
         with self._run.trainings.looping():
             if self._options.exact:
                 self._run.be_exact()
+            # Once more: the script may have registered something since it made the loop.
+            self._state = self._run.state.extended(self._parts)
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:

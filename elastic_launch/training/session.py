@@ -34,6 +34,7 @@ from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.together import as_part
 from elastic_launch.training.trainings import Trainings
 from elastic_launch.training.world import GROUP_TIMEOUT, World, environment, join, leave
+from elastic_launch.training.wrapped import check_not_sharded
 
 __all__ = ["Run", "Stateful", "session"]
 
@@ -113,8 +114,12 @@ class Run:
         """Save and restore a further object with every checkpoint.
 
         Raises:
-            UsageError: if the name is taken, or the object has no ``state_dict`` and ``load_state_dict``.
+            UsageError: if the name is taken, the object has no ``state_dict`` and ``load_state_dict`` or is a sharded
+                model, or the state was restored already.
         """
+        self.trainings.refuse_after_restoring(f"run.register({name!r})")
+        if isinstance(stateful, torch.nn.Module):
+            check_not_sharded(stateful)
         self.state.register(name, stateful)
 
     def on_save(self, function: Callable[[], None]) -> None:
@@ -122,7 +127,12 @@ class Run:
         self.state.on_save(function)
 
     def on_restore(self, function: Callable[[], None]) -> None:
-        """Call function on every rank after a checkpoint was restored."""
+        """Call function on every rank after a checkpoint was restored.
+
+        Raises:
+            UsageError: if that is done already.
+        """
+        self.trainings.refuse_after_restoring("run.on_restore()")
         self.state.on_restore(function)
 
     def on_checkpoint(self, function: Callable[[snapshot.Outcome], None]) -> None:
@@ -206,6 +216,7 @@ class Run:
         self.trainings.refuse_beside_steps("run.resume()")
         self._unchanging = dict(unchanging or {})
         resumed = self.restore(checkpoint, self._unchanging, self.state, (self.state,))
+        self.trainings.resumed = True
         self.begin(resumed.step)
         return resumed.step
 

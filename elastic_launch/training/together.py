@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.state import Group, Stateful
+from elastic_launch.training.wrapped import check_trainable
 
 __all__ = ["Optimizers", "as_model", "as_optimizer", "as_part"]
 
@@ -35,15 +36,18 @@ def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
     """Return one module of a model or of several by name.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if it is neither, or cannot be trained as it is.
     """
     if isinstance(model, nn.Module):
+        check_trainable(model)
         return model
     _check("model", model, nn.Module, "a torch.nn.Module")
     try:
-        return nn.ModuleDict(dict(model))
+        models = nn.ModuleDict(dict(model))
     except KeyError as error:
         raise UsageError(f"run.steps(model=...): {error.args[0]}.", "Choose another name.") from error
+    check_trainable(models)
+    return models
 
 
 def as_optimizer(

@@ -19,9 +19,13 @@ class Trainings:
     """Which training of this process is under way, and which ones came before it.
 
     A saved state is that of one training. Of two at the same time, a fault would leave one a step ahead of the other.
+
+    Attributes:
+        resumed: whether a loop of the script's own has restored its state.
     """
 
     def __init__(self) -> None:
+        self.resumed = False
         self._looping = False
         self._last: tuple[weakref.ref[Any], ...] = ()
         self._places: dict[str, tuple[weakref.ref[Any], ...]] = {}
@@ -55,6 +59,19 @@ class Trainings:
             raise UsageError(
                 f"{what} was called within run.steps() or a Trainer, which save by themselves.",
                 "Leave it out. To save more than the model, call run.register(name, object) before.",
+            )
+
+    def refuse_after_restoring(self, what: str) -> None:
+        """Refuse what has to be known before a state is restored.
+
+        Raises:
+            UsageError: if one was.
+        """
+        if self._looping or self.resumed:
+            after = "run.steps() or Trainer.fit() had begun" if self._looping else "run.resume()"
+            raise UsageError(
+                f"{what} came after {after}, when the state was restored already: it would be left out.",
+                "Call it before.",
             )
 
     def begin(self, models: Sequence[object], checkpoint: Checkpoint | None) -> None:

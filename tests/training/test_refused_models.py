@@ -1,0 +1,101 @@
+"""Models that cannot be trained as they are, and what comes too late to be restored: refused by name, with a remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SCRIPTS, Job
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+from elastic_launch.training.session import Run
+from elastic_launch.training.world import World
+
+REFUSED = str(SCRIPTS / "guards" / "refused.py")
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run(World(), torch.device("cpu"))
+
+
+def _steps(run: Run, model: nn.Module) -> None:
+    loader = el.ElasticLoader(torch.arange(16) % 8, el.GlobalBatch(8, 4))
+    run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until=1)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_changes_its_weight_in_the_forward_pass(run: Run, kind: type[nn.Module]) -> None:
+    made = kind(8, 4, max_norm=1.5)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=rf"'1' is an {kind.__name__} with max_norm(.|\n)*renorm\(2, 0, 1\.5\)"):
+        _steps(run, nn.Sequential(nn.Identity(), made))
+
+
+def test_the_remedy_does_what_max_norm_does() -> None:
+    weight = torch.randn(8, 4) * 3
+    kept = nn.Embedding.from_pretrained(weight.clone(), max_norm=1.5)
+    used = kept(torch.arange(8))
+    torch.testing.assert_close(weight.renorm(2, 0, 1.5), used)
+
+
+def test_a_model_that_is_wrapped_in_ddp_or_sharded(tmp_path: Path) -> None:
+    commands = {kind: [sys.executable, REFUSED, kind, str(tmp_path / kind)] for kind in ("ddp", "fsdp")}
+    started = {
+        kind: subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for kind, command in commands.items()
+    }
+    said = {kind: process.communicate(timeout=110)[0] for kind, process in started.items()}
+    assert "The model is wrapped in DistributedDataParallel" in said["ddp"]
+    assert "Give what it wraps: model.module." in said["ddp"]
+    assert "The model is sharded" in said["fsdp"]
+    assert [process.returncode for process in started.values()] == [1, 1]
+
+
+def test_what_is_registered_after_the_state_was_restored(run: Run, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    loader = el.ElasticLoader(torch.randn(16, 4), el.GlobalBatch(8, 4))
+    steps = run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until=1)
+    run.register("early", nn.Linear(1, 1))
+    next(steps)
+    with pytest.raises(UsageError, match=r"run\.register\('late'\) came after run\.steps\(\)"):
+        run.register("late", nn.Linear(1, 1))
+    steps.close()  # type: ignore[attr-defined]
+    run.resume(el.Checkpoint(tmp_path))
+    with pytest.raises(UsageError, match=r"run\.register\('late'\) came after run\.resume\(\)"):
+        run.register("late", nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"run\.on_restore\(\) came after run\.resume\(\)"):
+        run.on_restore(lambda: None)
+
+
+def test_what_is_registered_between_making_a_loop_and_its_first_step_is_saved(run: Run, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    loader = el.ElasticLoader(torch.randn(16, 4), el.GlobalBatch(8, 4))
+    checkpoint = el.Checkpoint(tmp_path)
+    steps = run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="1ba", checkpoint=checkpoint)
+    run.register("extra", nn.Linear(1, 1))
+    for step in steps:
+        for x in step:
+            step.backward(step.model(x).square().mean())
+        step.update()
+    (info,) = tmp_path.glob("step-1.*")
+    assert "extra" in (info / "state.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["max_norm", "ddp", "fsdp", "late"])
+def test_under_the_launcher_it_is_the_root_cause(job: Job, kind: str) -> None:
+    command = [REFUSED, kind, str(job.directory / "checkpoints")]
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=command)
+    assert agent.wait(60) == 1, agent.output
+    said = {
+        "max_norm": "with max_norm",
+        "ddp": "wrapped in Dist",
+        "fsdp": "is sharded",
+        "late": "'optimizer') came after",
+    }
+    assert said[kind] in agent.output.partition("root cause")[2]
