@@ -86,6 +86,6 @@ class Drawn(Dataset[Any]):
 def _seeded(seed: int) -> AbstractContextManager[None]:
     """Seed all generators; in the training's own process they get their state back afterwards."""
     if get_worker_info() is None:
-        return seeded(seed, devices=False)
+        return seeded(seed, devices=True)
     seed_all(seed, devices=False)
     return nullcontext()

@@ -53,7 +53,8 @@ def own_generators(value: object, name: str) -> list[str]:
 def _kind(value: object) -> str:
     """Return the type's name if a value is a generator that the library does not seed, else nothing."""
     if isinstance(value, torch.Generator):
-        return "" if value is torch.default_generator else "torch.Generator"
+        shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
+        return "" if shared else "torch.Generator"
     if isinstance(value, random.Random):
         shared = value is random.random.__self__  # type: ignore[attr-defined]
         return "" if shared or isinstance(value, random.SystemRandom) else "random.Random"

@@ -92,6 +92,11 @@ class Loader(ABC):
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch."""
 
+    @property
+    def endless(self) -> bool:
+        """Whether there are no epochs."""
+        return self.steps_per_epoch == ENDLESS
+
     @abstractmethod
     def _source(self) -> Dataset[Any]:
         """Return what fetches the micro-batch of a request."""
@@ -103,6 +108,10 @@ class Loader(ABC):
     @abstractmethod
     def _hashed(self) -> int:
         """Return a hash of the order of samples."""
+
+    @abstractmethod
+    def contents(self, step: int, micro: int) -> str:
+        """Say what a micro-batch of a step holds, for errors."""
 
     @abstractmethod
     def own_generators(self) -> list[str]:
@@ -155,12 +164,12 @@ class Loader(ABC):
     def _of_data(self) -> dict[str, int]:
         return {}
 
-    def go_on(self, identity: Mapping[str, int], step: int) -> None:
+    def go_on(self, identity: Mapping[str, int], origin: str) -> None:
         """Go on with the training of a checkpoint: with its micro-batch, and its order if that is the old one.
 
         Args:
             identity: of the checkpoint.
-            step: optimizer steps done, for errors.
+            origin: which checkpoint it is, for errors.
 
         Raises:
             UsageError: if it has the old order, and this loader has none.
@@ -172,7 +181,7 @@ class Loader(ABC):
         self.use_old_order()
         if not self.old_order:
             raise UsageError(
-                f"The checkpoint of step {step} was made with the order of ElasticLoader without a sampler.",
+                f"{origin} was made with the order of ElasticLoader without a sampler.",
                 "Use the same, or another directory: the samples of the steps to come would not be those left over.",
             )
 
@@ -292,6 +301,10 @@ class ElasticLoader(Loader):
         """
         return self._indices(epoch, torch.arange(self.length, device="cpu") if positions is None else positions)
 
+    def contents(self, step: int, micro: int) -> str:
+        items = self.indices(step, 1, 0)[micro]
+        return f"the dataset's items {', '.join(map(str, items[:8]))}{', ...' if len(items) > 8 else ''}"
+
     def use_old_order(self) -> None:
         if self._own_sampler or self.old_order:
             return
@@ -382,7 +395,10 @@ class FunctionLoader(Loader):
         return self._steps_per_epoch
 
     def own_generators(self) -> list[str]:
-        return own_generators(self._get_batch, getattr(self._get_batch, "__name__", type(self._get_batch).__name__))
+        return own_generators(self._get_batch, _name(self._get_batch))
+
+    def contents(self, step: int, micro: int) -> str:
+        return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
 
     def use_old_order(self) -> None:
         """Do nothing: there was no such loader then."""
@@ -394,7 +410,11 @@ class FunctionLoader(Loader):
         return derive("function", self.steps_per_epoch) >> 16
 
     def _indices(self, epoch: int, positions: Tensor) -> list[int]:
-        return [0] * len(positions)
+        return []
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

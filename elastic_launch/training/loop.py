@@ -159,8 +159,6 @@ class Loop:
 
     def _origin(self, step: int, micro: int) -> str:
         """Say what a micro-batch has, and what the training could go back to."""
-        items = self._loader.indices(step, 1, 0)[micro]
-        listed = ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
         checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
@@ -172,7 +170,7 @@ class Loop:
                 )
             except (TimeoutError, OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
-        return f"The micro-batch has the dataset's items {listed}. Newest checkpoint: {saved}."
+        return f"The micro-batch has {self._loader.contents(step, micro)}. Newest checkpoint: {saved}."
 
     def _gradients(self) -> Gradients:
         world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers
@@ -189,7 +187,7 @@ class Loop:
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
-            self._loader.go_on(resumed.identity, resumed.step)
+            self._loader.go_on(resumed.identity, resumed.origin)
         return resumed
 
     def _boundary(self) -> bool:

@@ -108,6 +108,8 @@ class Trainer:
         self._precision = Precision(precision, run.device)
         self._clip_norm = _positive("clip_norm", clip_norm)
         self._eval_loader = _checked_loader("eval_loader", eval_loader) if eval_loader is not None else None
+        if exact and self._eval_loader is not None:
+            self._eval_loader.check_exact()
         steps = _checked_loader("loader", loader).steps_per_epoch
         self._eval_every = max(1, total_steps(eval_every, steps)) if eval_loader is not None else 0
         self._metrics = dict(metrics or {})
@@ -160,7 +162,7 @@ class Trainer:
         Raises:
             UsageError: if there is none.
         """
-        loader = loader or self._eval_loader
+        loader = self._eval_loader if loader is None else _checked_loader("eval_loader", loader)
         if loader is None:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
         if loader.batch.micro == "auto":
@@ -297,6 +299,11 @@ def _checked_loader(name: str, loader: object) -> Loader:
         raise UsageError(
             f"Trainer({name}=...) is a {type(loader).__name__}.",
             "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks.",
+        )
+    if name == "eval_loader" and loader.endless:
+        raise UsageError(
+            "Trainer(eval_loader=...) has no end.",
+            "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.",
         )
     return loader
 

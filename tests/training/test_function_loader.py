@@ -12,6 +12,7 @@ from torch import Tensor
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.steps import NonFiniteLossError
 
 TOKENS = torch.arange(1000)
 
@@ -74,6 +75,26 @@ def test_lengths_in_epochs_need_them() -> None:
         )
         trainer.fit("3ba")
         assert trainer.step == 3
+        endless = trainer.loader
+        with pytest.raises(UsageError, match=r"eval_loader=...\) has no end"):
+            trainer.evaluate(endless)
+
+
+def test_a_loss_that_is_not_finite_is_said_to_come_from_the_function() -> None:
+    def nothing(step: int, micro: el.MicroBatch) -> Tensor:
+        return torch.full((len(micro), 1), float("nan") if (step, micro.index) == (1, 1) else 1.0)
+
+    def train() -> None:
+        with el.session() as run:
+            model = torch.nn.Linear(1, 1)
+            loader = el.FunctionLoader(nothing, el.GlobalBatch(4, 2))
+            for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.1), until="3ba"):
+                for sample in step:
+                    step.backward(step.model(sample).mean())
+                step.update()
+
+    with pytest.raises(NonFiniteLossError, match=r"The micro-batch has what nothing\(\) gives for step 1 and micro-"):
+        train()
 
 
 def test_an_epoch_has_a_step() -> None:

@@ -82,7 +82,7 @@ def test_what_is_loaded_from_a_step_on_is_what_is_planned(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_randomness_in_a_sample_depends_on_the_sample_alone(workers: int) -> None:
+def test_what_samples_draw_is_the_same_at_every_world_size(workers: int) -> None:
     def load(world: int, workers: int) -> torch.Tensor:
         loader = ElasticLoader(Noisy(20), GlobalBatch(8, 2), seed=5, num_workers=workers)
         batches = [batch for rank in range(world) for batch in loader.epoch_from(0, world, rank)]
