@@ -25,9 +25,10 @@ class Model:
 
     def __init__(self, size: int) -> None:
         self.limits = Limits(max(1, size - 1), size)
-        record = ControlRecord("run", "d" * 64, 1, Leader("node-00000", "i" * 12, "10.0.0.1", 29401)).renewed()
+        leader = Leader("node-00000", "i" * 12, "10.0.0.1", 29401)
+        record = ControlRecord("run", "d" * 64, 1, leader, limits=self.limits).renewed()
         self.now = 1000.0
-        self.machine = LeaderMachine(record, self.limits, Timing(), COMMAND, self.now)
+        self.machine = LeaderMachine(record, Timing(), COMMAND, self.now)
         self.size = size
         self.open = set(range(size))
         self.written = [record.encode()]

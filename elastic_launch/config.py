@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -52,7 +53,7 @@ ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that hold for the whole run and are equal on all nodes.
+    """Bounds that hold for the whole run: those of the first node that comes, unless it is resized.
 
     Raises:
         UsageError: on a range that holds no number of nodes.
@@ -150,6 +151,22 @@ class Command:
     argv: tuple[str, ...]
     display: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return shlex.join(self.display)
+
+    @property
+    def target(self) -> tuple[str, str]:
+        """What is run: a script or a program by its file's name, since paths may differ by node; a module by its name.
+
+        Whether a script is run by ``--run-path`` makes no difference.
+        """
+        first, *rest = self.display
+        if first == "-m":
+            return "module", rest[0]
+        if first in ("--no-python", "--run-path"):
+            return "program" if first == "--no-python" else "script", _file_name(rest[0])
+        return "script", _file_name(first)
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -245,16 +262,15 @@ class LaunchConfig:
         return self.limits.max_nodes == 1 and unknown and self.foreign is None
 
     def digest(self) -> str:
-        """SHA-256 over what must be equal on all nodes: the command and the limits."""
-        return self._digest(str(self.limits))
-
-    def work(self) -> str:
-        """SHA-256 over the same without the number of nodes, which may change while the run runs."""
-        return self._digest(str(self.limits.max_restarts))
-
-    def _digest(self, limits: str) -> str:
-        value = [list(self.command.display), limits, self.backend]
+        """SHA-256 over what must be equal on all nodes: what is run, and by which backend they meet."""
+        value = [*self.command.target, self.backend]
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _file_name(path: str) -> str:
+    """The last part of a path, also of ``.``, and of a directory that is written with a slash at its end."""
+    name = os.path.basename(os.path.normpath(path))
+    return name if name not in (os.curdir, os.pardir) else os.path.basename(os.path.abspath(path))
 
 
 def check_seconds(asked: str, value: float, *, zero: bool) -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "JsonLines",
     "LeaderElected",
     "LinkChanged",
+    "NodeDiffers",
     "NodeEnded",
     "NodeJoined",
     "NodeLeft",
@@ -120,6 +121,26 @@ class NodeRefused(Event):
 
     def line(self) -> str:
         return f"node {self.node} refused: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDiffers(Event):
+    """A node that fits the run came with other arguments or limits than it has; told once for nodes that differ alike.
+
+    Attributes:
+        arguments: what differs between its script's arguments and those of the leader's node.
+        limits: its limits and those of the run, if they differ.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    arguments: str = ""
+    limits: str = ""
+
+    def line(self) -> str:
+        parts = [f"other arguments: {self.arguments}"] if self.arguments else []
+        parts += [f"other limits: {self.limits}"] if self.limits else []
+        return f"node {self.node} came with {'; and with '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,9 @@ class LeaderModel:
 
     def _take_office(self) -> None:
         """A leader begins with an empty record, as the c10d host does."""
-        self.record = ControlRecord("run", "digest", 1, Leader("host", "h", "10.0.0.1", 1)).renewed()
-        self.machine = LeaderMachine(self.record, self.limits, self.timing, "train.py", self.clock.now())
+        leader = Leader("host", "h", "10.0.0.1", 1)
+        self.record = ControlRecord("run", "digest", 1, leader, limits=self.limits).renewed()
+        self.machine = LeaderMachine(self.record, self.timing, "train.py", self.clock.now())
         self.accepted: dict[int, SimNode] = {}  # links that the leader knows, with the nodes at their ends
         self.greeted: list[SimNode] = []  # who said hello to this leader, in order of the first time
         self.released: set[SimNode] = set()  # whose live workers of an older round the leader need not wait for

@@ -42,8 +42,9 @@ class Run:
         low, _, high = nodes.partition(":")
         self.limits = Limits(int(low), int(high or low), max_restarts)
         self.clock = FakeClock(1000.0)
-        self.record = record or ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
-        self.machine = LeaderMachine(self.record, self.limits, Timing(**timing), COMMAND, self.clock.now(), dead)
+        record = record or ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
+        self.record = record if record.limits != Limits() else replace(record, limits=self.limits)
+        self.machine = LeaderMachine(self.record, Timing(**timing), COMMAND, self.clock.now(), dead)
         self.links: dict[str, int] = {}
         self.silent: set[str] = set()
         self.commits: list[ControlRecord] = []

@@ -195,6 +195,10 @@ def test_bounds_that_do_work() -> None:
         {"timing": Timing(join_settle=0)},
         {"log_dir": Path("/elsewhere")},
         {"shutdown_timeout": 1.0},
+        {"command": Command(COMMAND.argv, ("train.py", "--lr", "2"))},
+        {"command": Command(COMMAND.argv, ("../job/train.py",))},
+        {"command": Command(COMMAND.argv, ("--run-path", "/job/train.py"))},
+        {"limits": Limits(1, 2, 4)},
     ],
 )
 def test_digest_ignores_what_may_differ_between_nodes(change: dict[str, object]) -> None:
@@ -205,16 +209,33 @@ def test_digest_ignores_what_may_differ_between_nodes(change: dict[str, object])
     "change",
     [
         {"command": Command(COMMAND.argv, ("other.py", "--lr", "1"))},
-        {"command": Command(COMMAND.argv, ("train.py", "--lr", "2"))},
-        {"command": Command(COMMAND.argv, ("train.py", "--lr 1"))},
         {"command": Command(COMMAND.argv, ("-m", "train.py", "--lr", "1"))},
-        {"limits": Limits(1, 2)},
-        {"limits": Limits(max_restarts=4)},
+        {"command": Command(COMMAND.argv, ("--no-python", "train.py", "--lr", "1"))},
         {"backend": "etcd"},
     ],
 )
-def test_digest_tells_other_commands_and_limits_apart(change: dict[str, object]) -> None:
+def test_digest_tells_other_scripts_apart(change: dict[str, object]) -> None:
     assert dataclasses.replace(CONFIG, **change).digest() != CONFIG.digest()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("display", "expected"),
+    [
+        (("/a/job/train.py", "x"), ("script", "train.py")),
+        (("/a/job/", "x"), ("script", "job")),
+        (("/a/job/.",), ("script", "job")),
+        ((".",), ("script", "here")),
+        (("--run-path", "/a/train.py"), ("script", "train.py")),
+        (("-m", "pack.train", "x"), ("module", "pack.train")),
+        (("--no-python", "./train"), ("program", "train")),
+    ],
+)
+def test_a_commands_target(
+    display: tuple[str, ...], expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert Command(("x",), display).target == expected
 
 
 def test_digest_takes_any_bytes_of_a_command_line() -> None:

@@ -36,7 +36,7 @@ from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.notice import Trouble
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import parse_endpoint, parse_health_port
+from elastic_launch.config import Limits, parse_endpoint, parse_health_port
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
 from elastic_launch.events import JsonLines, LinkChanged, RoundFormed
@@ -48,7 +48,7 @@ from elastic_launch.rendezvous import codec
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous import whereabouts as w
 from elastic_launch.rendezvous.auth import Channel
-from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round, Size
+from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
 from elastic_launch.rendezvous.seal import ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.snapshot import owner, shares, tensorfile
@@ -67,7 +67,7 @@ RECORD = ControlRecord(
     3,
     Leader("a", "a1", "10.0.0.1", 4000),
     Round(7, (Member("a", "a1", 8, "10.0.0.1", 5000), Member("b", "b1", 8, "10.0.0.2", 5001))),
-    size=Size(1, 4),
+    limits=Limits(1, 4),
     end=End(0, "all workers finished"),
 )
 STATUS = a.Status(

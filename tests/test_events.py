@@ -61,6 +61,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
     assert shown == {
         ev.CauseFound,
         ev.LeaderElected,
+        ev.NodeDiffers,
         ev.NodeJoined,
         ev.NodeLeft,
         ev.NodeLost,

@@ -111,7 +111,7 @@ class LocalElasticAgent(ElasticAgent):
         self._group = group_of(config, MembershipHandler(config, self._membership))
         self._view = v.View()
         self._outcome: Outcome | None = None
-        self._restarts = 0
+        self._restarts, self._max_restarts = 0, config.limits.max_restarts
         self._failure: m.Failure | None = None
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
@@ -137,6 +137,11 @@ class LocalElasticAgent(ElasticAgent):
     def notice(self) -> Notice | None:
         """The notice because of which this node has left; only after :meth:`run`."""
         return self._departure.notice
+
+    @property
+    def max_restarts(self) -> int:
+        """The run's limit, as far as this node knows."""
+        return self._max_restarts
 
     @property
     def kept(self) -> Kept:
@@ -323,7 +328,7 @@ class LocalElasticAgent(ElasticAgent):
         if isinstance(order, m.RunEnd):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
         if isinstance(order, m.Form):
-            self._restarts = order.restarts
+            self._restarts, self._max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # there the leader's own events tell it already
             tell_order(order, event.round, event.cause)
 

@@ -127,7 +127,7 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
-        if line := journal.ledger.summary(config.limits.max_restarts):
+        if line := journal.ledger.summary(agent.max_restarts):
             _log.info("%s", line)
         return _tell(config, agent.outcome, agent.kept, files)
 

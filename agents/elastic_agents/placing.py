@@ -99,7 +99,7 @@ def environment(
             run_id=config.run_id,
             role=config.role,
             restarts=form.restarts,
-            max_restarts=config.limits.max_restarts,
+            max_restarts=form.max_restarts,
             round_number=form.round.number,
             reason=clipped(one_line(form.cause), LONGEST_REASON),  # a NUL, or too much of it, and nothing starts
             error_file=error_file,

@@ -180,15 +180,14 @@ class C10dBackend:
         if host in ANY_ADDRESS:
             host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
         leader = Leader(config.node_id, incarnation, address, port)
-        record = ControlRecord(config.run_id, config.digest(), 1, leader, work=config.work()).renewed()
+        record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
         store.compare_and_set(None, record.encode(), config.timing.read_timeout)
         self._service = LeaderService(
             links,
             store,
             record,
-            config.limits,
             config.timing,
-            " ".join(config.command.display),
+            str(config.command),
             self._clock,
             self._events,
             key=link_key(config.token, config.run_id),

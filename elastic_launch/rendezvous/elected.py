@@ -92,7 +92,7 @@ class ElectedBackend:
         """Return where the leader is by the record, or, if there is no leader, write one as the leader.
 
         Raises:
-            RefusedError: if nobody leads, and this node's command or limits are not the record's.
+            RefusedError: if nobody leads, and this node's script is not the record's.
         """
         self._count_deaths()
         stored = self._look(timeout)
@@ -103,7 +103,7 @@ class ElectedBackend:
         self._spoiled_at = None
         if record is None:
             config = self._config
-            record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), work=config.work())
+            record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), limits=config.limits)
             return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, "first")
         if record.end is not None and not self._continuity.member:
             return self._come_late(stored, record, timeout)
@@ -188,7 +188,7 @@ class ElectedBackend:
             # Terms and rounds go on, so that nothing old can be mistaken.
             term, last, leader = ended.term + 1, Round(ended.round.number), self._candidate()
             begun = ControlRecord(
-                ended.run_id, config.digest(), term, leader, round=last, first_term=term, work=config.work()
+                ended.run_id, config.digest(), term, leader, round=last, first_term=term, limits=config.limits
             )
             begun = replace(begun, run=secrets.token_hex(8))
             return self._take(stored, begun, timeout, f"a new run under the id {ended.run_id}")
@@ -211,14 +211,11 @@ class ElectedBackend:
         return replace(record, term=record.term + 1, leader=self._candidate())
 
     def _check_same(self, record: ControlRecord) -> None:
-        config = self._config
-        resized = record.size is not None and record.work == config.work()
-        if record.digest != config.digest() and not resized:
+        if record.digest != self._config.digest():
             raise RefusedError(
-                f"Nobody leads run {record.run_id!r}, and this node came with another command or other limits than it "
-                "was begun with.",
-                "Give the same command, --nnodes and --max-restarts to go on with it; for another run give another "
-                f"--rdzv-id, or remove its record: etcdctl del /elastic-launch/runs/{record.run_id}/record",
+                f"Nobody leads run {record.run_id!r}, and this node came with another script than it was begun with.",
+                "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
+                f"etcdctl del /elastic-launch/runs/{record.run_id}/record",
             )
 
     def _take(
@@ -251,17 +248,15 @@ class ElectedBackend:
             self._reign.close()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        command = " ".join(self._config.command.display)
-        limits, timing = self._config.limits, self._config.timing
+        timing = self._config.timing
         claim = Claim(self._seal, record, timing.dead_after, self._clock.now())
         claimed = ClaimedStore(written, claim, self._clock, _log)
         service = LeaderService(
             links,
             claimed,
             record,
-            limits,
             timing,
-            command,
+            str(self._config.command),
             self._clock,
             self._events,
             dead=frozenset({dead} - {""}),

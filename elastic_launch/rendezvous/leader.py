@@ -18,15 +18,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_launch.events import (
+    NodeDiffers,
     NodeJoined,
     NodeLeft,
     NodeRefused,
     RunResized,
 )
+from elastic_launch.plain_text import clipped, one_line
 from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.admission import refusal
+from elastic_launch.rendezvous.admission import differences, refusal
 from elastic_launch.rendezvous.instructions import Close, Instruction, Node
-from elastic_launch.rendezvous.record import Size
 from elastic_launch.rendezvous.rounds import COLLECT, LATE, MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.verdict import Kind
 
@@ -36,13 +37,17 @@ TURN_CAP = 2.0
 """A gap between two of the leader's own turns counts as so much silence of a node at most: who slept evicts nobody."""
 
 
+MOST_COMPARED = 64
+"""Kinds of difference between nodes and the run that the user is told at most."""
+
+
 class LeaderMachine(Rounds):
     """A leader's reign.
 
     Args:
         record: the record as committed when this leader took its term.
-        limits, timing: the run's.
-        command: the run's command in words, for refusals.
+        timing: the run's.
+        command: this node's, as a shell would take it, which those of other nodes are compared with.
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be gone.
     """
@@ -52,7 +57,7 @@ class LeaderMachine(Rounds):
     def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
         """A node said hello on a new link."""
         self._wake(now)
-        reason = refusal(hello, self.record, self._limits, self._command)
+        reason = refusal(hello, self.record, self._command)
         if reason is not None:
             self._send(link, m.Refused(self.record.term, *reason))
             self._out.append(Close(link))
@@ -64,7 +69,11 @@ class LeaderMachine(Rounds):
         if self._is_replaced(hello):
             self._evict_for_good(link, hello.node_id)
             return self._flush()
+        # A node that comes to a successor of its leader was told before.
+        comes = hello.seen_term == 0 or hello.seen_term > self.record.term
         self._learn(hello)
+        if comes:
+            self._compare(link, hello)
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._out.append(Close(known.link))
@@ -212,7 +221,7 @@ class LeaderMachine(Rounds):
         was, self._limits = self._limits, self._limits.resized(min_nodes, max_nodes)
         self._resizing.wanted = True
         if self._limits != was:
-            self._commit(replace(self.record, size=Size(min_nodes, max_nodes)))
+            self._commit(replace(self.record, limits=self._limits))
             self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))
         self._consider(now)
         return self._flush()
@@ -226,6 +235,21 @@ class LeaderMachine(Rounds):
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
             self._commit(replace(self.record, term=hello.seen_term + 1))
+
+    def _compare(self, link: int, hello: m.Hello) -> None:
+        """Tell a node that comes in what it differs from the run, and the user if no other node differed so before."""
+        arguments, places = differences(self._command, hello.command)
+        limits = ""
+        if hello.limits != str(self._limits):
+            limits = f"{clipped(one_line(hello.limits), 200)}; those of the run hold: {self._limits}"
+        if not arguments and not limits:
+            return
+        event = NodeDiffers(hello.node_id, arguments, limits)
+        if hello.incarnation != self.record.leader.incarnation:
+            self._send(link, m.Notice(self.record.term, event.line()))
+        if (places, limits) not in self._compared and len(self._compared) < MOST_COMPARED:
+            self._compared.add((places, limits))
+            self._emit(event)
 
     def _is_replaced(self, hello: m.Hello) -> bool:
         """Whether a newer incarnation of the node id has been here."""
@@ -296,7 +320,8 @@ class LeaderMachine(Rounds):
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
         beat = self._timing.beat_among(self._limits.max_nodes)
-        self._send(link, m.Welcome(self.record.term, hello.node_id, beat, self._timing.dead_after, self.record.run))
+        term, run, most = self.record.term, self.record.run, self._limits.max_nodes
+        self._send(link, m.Welcome(term, hello.node_id, beat, self._timing.dead_after, run, most))
 
     def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
         if self._running and node.active:

@@ -29,6 +29,7 @@ from elastic_launch.errors import (
 from elastic_launch.plain_text import clipped
 from elastic_launch.rendezvous import asking
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.admission import LONGEST_COMMAND
 from elastic_launch.rendezvous.auth import Channel, OtherTokenError, link_key
 from elastic_launch.rendezvous.backend import Backend, Found, Place
 from elastic_launch.rendezvous.happenings import AT_ENDPOINT, LinkDown, LinkUp, MembershipEvent, Opened, RendezvousLost
@@ -47,9 +48,6 @@ _log = logging.getLogger(__name__)
 
 RETRY = 0.2
 """Seconds between two attempts to reach the leader."""
-
-LONGEST_COMMAND = 4096
-"""Bytes of the command's JSON that a hello shows; the digest is over all of it."""
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
@@ -92,6 +90,7 @@ class Membership:
         self._spoke = False  # whatever it was
         self._welcomed = False
         self._found: Found | None = None
+        self._most_nodes = config.limits.max_nodes  # until the leader says what the run's limit is
         timing = config.timing
         self._hearing = Hearing(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
@@ -135,7 +134,7 @@ class Membership:
     @property
     def cut_off(self) -> bool:
         """Whether the others may go on without this node by now."""
-        return self._config.limits.max_nodes > 1 and self._hearing.cut_off(self._clock.now())
+        return self._most_nodes > 1 and self._hearing.cut_off(self._clock.now())
 
     def stopped(self, report: m.Stopped) -> None:
         """The round's workers are reaped; the node is ready for the next round."""
@@ -214,7 +213,7 @@ class Membership:
             version=m.PROTOCOL_VERSION,
             run_id=config.run_id,
             digest=config.digest(),
-            command=clipped(" ".join(config.command.display), LONGEST_COMMAND),
+            command=clipped(str(config.command), LONGEST_COMMAND),
             limits=str(config.limits),
             node_id=config.node_id,
             incarnation=place.incarnation,
@@ -222,7 +221,6 @@ class Membership:
             address=place.address,
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
-            work=config.work(),
             shutdown_timeout=config.shutdown_timeout,
         )
 
@@ -269,7 +267,7 @@ class Membership:
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
         found = self._found
-        if self._config.limits.max_nodes == 1 or found is None:
+        if self._most_nodes == 1 or found is None:
             return
         leads = found.incarnation == self._side.hello.incarnation
         if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
@@ -424,6 +422,8 @@ class Membership:
             if not self._side.obey(order):
                 return
         self._backend.reached(order)
+        if isinstance(order, m.Welcome | m.Pulse):
+            self._most_nodes = order.max_nodes or self._most_nodes
         match order:
             case m.Pulse() | asking.Answer() | asking.Found():
                 return

@@ -81,7 +81,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(Protocol):

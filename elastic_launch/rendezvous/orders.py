@@ -33,6 +33,7 @@ class Welcome:
 
     Attributes:
         run: as of the control record.
+        max_nodes: the run's present limit, which need not be this node's; 0 if it is not said.
     """
 
     term: int
@@ -40,6 +41,7 @@ class Welcome:
     beat: float
     dead_after: float
     run: str = ""
+    max_nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,13 @@ class Pulse:
 
     Attributes:
         round, restarts: the last round's number, and restarts charged.
+        max_nodes: as of Welcome.
     """
 
     term: int
     round: int = 0
     restarts: int = 0
+    max_nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Form:
         restarts: restarts charged so far.
         cause: why the last round ended, ``first`` for the first one.
         sources: who serves the newest snapshot, if no member has it.
+        max_restarts: the run's limit, which need not be the node's.
     """
 
     term: int
@@ -80,6 +85,7 @@ class Form:
     restarts: int
     cause: str
     sources: tuple[Source, ...] = ()
+    max_restarts: int = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field, replace
 
-from elastic_launch.errors import ProtocolError
+from elastic_launch.config import Limits
+from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.rendezvous import codec
 
-__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round", "Size"]
+__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +74,12 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How many nodes the run may have."""
-
-    min_nodes: int
-    max_nodes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ControlRecord:
     """All that a run must not forget.
 
     Attributes:
-        digest: SHA-256 over command and limits; a node with another one is refused.
-        work: the same without the number of nodes.
-        size: what the run was resized to while it ran, None if it was not; a node that comes with it is not refused.
+        digest: SHA-256 over what is run; a node with another one is refused.
+        limits: those of the run's first node, or what it was resized to since; they hold for all nodes.
         term: a leader's reign; nodes ignore whatever comes from a lower one.
         floor: rounds up to this number may have been formed without a trace here, see ``continuity``.
         restarts: restarts charged to the budget so far.
@@ -108,8 +100,7 @@ class ControlRecord:
     last_step: int | None = None
     idle: int = 0
     end: End | None = None
-    work: str = ""
-    size: Size | None = None
+    limits: Limits = field(default_factory=Limits)
     nonce: str = ""
     first_term: int = 1
     run: str = ""
@@ -141,4 +132,7 @@ class ControlRecord:
                 f"The run's control record has schema {value.get('schema')!r}; this version reads {SCHEMA}.",
                 "Use the same version of elastic-launch on all nodes.",
             )
-        return codec.decode(ControlRecord, value)
+        try:
+            return codec.decode(ControlRecord, value)
+        except UsageError as error:
+            raise ProtocolError(f"ControlRecord.limits: {error.message}") from error

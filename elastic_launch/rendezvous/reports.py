@@ -63,8 +63,7 @@ class Hello:
     """First message on a link.
 
     Attributes:
-        command, limits: in words, so that a refusal can say what differs.
-        work: as of the control record.
+        command, limits: this node's, in words, so that what differs can be told.
         wanted_rank: rank that the node asks for, or None.
         holding: number of the round whose workers it still has, 0 for none.
         joined, ready, done: whether all of these are started; can be drained; have finished.
@@ -94,7 +93,6 @@ class Hello:
     seen_term: int = 0
     seen_round: int = 0
     seen_restarts: int = 0
-    work: str = ""
     importing: bool = False
     held: Held | None = None
     shutdown_timeout: float = 0.0

@@ -54,7 +54,6 @@ class Rounds:
     def __init__(
         self,
         record: ControlRecord,
-        limits: Limits,
         timing: Timing,
         command: str,
         now: float,
@@ -63,9 +62,9 @@ class Rounds:
         self.record = record
         self.nodes: dict[str, Node] = {}
         self._owners: dict[int, str] = {}
-        self._budget = Budget(record.restarts, limits.max_restarts, record.idle, record.last_step)
+        self._budget = Budget(record.restarts, record.limits.max_restarts, record.idle, record.last_step)
         self._resizing = Resizing(self.nodes)
-        self._limits = limits.resized(record.size.min_nodes, record.size.max_nodes) if record.size else limits
+        self._limits = record.limits
         self._timing = timing
         self._command = command
         self._began = now
@@ -91,6 +90,7 @@ class Rounds:
         self._fetching = self._running  # whether members of the round may still need what leavers serve
         self._ending = ""  # why the run ends as soon as no worker is left
         self._incarnations: dict[str, list[str]] = {}
+        self._compared: set[tuple[tuple[str, ...], str]] = set()  # in what nodes were found to differ
         self._out: list[Instruction] = []
 
     @property
@@ -418,7 +418,8 @@ class Rounds:
         self._commit(replace(self.record, round=formed, restarts=budget.spent, idle=budget.idle, last_step=budget.mark))
         served = sources(self.nodes, chosen)
         self._fetching = bool(served)
-        order = m.Form(self.record.term, formed, self.restarts, cause, served)  # one for all: it is encoded once
+        # One for all: it is encoded once.
+        order = m.Form(self.record.term, formed, self.restarts, cause, served, self._limits.max_restarts)
         for node in chosen:
             node.active, node.joined, node.ready, node.done = True, False, False, False
             self._send(node.link, order)

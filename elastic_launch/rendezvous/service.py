@@ -11,7 +11,7 @@ import threading
 from collections import deque
 
 from elastic_launch.clock import Clock
-from elastic_launch.config import Limits, Timing
+from elastic_launch.config import Timing
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
 from elastic_launch.events import EventSink
 from elastic_launch.rendezvous import asking, codec
@@ -63,7 +63,6 @@ class LeaderService:
         listener: socket.socket,
         store: ControlStore,
         record: ControlRecord,
-        limits: Limits,
         timing: Timing,
         command: str,
         clock: Clock,
@@ -76,9 +75,9 @@ class LeaderService:
         self._committed = record.encode()
         self._clock = clock
         self._timing = timing
-        self._beat = timing.beat_among(limits.max_nodes)
+        self._beat = timing.beat_among(record.limits.max_nodes)
         self._events = events
-        self._machine = LeaderMachine(record, limits, timing, command, clock.now(), dead)
+        self._machine = LeaderMachine(record, timing, command, clock.now(), dead)
         self._requests = Requests(self._machine)
         self._key = key
         self._once = Once(_log)
@@ -372,7 +371,7 @@ class LeaderService:
             self._deaf = False
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         record = self._machine.record
-        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts))
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, record.limits.max_nodes))
         for number, link in list(self._links.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)

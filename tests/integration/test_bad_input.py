@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from harness import LOOP, Job
+from harness import LOOP, STEPS, Job
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,7 @@ def test_a_port_in_use_by_something_else(job: Job) -> None:
 @pytest.mark.parametrize(
     ("flags", "options", "found"),
     [
-        ([], {"script_flags": ["other"]}, "with the command"),
-        pytest.param([], {"nnodes": "1:3"}, "--nnodes 1:3", marks=pytest.mark.slow),
-        pytest.param(["--max-restarts", "7"], {}, "--max-restarts 7", marks=pytest.mark.slow),
+        ([], {"command": [STEPS]}, "with the command"),
         pytest.param(["--rdzv-id", "another"], {}, "belongs to run 'another'", marks=pytest.mark.slow),
     ],
 )

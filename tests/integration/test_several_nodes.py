@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from pathlib import Path
 
 import pytest
-from harness import Job, alive, round_of, wait_for
+from harness import LOOP, Job, alive, round_of, wait_for
 
 
 def test_two_nodes_form_one_world(job: Job) -> None:
@@ -125,6 +126,23 @@ def test_a_spare_waits_and_takes_over(job: Job) -> None:
     job.finish()
     assert (host.wait(), spare.wait(), other.wait()) == (0, 0, 0)
     assert job.events("round_formed")[-1]["nodes"] == ["a", "c"]
+
+
+def test_a_node_with_other_arguments_and_limits_takes_part_by_those_of_the_first(job: Job) -> None:
+    host = job.node("a")
+    job.world(1)
+    spelled = f"{Path(LOOP).parent}/../scripts/{Path(LOOP).name}"
+    own = ["--node-id", "b", "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--max-restarts", "7"]
+    other = job.launch(*own, name="b", command=[spelled, str(job.work), "--node-rank", "1"])
+    workers = job.world(2, after=1)
+    assert [worker["argv"][1:] for worker in workers] == [[], ["--node-rank", "1"]]
+    assert [worker["env"]["TORCHELASTIC_MAX_RESTARTS"] for worker in workers] == ["3", "3"]
+    for agent in (host, other):
+        agent.says(
+            "--node-rank 1` in addition; and with other limits: --nnodes 1:1 --max-restarts 7; those of the run hold"
+        )
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from elected_nodes import TIMING, Nodes, View, backend_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Limits
+from elastic_launch.config import Command, Limits
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.events import LeaderElected, NodeJoined, RoundFormed
 from elastic_launch.rendezvous import messages as m
@@ -265,13 +265,26 @@ def test_a_run_whose_nodes_all_died_is_taken_over(nodes: Nodes) -> None:
     assert (record.term, record.round.number, record.restarts) == (4, 8, 2)
 
 
-def test_who_came_with_another_command_does_not_lead(nodes: Nodes) -> None:
-    clock, record = FakeClock(), _leave_record(nodes)
-    with contextlib.closing(_lone(nodes, "b", clock, limits=Limits(1, 5, 3), reuse=True)) as backend:
+def test_a_node_with_other_arguments_and_limits_leads_on_by_those_of_the_run(nodes: Nodes) -> None:
+    clock, record = FakeClock(), _leave_record(nodes, limits=Limits(1, 4, 3))
+    other = Command(("train.py",), ("./train.py", "--node-rank", "1"))
+    with contextlib.closing(_lone(nodes, "b", clock, limits=Limits(2, 5, 0), command=other)) as backend:
         backend.open()
         backend.unreachable(found_by(record), refused=True)
         clock.advance(GONE_AFTER)
-        with pytest.raises(RefusedError, match="another command or other limits") as caught:
+        taken = record_by(backend)
+        assert (taken.leader.node_id, taken.term, taken.limits) == ("b", 4, Limits(1, 4, 3))
+        assert nodes.record == taken
+
+
+def test_a_node_that_came_with_another_script_does_not_lead(nodes: Nodes) -> None:
+    clock, record = FakeClock(), _leave_record(nodes)
+    other = Command(("other.py",), ("other.py",))
+    with contextlib.closing(_lone(nodes, "b", clock, command=other, reuse=True)) as backend:
+        backend.open()
+        backend.unreachable(found_by(record), refused=True)
+        clock.advance(GONE_AFTER)
+        with pytest.raises(RefusedError, match="came with another script") as caught:
             backend.find_leader(1.0)
     assert "etcdctl del /elastic-launch/runs/none/record" in caught.value.hint
     assert nodes.record == record

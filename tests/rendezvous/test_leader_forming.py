@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
+from elastic_launch.config import Limits
 from elastic_launch.events import (
+    NodeDiffers,
     NodeJoined,
     NodeLost,
     NodeRefused,
@@ -16,6 +18,7 @@ from elastic_launch.events import (
     RoundFormed,
 )
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.admission import differences
 from elastic_launch.rendezvous.record import Member, Round
 
 # The first round.
@@ -37,7 +40,7 @@ def test_first_round_forms_at_once_when_all_possible_nodes_are_there() -> None:
     assert run.members == "abc"
     for node_id in "abc":
         assert [order.round.number for order in run.orders(node_id, m.Form)] == [1]
-        assert run.orders(node_id, m.Welcome) == [m.Welcome(1, node_id, 1.0, 5.0)]
+        assert run.orders(node_id, m.Welcome) == [m.Welcome(1, node_id, 1.0, 5.0, max_nodes=3)]
 
 
 def test_first_round_at_min_waits_join_settle_for_a_further_arrival() -> None:
@@ -233,15 +236,11 @@ def test_newcomers_are_the_first_to_be_left_out() -> None:
         ({"version": 99}, "speaks version 99 of the protocol, the run's leader version"),
         ({"run_id": "other"}, "belongs to run 'other', this endpoint serves another run"),
         (
-            {"digest": "x", "limits": "--nnodes 1:9 --max-restarts 3"},
-            "came with --nnodes 1:9 --max-restarts 3, run 'run' has --nnodes 1:2 --max-restarts 3",
-        ),
-        (
             {"digest": "x", "command": "other.py"},
             "came with the command `other.py`, run 'run' executes `train.py --lr 1`",
         ),
     ],
-    ids=["version", "run id", "limits", "command"],
+    ids=["version", "run id", "command"],
 )
 def test_a_node_that_does_not_fit_is_refused_and_told_what_differs(fields: dict[str, Any], found: str) -> None:
     run = Run("1:2")
@@ -256,6 +255,45 @@ def test_a_node_that_does_not_fit_is_refused_and_told_what_differs(fields: dict[
     assert [event.node for event in run.told(NodeRefused)] == ["b"]
     run.advance(2.1)
     assert run.members == "a"
+
+
+def test_a_node_with_other_arguments_or_limits_joins_and_is_told_what_differs() -> None:
+    run = Run("1:4", max_restarts=2)
+    run.hello("a")
+    run.hello("b", command="/srv/train.py --lr 2")
+    run.hello("c", command="/data/train.py --lr 3", limits="--nnodes 1:2 --max-restarts 5")
+    run.hello("d", command="./train.py --lr 4")
+    arguments = "`/srv/train.py` instead of `train.py`, `--lr 2` instead of `--lr 1`"
+    (note,) = [order.text for order in run.orders("b", m.Notice) if "other arguments" in order.text]
+    assert note == f"node b came with other arguments: {arguments}"
+    assert len([order for order in run.orders("d", m.Notice) if "--lr 4" in order.text]) == 1
+    limits = "--nnodes 1:2 --max-restarts 5; those of the run hold: --nnodes 1:4 --max-restarts 2"
+    assert [(event.node, event.limits) for event in run.told(NodeDiffers)] == [("b", ""), ("c", limits)]
+    run.join("a", "b", "c", "d")
+    assert (run.members, run.machine.limits) == ("abcd", Limits(1, 4, 2))
+    assert [order.max_restarts for order in run.orders("c", m.Form)] == [2]
+    run.close("b")
+    run.hello("b", command="/srv/train.py --lr 2", seen_term=1, seen_round=1)
+    assert len(run.told(NodeDiffers)) == 2, "it was told before"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        ("t.py --a 1", "t.py --a 1", ""),
+        ("t.py --a 1 x", "t.py --a 2 y", "`--a 2 y` instead of `--a 1 x`"),
+        ("t.py --a 1 --b", "t.py --a 1", "without `--b`"),
+        ("t.py", "t.py --resume 'a b'", "`--resume 'a b'` in addition"),
+        ("t.py " + "x " * 300, "t.py " + "x " * 300 + "y", "they are too long to be shown"),
+        ("t.py", "t.py 'a", "they are too long to be shown"),
+        ("t.py a\x1b", "t.py b", "`b` instead of `'a\\x1b'`"),
+        ("1 a 2 b 3 c 4 d 5 e 6 f", "a 1 b 2 c 3 d 4 e 5 f 6", None),
+    ],
+)
+def test_commands_are_compared_in_words(ours: str, theirs: str, found: str | None) -> None:
+    words, places = differences(ours, theirs)
+    assert words == found or (found is None and words.endswith("more") and words.count("`") == 18)
+    assert bool(places) == ("`" in words)
 
 
 def test_a_refused_node_teaches_the_leader_nothing() -> None:

@@ -57,8 +57,8 @@ def test_of_two_writers_with_equal_records_one_wins() -> None:
 
 
 def test_a_record_of_another_schema_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ProtocolError, match="has schema 2; this version reads 1") as caught:
-        ControlRecord.parse(RECORD.encode().replace(b'"schema":1', b'"schema":2'))
+    with pytest.raises(ProtocolError, match="has schema 3; this version reads 2") as caught:
+        ControlRecord.parse(RECORD.encode().replace(b'"schema":2', b'"schema":3'))
     assert "same version" in caught.value.hint
 
 
@@ -69,12 +69,13 @@ def test_a_record_of_another_schema_is_refused_with_a_remedy() -> None:
         b"not json",
         b"[]",
         b"{}",
-        b'{"schema":1}',
+        b'{"schema":2}',
         b'{"schema":true}',
         b'{"schema":1.0}',
         RECORD.encode().replace(b'"term":3', b'"term":"3"'),
         RECORD.encode().replace(b'"port":6000', b'"port":null'),
         RECORD.encode().replace(b'"number":7', b'"number":7.5'),
+        RECORD.encode().replace(b'"max_nodes":1', b'"max_nodes":0'),
         RECORD.encode()[:-1],
     ],
 )

@@ -9,11 +9,11 @@ import pytest
 from leader_run import Run
 
 from elastic_launch.config import Command, LaunchConfig, Limits
-from elastic_launch.events import RoundBroken, RoundDrained, RunResized
+from elastic_launch.events import NodeDiffers, RoundBroken, RoundDrained, RunResized
 from elastic_launch.rendezvous import asking as a
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.instructions import Close, Instruction, Send
-from elastic_launch.rendezvous.record import ControlRecord, Leader, Size
+from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.requests import LATE, MAX_CALLERS, Requests
 
 CALLER = 1000
@@ -426,7 +426,7 @@ def test_a_larger_maximum_takes_in_the_spares() -> None:
     answer = run.answer()
     assert answer.done
     assert answer.text.startswith("drained after step 7; round 2 formed")
-    assert run.record.size == Size(1, 3)
+    assert run.record.limits == Limits(1, 3)
     assert run.told(RunResized) == [RunResized(1, 3, 1, 2)]
 
 
@@ -474,7 +474,7 @@ def test_limits_that_are_none_are_refused() -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskResize(3, 2))
     assert not run.answer().done
-    assert run.record.size is None
+    assert run.record.limits == Limits(1, 3)
 
 
 def test_a_new_leader_knows_the_limits_and_drains_a_round_that_is_too_large() -> None:
@@ -493,21 +493,26 @@ def config(nnodes: tuple[int, int], script: str = "train.py") -> LaunchConfig:
 
 
 def hello_of(run: Asked, node_id: str, of: LaunchConfig) -> None:
-    run.hello(node_id, digest=of.digest(), work=of.work(), limits=str(of.limits))
+    run.hello(node_id, digest=of.digest(), limits=str(of.limits))
 
 
-def test_nodes_with_the_limits_of_the_start_and_those_of_now_join_and_no_others() -> None:
+def test_the_limits_of_the_start_and_then_those_of_a_resize_hold_for_whoever_comes() -> None:
     started, now, other = config((1, 2)), config((1, 4)), config((1, 3))
-    record = ControlRecord("run", started.digest(), 1, Leader("a", "a1", "10.0.0.1", 1), work=started.work())
+    record = ControlRecord("run", started.digest(), 1, Leader("a", "a1", "10.0.0.1", 1))
     run = Asked("1:2", record=record.renewed())
     hello_of(run, "a", started)
     hello_of(run, "b", now)
-    assert list(run.machine.nodes) == ["a"]
     run.call()
     run.ask(a.AskResize(1, 4))
     hello_of(run, "c", now)
     hello_of(run, "d", started)
     hello_of(run, "e", other)
     hello_of(run, "f", config((1, 4), "another.py"))
-    assert list(run.machine.nodes) == ["a", "c", "d"]
-    assert [len(run.orders(node_id, m.Refused)) for node_id in "bef"] == [1, 1, 1]
+    assert list(run.machine.nodes) == ["a", "b", "c", "d", "e"]
+    assert run.machine.limits == Limits(1, 4)
+    assert [(event.node, event.limits) for event in run.told(NodeDiffers)] == [
+        ("b", "--nnodes 1:4 --max-restarts 3; those of the run hold: --nnodes 1:2 --max-restarts 3"),
+        ("d", "--nnodes 1:2 --max-restarts 3; those of the run hold: --nnodes 1:4 --max-restarts 3"),
+        ("e", "--nnodes 1:3 --max-restarts 3; those of the run hold: --nnodes 1:4 --max-restarts 3"),
+    ]
+    assert len(run.orders("f", m.Refused)) == 1

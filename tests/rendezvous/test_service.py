@@ -70,7 +70,7 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
     store = Failing()
     assert store.compare_and_set(None, record.encode(), 1)
-    leader = LeaderService(listener, store, record, Limits(1, 1), Timing(), "train.py", MonotonicClock(), NoEvents())
+    leader = LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), NoEvents())
     leader.start()
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close, 0.0)
@@ -96,9 +96,10 @@ class Breaking(Failing):
 
 def _leader(store: Failing, limits: Limits) -> LeaderService:
     listener = listen("127.0.0.1")
-    record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", listener.getsockname()[1])).renewed()
+    leader = Leader("a", "a1", "127.0.0.1", listener.getsockname()[1])
+    record = ControlRecord("run", "digest", 1, leader, limits=limits).renewed()
     assert store.compare_and_set(None, record.encode(), 1)
-    return LeaderService(listener, store, record, limits, Timing(), "train.py", MonotonicClock(), NoEvents())
+    return LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), NoEvents())
 
 
 @pytest.mark.parametrize("what", ["a pulse", "the last words"])

@@ -74,14 +74,13 @@ class Run:
         self.events: list[Event] = []
         self.key = key
         self._stack = stack
-        record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", self.port)).renewed()
+        leader = Leader("a", "a1", "127.0.0.1", self.port)
+        record = ControlRecord("run", "digest", 1, leader, limits=Limits(1, 4)).renewed()
         store = MemoryStore()
         assert store.compare_and_set(None, record.encode(), 1)
         # The clock stands still: only the test makes nodes silent. The short beat makes the leader look at it often.
         timing = Timing(beat=0.05, dead_after=1000.0)
-        self.service = LeaderService(
-            listener, store, record, Limits(1, 4), timing, "train.py", self.clock, self, key=key
-        )
+        self.service = LeaderService(listener, store, record, timing, "train.py", self.clock, self, key=key)
         self.service.start()
         stack.callback(self.service.close, 0.0)
 

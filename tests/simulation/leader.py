@@ -42,8 +42,8 @@ class SimLeader:
         self.port = record.leader.port
         self.began = self.kernel.now
         self.mailbox = Mailbox(self.kernel, node)
-        limits, timing = self.cluster.limits, self.cluster.timing
-        self.machine = LeaderMachine(record, limits, timing, COMMAND, self.began, dead)
+        timing = self.cluster.timing
+        self.machine = LeaderMachine(record, timing, COMMAND, self.began, dead)
         self.links: dict[int, Connection] = {}
         self.greeted: dict[int, str] = {}
         self.heard: dict[str, float] = {}
@@ -109,7 +109,8 @@ class SimLeader:
                 next_pulse = now + beat
                 for number in self.greeted:
                     record = machine.record
-                    self._send(number, m.Pulse(record.term, record.round.number, record.restarts))
+                    most = record.limits.max_nodes
+                    self._send(number, m.Pulse(record.term, record.round.number, record.restarts, most))
         self.over = True
         for connection in self.links.values():
             connection.close(1)

@@ -330,7 +330,7 @@ class SimNode(Host):
             record = self._continuity.newest
             self._spoiled_at = now if self._spoiled_at is None else self._spoiled_at
         if record is None:
-            first = ControlRecord("run", "digest", 1, me, run="01")
+            first = ControlRecord("run", "digest", 1, me, limits=self.cluster.limits, run="01")
             return (yield from self._take_over(None, first, timeout, ""))
         leading = self.reign is not None and self.reign.alive
         takeover = self.succession.decide(record, now, leading=leading)
