@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from elastic_launch.snapshot.errors import CheckpointWriteError as CheckpointWriteError
     from elastic_launch.snapshot.errors import DamagedCheckpointError as DamagedCheckpointError
     from elastic_launch.snapshot.errors import ForeignCheckpointError as ForeignCheckpointError
+    from elastic_launch.snapshot.errors import TornSnapshotError as TornSnapshotError
     from elastic_launch.snapshot.errors import UnsupportedStateError as UnsupportedStateError
     from elastic_launch.snapshot.listing import CheckpointInfo as CheckpointInfo
     from elastic_launch.snapshot.listing import find as find
@@ -59,6 +60,7 @@ _HOMES = {
     "ForeignCheckpointError": "errors",
     "LoadedCheckpoint": "reading",
     "Outcome": "background",
+    "TornSnapshotError": "errors",
     "UnsupportedStateError": "errors",
     "find": "listing",
     "inspect": "listing",
@@ -80,6 +82,7 @@ __all__ = [
     "ForeignCheckpointError",
     "LoadedCheckpoint",
     "Outcome",
+    "TornSnapshotError",
     "UnsupportedStateError",
     "find",
     "inspect",

@@ -4,6 +4,7 @@
 
     CheckpointError                    1
     ├── UnsupportedStateError              the state holds what the format cannot
+    ├── TornSnapshotError                  the state changed while it was being copied into memory
     ├── NotCommittedError                  written by who is no member of the run any more
     ├── CheckpointWriteError               the directory is read-only, full or no directory
     │   └── TakenError                         another run writes there
@@ -36,6 +37,7 @@ __all__ = [
     "NotCommittedError",
     "StalledError",
     "TakenError",
+    "TornSnapshotError",
     "UnknownFormatError",
     "UnsupportedStateError",
     "reading",
@@ -71,6 +73,10 @@ class NotCommittedError(CheckpointError):
 
 class UnsupportedStateError(CheckpointError):
     """The state holds a value that the format cannot; the message has its type and its place."""
+
+
+class TornSnapshotError(CheckpointError):
+    """A state changed while it was being copied into memory, and the copy was given up."""
 
 
 class CheckpointWriteError(CheckpointError):

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from elastic_launch import faults
 from elastic_launch.snapshot import tensorfile, tree
+from elastic_launch.snapshot.errors import TornSnapshotError
 from elastic_launch.snapshot.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.plain import Decoder
 from elastic_launch.snapshot.saving import state_json
 from elastic_launch.snapshot.slot import Header, Slot
 from elastic_launch.snapshot.staging import Staging, mark
+from elastic_launch.snapshot.watch import Watched
 
 __all__ = ["Draft", "SlotWriter", "read_meta", "read_state"]
 
@@ -33,16 +35,32 @@ class Draft:
 
     Args:
         state: nested dicts, lists, tuples, tensors and plain values.
-        stays: whether a tensor keeps its values until the draft is written.
+        stays: whether a tensor should keep its values until the draft is written.
+        watch: whether the script may change tensors all the same before that, which is noticed then; those of the
+            optimizer's state only by their versions.
 
     Raises:
         UnsupportedStateError: with type and place of what a checkpoint does not hold.
     """
 
-    def __init__(self, state: Any, meta: dict[str, Any], stays: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        state: Any,
+        meta: dict[str, Any],
+        stays: Callable[[Tensor], bool],
+        *,
+        watch: bool = False,
+    ) -> None:
         tensors, rest = tree.encode(state)
+        later = {name for name, tensor in tensors.items() if stays(tensor)}
+        if watch:
+            later = {name for name in later if Watched.possible(tensors[name])}
         self.tensors = {
-            name: tensor.detach() if stays(tensor) else tensor.detach().clone() for name, tensor in tensors.items()
+            name: tensor.detach() if name in later else tensor.detach().clone() for name, tensor in tensors.items()
+        }
+        self.watched = {
+            name: Watched(tensors[name], by_sum=not name.startswith("optimizer/"))
+            for name in sorted(later if watch else ())
         }
         self.marks = mark(self.tensors.values())
         self.tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
@@ -96,6 +114,7 @@ class SlotWriter:
         Raises:
             OSError: if there is no memory for it.
             UnsupportedStateError: if the state is too large for the format.
+            TornSnapshotError: if the script has changed what was being copied; the slot is empty then.
         """
         empty = not self.slot.allocated
         self.slot.begin()
@@ -116,7 +135,13 @@ class SlotWriter:
             staging.copy(tensor, target[offset : offset + size])
         for staging in staged.values():
             staging.finish()
-        del target
+        places = {name: target[offset : offset + size] for name, offset, size in draft.layout.places}
+        changed = Watched.changes(draft.watched, places.__getitem__)
+        del target, places
+        if changed:
+            raise TornSnapshotError(
+                f"The script changed {changed[0]} while it was being copied", "Change it right after step.update()."
+            )
         faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
         self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)

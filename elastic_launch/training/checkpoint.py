@@ -257,6 +257,11 @@ class Checkpoint:
             error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.Outcome(step, self.branch.round, 0.0, None, error))
 
+    def torn(self, step: int) -> None:
+        """The state after a step, which was to be copied, is given up; a later one is to be saved."""
+        if step == self._awaited:
+            self._awaited, self._owed = 0, step
+
     def put_off(self, step: int) -> None:
         """The state after a step is not saved, a later one is to be; the interval begins anew, as on other ranks."""
         self._last_step, self._last_time = step, time.monotonic()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_launch import faults
+from elastic_launch import faults, snapshot
 from elastic_launch.contract import Stored
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
@@ -93,6 +93,8 @@ class MemorySnapshots:
         self._writing: Future[_Written] | None = None
         self._stall = 0.0
         self._json = 0  # bytes of the last snapshot beside its tensors
+        self._torn = False
+        self._left: int | None = None  # a slot that was to be written, and is empty
         self.writes = world.local_rank == 0 and bool(self._slots)
         """Whether this worker is its node's writer; not any more once there is no room."""
 
@@ -132,9 +134,10 @@ class MemorySnapshots:
         """
         self.settle()
         began = time.monotonic()
-        draft = Draft(state, meta, stays)
+        wait = wait or self._torn
+        draft = Draft(state, meta, stays, watch=not wait)
         self.writes = self._has_room(draft.tensor_bytes + self._json)
-        number = self._link.slot_to_use(patient=patient) if self.writes else None
+        number = self._next_slot(patient) if self.writes else None
         if number is None:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
@@ -151,9 +154,13 @@ class MemorySnapshots:
     def _write(self, draft: Draft, writer: SlotWriter, number: int, header: Header, target: Target) -> _Written:
         """Write a snapshot and tell the agent; in a thread."""
         began = time.monotonic()
-        fresh = writer.write(
-            draft, sequence=header.sequence, round=header.round, step=header.step, training=header.training
-        )
+        try:
+            fresh = writer.write(
+                draft, sequence=header.sequence, round=header.round, step=header.step, training=header.training
+            )
+        except snapshot.TornSnapshotError:
+            self._left = number
+            raise
         self._link.stored(target.stored(number, header.sequence, header.step, header.round, draft.layout.size))
         return _Written(time.monotonic() - began, fresh, draft.bytes - draft.tensor_bytes)
 
@@ -163,12 +170,19 @@ class MemorySnapshots:
         Raises:
             OSError: if there is no memory for it after all.
             UnsupportedStateError: if it is too large for the format.
+            TornSnapshotError: if the script has changed what was being copied. From now on a snapshot is waited for
+                before the script goes on.
         """
         if self._writing is None:
             return
         began = time.monotonic()
         writing, self._writing = self._writing, None
-        written = writing.result()
+        try:
+            written = writing.result()
+        except snapshot.TornSnapshotError:
+            self._torn = True
+            self.rhythm.undone()
+            raise
         waited = time.monotonic() - began
         self._json = written.json
         beside = max(0.0, written.seconds - waited)
@@ -180,6 +194,11 @@ class MemorySnapshots:
             header = slot.header()
             if header is not None and header.training == training and (header.round, header.step) > position:
                 slot.begin()
+
+    def _next_slot(self, patient: bool) -> int | None:
+        """Return the slot to write, None if the agent does not say."""
+        left, self._left = self._left, None
+        return left if left is not None else self._link.slot_to_use(patient=patient)
 
     def close(self) -> None:
         """Give up what is being taken, and unmap."""

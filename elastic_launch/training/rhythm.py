@@ -57,7 +57,7 @@ class Rhythm:
         self._besides: deque[float] = deque(maxlen=MEMORY)
         self._part, self._samples = 1.0, 1
         self._steps: deque[float] = deque(maxlen=STEPS)
-        self._last = 0
+        self._last = self._before = 0
         self._at: float | None = None
         self._at_step = 0
         self._now = _Step(0.0)
@@ -66,6 +66,7 @@ class Rhythm:
     def begin(self, step: int) -> None:
         """A training begins with so many steps done; what was learnt of times and costs stays."""
         self._last, self._at = step, None
+        self._before = step
         self._now = _Step(0.0)
         self._recent.clear()
 
@@ -104,8 +105,12 @@ class Rhythm:
 
     def taken(self, step: int) -> None:
         """A snapshot is taken after a step, and written during the next one."""
-        self._last = step
+        self._before, self._last = self._last, step
         self._now.carries = True
+
+    def undone(self) -> None:
+        """The last snapshot is none after all: another one is due."""
+        self._last = self._before
 
     def cost(self, cost: Cost, *, fresh: bool = False) -> None:
         """What the last snapshot took.

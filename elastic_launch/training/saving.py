@@ -51,6 +51,7 @@ class Saver:
         self._posted = Wishes()
         self._agreed = Wishes()
         self._kept = False
+        self._keeping = 0  # step of the last snapshot
         self._uncertain: Callable[[Checkpoint], None] | None = None
         self._listeners: list[Callable[[snapshot.Outcome], None]] = []
         self._equal = (0, 0)  # round and step of the last state that was found the same on all ranks
@@ -232,10 +233,23 @@ class Saver:
         except snapshot.UnsupportedStateError:
             self._memory.writes = False
             raise
+        except snapshot.TornSnapshotError as error:
+            self._take_again(error)
         except snapshot.CheckpointError as error:
             self._lose_snapshot(error.message)
         except OSError as error:
             self._lose_snapshot(f"there is no memory for them: {error}")
+
+    def _take_again(self, error: snapshot.TornSnapshotError) -> None:
+        """Say that a snapshot is given up, and have the checkpoint that was to be made of it made of a later one."""
+        _log.warning(
+            "%s. That snapshot is given up. From now on the next step begins only when a snapshot is copied; to avoid "
+            "the wait, change parameters right after step.update()",
+            error.message,
+        )
+        self._kept = False
+        if self._checkpoint is not None:
+            self._checkpoint.torn(self._keeping)
 
     def finish(self, *, wait: bool) -> None:
         """Come to the end of a training.
@@ -292,6 +306,7 @@ class Saver:
     ) -> bool:
         assert self._memory is not None
         self._memory.rhythm.taken(step)
+        self._keeping = step
         try:
             return self._memory.store(
                 captured,

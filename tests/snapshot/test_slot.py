@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_launch.snapshot.errors import UnsupportedStateError
+from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
 from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
 from elastic_launch.snapshot.slot import Header, Slot
@@ -201,3 +201,39 @@ def test_what_a_slot_takes_is_known(slot: Slot) -> None:
     assert slot.allocated == 0
     write(slot, {"x": torch.zeros(1_000_000)})
     assert 4_000_000 <= slot.allocated < 4_100_000
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_what_changes_before_it_is_copied_gives_the_snapshot_up(slot: Slot, part: str, by_data: bool) -> None:
+    """A script may decay its weights by hand, while the state of the step before is being copied."""
+    if part == "optimizer" and by_data:
+        return  # is not seen, and no script is known that does it
+    state = {name: {"x": torch.ones(64, 300)} for name in ("model", "optimizer")}
+    write(slot, a_state())
+    draft = Draft(state, {}, lambda tensor: True, watch=True)
+    changed = state[part]["x"].data if by_data else state[part]["x"]
+    changed[3, 5:] *= 0.9
+    writer = SlotWriter(slot)
+    with pytest.raises(TornSnapshotError, match=f"The script changed {part}/x while"):
+        writer.write(draft, sequence=2, round=1, step=2, training=0)
+    assert slot.header() is None
+    again = Draft(state, {}, lambda tensor: True, watch=True)
+    writer.write(again, sequence=3, round=1, step=3, training=0)
+    writer.close()
+    header = slot.header()
+    assert header is not None
+    assert torch.equal(read_state(slot, header)[part]["x"], state[part]["x"])
+
+
+def test_what_cannot_be_watched_is_cloned() -> None:
+    state = {
+        "small": torch.zeros(10),
+        "gaps": torch.zeros(300, 300).t(),
+        "odd": torch.zeros(99_999, dtype=torch.uint8),
+        "watched": torch.zeros(300, 300),
+    }
+    draft = Draft(state, {}, lambda tensor: True, watch=True)
+    assert list(draft.watched) == ["watched"]
+    shared = [name for name, value in state.items() if draft.tensors[name].data_ptr() == value.data_ptr()]
+    assert shared == ["watched"]

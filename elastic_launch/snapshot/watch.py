@@ -1,0 +1,59 @@
+"""Whether tensors that are copied beside the training still have the values of the step boundary.
+
+A script may change a parameter in place at any time, by weight normalisation or a decay of its own, and what is being
+copied is then neither the old state nor the new one. A tensor's version tells of changes, except of those by way of
+``.data``, which a sum over the bits tells of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["SMALL", "Watched"]
+
+SMALL = 64 * 1024
+"""Bytes below which a tensor is copied at once: to watch it takes as long."""
+
+
+class Watched:
+    """A tensor that is read later.
+
+    Args:
+        tensor: contiguous, of a multiple of 8 bytes; see :meth:`possible`.
+        by_sum: whether its bits are summed up, too.
+    """
+
+    def __init__(self, tensor: Tensor, *, by_sum: bool) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+        self._sum = _sum(tensor) if by_sum else None
+
+    @staticmethod
+    def possible(tensor: Tensor) -> bool:
+        """Whether a tensor can be watched; others must be copied before the script goes on."""
+        size = tensor.numel() * tensor.element_size()
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        aligned = size % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
+        return size >= SMALL and plain and aligned and not tensor.is_inference()
+
+    def changed(self, copy: Tensor) -> bool:
+        """Whether the tensor has changed, or its copy is of another value.
+
+        Args:
+            copy: its bytes, in memory.
+        """
+        if self._tensor._version != self._version:
+            return True
+        return self._sum is not None and int(self._sum) != int(_sum(copy))
+
+    @staticmethod
+    def changes(watched: Mapping[str, Watched], copy_of: Callable[[str], Tensor]) -> list[str]:
+        """Return the names of those that have changed."""
+        return [name for name, each in watched.items() if each.changed(copy_of(name))]
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.int64).sum()
