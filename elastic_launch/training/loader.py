@@ -190,12 +190,22 @@ class Loader(ABC):
         """Take samples in the old order, if this loader had one then."""
 
     def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
-        """Yield a rank's collated micro-batches from a step on, to the end of its epoch, one after the other."""
+        """Yield a rank's collated micro-batches from a step on, to the end of its epoch, one after the other.
+
+        Raises:
+            UsageError: if persistent workers have been asked for another epoch in the middle of this one.
+        """
         first = self.position(step)
         steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
-        self._feed.requests = self._requests(steps, world_size, rank)
+        self._feed.requests = requests = self._requests(steps, world_size, rank)
         self._generator.manual_seed(derive("loader", self.seed, first.epoch))
-        yield from self._data_loader
+        for batch in self._data_loader:
+            yield batch
+            if self._data_loader.persistent_workers and self._feed.requests is not requests:
+                raise UsageError(
+                    f"{type(self).__name__}(persistent_workers=True) was asked for an epoch in the middle of another.",
+                    "Give evaluation a loader of its own, or leave out persistent_workers.",
+                )
 
     def _made(self) -> DataLoader[Any]:
         try:

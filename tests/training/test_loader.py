@@ -252,6 +252,19 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
     assert (set(then) == first) is persistent
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_epochs_at_once_are_kept_apart_or_refused(workers: int) -> None:
+    loader = ElasticLoader(Numbers(8), GlobalBatch(4, 2), num_workers=workers, persistent_workers=bool(workers))
+    batches = loader.epoch_from(0, 1, 0)
+    first = next(batches).tolist()
+    assert next(loader.epoch_from(2, 1, 0)).tolist() == loader.order(1)[:2]
+    if workers:
+        with pytest.raises(UsageError, match=r"persistent_workers=True\) was asked for an epoch in the middle"):
+            next(batches)
+    else:
+        assert first + [int(index) for micro in batches for index in micro] == loader.order(0)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
