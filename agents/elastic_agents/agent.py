@@ -402,7 +402,8 @@ class LocalElasticAgent(ElasticAgent):
     def _had_failed(self, reaped: Reaped) -> None:
         """A worker was stopped: it may have raised before, and the leader hears of it before it forms a round."""
         if failure := self._workers.failure(reaped.placement.local_rank, False, self._control.pace):
-            self._local_failures[failure.rank] = reaped
+            if not failure.supposed:
+                self._local_failures[failure.rank] = reaped
             tell_late(failure)
             self._membership.failed(failure)
 

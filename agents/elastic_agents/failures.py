@@ -15,7 +15,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.plain_text import clipped, one_line, plain
 from elastic_launch.rendezvous.messages import Failure
 
-__all__ = ["OutOfMemoryCounter", "describe", "raised_in", "report"]
+__all__ = ["OutOfMemoryCounter", "describe", "printed_last", "raised_in", "report"]
 
 # Bytes of JSON: a report must fit into one message, whatever an exception has to say, and in which characters.
 _DETAIL_LINES = 60
@@ -26,6 +26,7 @@ START = 60.0
 """Seconds after its start within which a worker that cannot run as it is says so."""
 
 _RANK = re.compile(r"\[rank\d+\]: ")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
 _NO_MODULE = re.compile(r".*: No module named \S+$")  # as of python -m
 
@@ -105,6 +106,7 @@ def report(
     stopped: bool,
     out_of_memory: bool,
     trained: int,
+    supposed: bool = False,
 ) -> Failure:
     """Build the report on a failed worker.
 
@@ -113,8 +115,9 @@ def report(
         stderr: the end of it.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         trained: optimizer steps that the round has done; -1 if that is not known.
+        supposed: only :func:`printed_last` tells that it had failed.
     """
-    text, detail = _last_words(exit_code, error, stderr, stopped=stopped)
+    text, detail = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
     asked = error.exit_code if error is not None else 0
     if stopped and exit_code < 0:
         exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
@@ -124,6 +127,8 @@ def report(
         kind = "preemption"
     elif out_of_memory and exit_code == -signal.SIGKILL:
         kind = "out of memory"
+    elif supposed:
+        kind = "crash"
     else:
         kind = "startup" if trained < 0 and ran <= START and _cannot_start(exit_code, text, detail, stderr) else "crash"
     symptom = ""
@@ -132,6 +137,8 @@ def report(
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
     first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
     how = "" if stopped and first else f"{describe(exit_code)}{hint}"
+    if supposed:
+        how = "printed before it was stopped"
     return Failure(
         node_id=node_id,
         kind=kind,
@@ -148,6 +155,7 @@ def report(
         host=socket.gethostname(),
         symptom=symptom,
         trained=trained,
+        supposed=supposed,
     )
 
 
@@ -165,12 +173,25 @@ def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
     return next((index for index in reversed(marked) if lines[index] and not lines[index].startswith((" ", "["))), None)
 
 
+def printed_last(stderr: Sequence[str]) -> int | None:
+    """Return which line is that of an exception whose traceback a stopped worker had printed last; None if none is.
+
+    A worker that is not in a process group, and has no error file, does not tell whether that had ended it.
+    """
+    index = raised_in(stderr, stopped=False)
+    if index is None or index == 0 or any(stderr[index + 1 :]) or not stderr[index - 1].startswith("  "):
+        return None
+    return index if _EXCEPTION.match(stderr[index]) else None
+
+
 def _last_words(
-    exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool
+    exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool, supposed: bool
 ) -> tuple[str, tuple[str, ...]]:
     """Return the exception, if there was one, and its traceback, or what else was said last."""
     if error is not None:
         return error.message, error.traceback
+    if supposed and (last := printed_last(stderr)) is not None:
+        return stderr[last], tuple(stderr)
     index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
     return _RANK.sub("", stderr[index]) if index is not None else "", tuple(stderr)
 

@@ -55,8 +55,11 @@ def tell_ended(reaped: Reaped) -> None:
 
 
 def tell_late(failure: m.Failure) -> None:
-    """Say that a worker which was stopped had failed before."""
-    _log.warning("rank %d (pid %d) had failed before it was stopped: %s", failure.rank, failure.pid, failure.message)
+    """Say that a worker which was stopped had failed before, or may have."""
+    text = "rank %d (pid %d) had failed before it was stopped: %s"
+    if failure.supposed:
+        text = "rank %d (pid %d) may have failed before it was stopped; %s"
+    _log.warning(text, failure.rank, failure.pid, failure.message)
 
 
 def received(order: MemberOrder, present: int) -> OrderReceived:

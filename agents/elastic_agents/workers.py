@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from elastic_agents.failures import OutOfMemoryCounter, raised_in, report
+from elastic_agents.failures import OutOfMemoryCounter, printed_last, raised_in, report
 from elastic_agents.forwarding import heeds, ignores
 from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs, keep_error
@@ -175,6 +175,10 @@ class WorkerSet:
         steps = pace.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
+        # Of a worker that was stopped, an exception that nothing proves to have ended it.
+        supposed = worker.stopped is not None and error is None and index is None
+        if supposed:
+            index = printed_last(lines)
         failed = reaped.ended
         if error is not None:
             failed = now - max(0.0, time.time() - error.at)
@@ -202,6 +206,7 @@ class WorkerSet:
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
             trained=-1 if steps is None else steps[1] - steps[0],
+            supposed=supposed,
         )
 
     def _read(self, logs: WorkerLogs) -> ErrorFile | None:

@@ -39,6 +39,8 @@ class Failure:
         host: name of the node's host.
         symptom: what tells that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
         trained: optimizer steps that the round has done by then, as far as the node knows; -1 if it knows of none.
+        supposed: whether it may not have failed: a traceback was the last that it printed before it was stopped, and
+            may be that of an exception which it had handled.
     """
 
     node_id: str
@@ -56,6 +58,7 @@ class Failure:
     host: str = ""
     symptom: str = ""
     trained: int = -1
+    supposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

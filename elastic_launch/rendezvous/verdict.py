@@ -62,7 +62,8 @@ def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
     """Return the first failure, but none that follows from another while there is one that does not.
 
     What says that a retry is of no use goes before all others. A broken connection or a time-out tells of a failure
-    elsewhere, so it comes last, and behind a worker that somebody has ended by a signal, since that breaks connections.
+    elsewhere, so it comes last, and behind a worker that somebody has ended by a signal, since that breaks connections,
+    and behind one that may have failed.
 
     Args:
         failures: each with the leader's time of its receipt; its age as the node saw it is taken off.
@@ -78,7 +79,9 @@ def _rank(failure: Failure) -> int:
         return 0
     if not kind.is_fault:
         return 2
-    return 3 if failure.symptom else 1
+    if failure.symptom:
+        return 4
+    return 3 if failure.supposed else 1
 
 
 def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Kind:

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents import failures
-from elastic_agents.failures import OutOfMemoryCounter, describe, raised_in, report
+from elastic_agents.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import Reaped
 from elastic_launch.contract import Placement
@@ -351,9 +351,22 @@ def test_who_had_raised_before_it_was_stopped(error_file: Path) -> None:
     assert (found.kind, found.message, found.exit_code) == ("crash", "ValueError: boom", 1)
 
 
+def test_a_traceback_that_a_stopped_worker_printed_last_may_be_why(error_file: Path) -> None:
+    found = failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=("epoch 1", *TRACEBACK), trained=-1)
+    assert (found.kind, found.supposed, found.symptom) == ("crash", True, "")
+    assert found.message == "printed before it was stopped: ValueError: boom"
+    module = (*TRACEBACK[:-1], "ModuleNotFoundError: No module named 'x'")
+    assert failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=module).kind == "crash"
+
+
 def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it() -> None:
     """Others may be of exceptions that it had handled."""
     assert raised_in(TRACEBACK, stopped=False) == 3
+    assert printed_last(TRACEBACK) == 3
+    assert printed_last((*TRACEBACK, "")) == 3
+    assert printed_last((*TRACEBACK, "epoch 2")) is None
+    assert printed_last((*TRACEBACK[:-1], "    more")) is None
+    assert printed_last(("ValueError: boom",)) is None
     assert raised_in(TRACEBACK, stopped=True) is None
     assert raised_in(("epoch 1", *ranked(TRACEBACK, 3), "bye"), stopped=True) == 4
 

@@ -22,6 +22,17 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     dist.all_reduce(data)
 """
 
+NO_GROUP = """
+import atexit, os, sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "0":
+        atexit.register(time.sleep, 60)
+        raise ValueError("the loss is not finite")
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    raise ConnectionResetError("Connection reset by peer")
+"""
+
 INTERRUPTED = "raise KeyboardInterrupt\n"
 
 ODD = """
@@ -54,6 +65,21 @@ def test_the_cause_is_the_first_failure_not_the_first_exit(job: Job, tmp_path: P
     assert len(job.events("restart_charged")) == 1
     assert job.events("round_formed")[1]["cause"] == found["cause"]
     assert job.events("round_formed")[1]["form_s"] < 30, "nobody waits for it to end"
+
+
+def test_an_executed_worker_without_a_process_group_that_had_printed_a_traceback_is_the_likely_cause(
+    job: Job, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    command = [*script(tmp_path, NO_GROUP), str(seen)]
+    agent = job.launch("--standalone", "--nproc", "2", "--no-warm", command=command)
+    agent.says("ValueError: the loss is not finite")
+    seen.touch()
+    assert agent.wait(60) == 0
+    assert "Connection reset by peer" in job.events("round_broken")[0]["cause"]
+    (found,) = job.events("cause_found")
+    assert found["cause"].startswith("rank 0 on node")
+    assert found["cause"].endswith(": printed before it was stopped: ValueError: the loss is not finite")
 
 
 @pytest.mark.timeout(300)

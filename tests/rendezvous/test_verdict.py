@@ -90,6 +90,13 @@ def test_a_worker_ended_by_a_signal_breaks_the_connections_of_others() -> None:
     assert root_cause([(1.0, BROKEN), (2.0, LATE), (3.0, PREEMPTED)]) == PREEMPTED
 
 
+def test_what_may_have_failed_goes_behind_what_has_and_before_symptoms() -> None:
+    supposed = replace(CRASH, rank=3, supposed=True)
+    assert root_cause([(9.0, supposed), (1.0, BROKEN), (1.0, LATE)]) == supposed
+    assert root_cause([(1.0, supposed), (9.0, CRASH)]) == CRASH
+    assert root_cause([(1.0, supposed), (9.0, PREEMPTED)]) == PREEMPTED
+
+
 def test_of_symptoms_the_first_is_told() -> None:
     assert root_cause([(2.0, BROKEN), (1.0, LATE)]) == LATE
 
