@@ -22,7 +22,7 @@ from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.memory import settled
 from elastic_launch.training.parameters import OwnParameters
-from elastic_launch.training.randomness import derive, seed_torch
+from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.replicas import replicated
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
@@ -142,7 +142,7 @@ class Loop:
         first = self._step
         left = loader.steps_per_epoch - loader.position(first).step_in_epoch
         for number in range(first, min(self._end, first + left)):
-            seed_torch(derive("step", loader.seed, number))
+            seed_all(derive("step", loader.seed, number), devices=True)
             yield Step(
                 loader.position(number),
                 loader.plan(number, world_size, rank),

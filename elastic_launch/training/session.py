@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -28,6 +29,7 @@ from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.saving import Saver
+from elastic_launch.training.schedules import forgotten
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
@@ -37,6 +39,8 @@ from elastic_launch.training.world import GROUP_TIMEOUT, World, environment, joi
 from elastic_launch.training.wrapped import check_not_sharded
 
 __all__ = ["Run", "Stateful", "session"]
+
+_log = logging.getLogger(__name__)
 
 _LONGEST = 10 * 365 * 24 * 3600.0
 """Seconds that every clock's arithmetic holds."""
@@ -83,6 +87,7 @@ class Run:
         self._unchanging: dict[str, int] = {}
         self._replicas: ReplicaCheck | None = None
         self.trainings = Trainings()
+        self._warned = False
         self._settings = settings
         self._timeout = timeout
         self._unchecked = False
@@ -268,8 +273,15 @@ class Run:
         return resumed
 
     def _check(self, state: TrainingState) -> None:
-        if self._checkpoint is not None or self._link is not None:
-            state.check()
+        if self._checkpoint is None and self._link is None:
+            return
+        state.check()
+        if self.rank == 0 and not self._warned and forgotten(state.parts):
+            self._warned = True
+            _log.warning(
+                "the learning-rate scheduler of the optimizer is not saved: after a restart it would begin anew; "
+                "give it to run.steps(scheduler=...), Trainer(scheduler=...) or run.register()"
+            )
 
     def step_boundary(
         self,

@@ -87,6 +87,10 @@ class TrainingState:
             function()
         return {name: part.state_dict() for name, part in self._parts.items()} if keep else {}
 
+    @property
+    def parts(self) -> list[Stateful]:
+        return list(self._parts.values())
+
     def check(self) -> None:
         """Ask all parts for their state, and refuse what a checkpoint cannot hold.
 
