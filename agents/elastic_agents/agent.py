@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +33,7 @@ from elastic_agents.placing import arguments, environment, group_of, place, plac
 from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.sinks import Kept
+from elastic_agents.starting import Starting, while_scarce
 from elastic_agents.stuck import LOOK_EVERY
 from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
 from elastic_agents.workers import Reaped, WorkerSet
@@ -66,9 +66,6 @@ from elastic_launch.writer import IDLE, Writer
 __all__ = ["LocalElasticAgent"]
 
 _log = logging.getLogger("elastic_launch.agent")
-
-SCARCE = 3.0
-"""Seconds for which workers are tried to be started while no descriptors are left."""
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
@@ -120,7 +117,7 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said so
-        self._awaited: m.Form | None = None  # a round whose workers wait to be started
+        self._starting: Starting | None = None  # a round of which workers are to be started
         self._watched = 0  # the round whose workers may hang at their end
         self._rank = 0  # among the members of the present round
         self._saved: int | None = None  # step of the last checkpoint that its workers have reported
@@ -256,9 +253,8 @@ class LocalElasticAgent(ElasticAgent):
                 answer(self._view.phase.value)
                 return None
             case CanStart(round=number):
-                if self._awaited is not None and self._awaited.round.number == number:
-                    form, self._awaited = self._awaited, None
-                    self._start(form)
+                if self._starting is not None and self._starting.number == number:
+                    self._start_next(self._starting)
                 return None
             case m.Notice(text=text):
                 if not self._hosting:
@@ -357,8 +353,7 @@ class LocalElasticAgent(ElasticAgent):
     def _carry_out(self, action: v.Action) -> None:
         match action:
             case v.StartWorkers(form=form):
-                self._awaited = form
-                self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(form.round.number)))
+                self._start(form)
             case v.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, cause)
                 if seconds is not None:
@@ -367,14 +362,12 @@ class LocalElasticAgent(ElasticAgent):
                 self._await_copies(bounded=bounded)
             case v.AwaitEnd(round=number, local_rank=local_rank, seconds=seconds):
                 self._inbox.put_later(seconds, v.TeardownOver(number, local_rank))
-            case v.Terminate() | v.Kill() if self._awaited is not None:
-                number, self._awaited = self._awaited.round.number, None
-                for local_rank in range(self._config.nproc):
-                    self._inbox.put(v.WorkerGone(number, local_rank, -signal.SIGKILL))
             case v.Terminate(local_ranks=local_ranks):
+                self._start_no_more(local_ranks)
                 self._workers.terminate(local_ranks, action.number)
                 self._inbox.put_later(self._departure.grace, v.GraceOver(action.round))
             case v.Kill(local_ranks=local_ranks):
+                self._start_no_more(local_ranks)
                 self._workers.kill(local_ranks)
             case v.Hold(round=number, local_rank=local_rank):
                 self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
@@ -383,6 +376,7 @@ class LocalElasticAgent(ElasticAgent):
                     self._membership.failed(failure)
             case v.ReportReady(round=number):
                 self._ready(number)
+                self._processes.training()
                 if self._rank == 0:  # one member's word is enough
                     self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
             case v.ReportStopped():
@@ -501,10 +495,12 @@ class LocalElasticAgent(ElasticAgent):
         return None if token is None else token.key("snapshot", self._config.run_id)
 
     def _start(self, form: m.Form) -> None:
+        """Prepare what a round's workers need, and start each as soon as there is a process for it."""
         assert self._store is not None
+        number = form.round.number
+        self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(number)))  # which takes a while
         self._local_failures.clear()
         self._saved, self._unsaved = None, ""
-        number = form.round.number
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
             try:
@@ -521,37 +517,39 @@ class LocalElasticAgent(ElasticAgent):
         except LogsSpecsFailed as error:
             self._react(v.StartFailed(str(error), frozenset()))
             return
-        until = self._clock.now() + SCARCE
-        for worker, placement in zip(self._group.workers, placed, strict=True):
-            began, local_rank = self._clock.now(), placement.local_rank
-            argv = arguments(self._config, placement)
-            start = partial(self._workers.start, number, placement, argv, envs[local_rank], self._logs[local_rank])
-            try:
-                worker.id = self._while_scarce(start, until)
-            except OSError as error:
-                cause = f"worker {placement.rank} cannot be started: {error}"
-                # It says something of this host, and nothing of the script.
-                code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
-                self._react(v.StartFailed(cause, frozenset(range(local_rank)), code))
-                return
-            took = round(self._clock.now() - began, 6)
-            self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, form.cause, took))
-        self._group.state = WorkerState.HEALTHY
-        self._membership.joined(number)
+        self._starting = Starting(number, form.cause, placed, envs)
 
-    def _while_scarce(self, start: Callable[[], int], until: float) -> int:
-        """Start a worker; try again for a moment where descriptors are lacking.
+    def _start_next(self, starting: Starting) -> None:
+        """Start the next worker of a round."""
+        placement = starting.left.pop(0)
+        number, local_rank = starting.number, placement.local_rank
+        worker, began = self._group.workers[local_rank], self._clock.now()
+        argv, env = arguments(self._config, placement), starting.envs[local_rank]
+        start = partial(self._workers.start, number, placement, argv, env, self._logs[local_rank])
+        try:
+            worker.id = while_scarce(start, self._clock)
+        except OSError as error:
+            self._starting = None
+            cause = f"worker {placement.rank} cannot be started: {error}"
+            # It says something of this host, and nothing of the script.
+            code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
+            alive = self._view.alive & frozenset(range(local_rank))
+            self._react(v.StartFailed(cause, alive, code))
+            return
+        took = round(self._clock.now() - began, 6)
+        self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, starting.cause, took))
+        if not starting.left:
+            self._starting = None
+            self._group.state = WorkerState.HEALTHY
+            self._membership.joined(number)
 
-        Raises:
-            OSError: if that is impossible.
-        """
-        while True:
-            try:
-                return start()
-            except OSError as error:
-                if not scarce(error) or self._clock.now() >= until:
-                    raise
-                time.sleep(0.1)
+    def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
+        """Workers (None: all) are to end: those that are not started yet never will be."""
+        starting = self._starting
+        if starting is not None and (ending := starting.ending(local_ranks)):
+            self._starting = None
+            for local_rank in ending:
+                self._inbox.put(v.WorkerGone(starting.number, local_rank, -signal.SIGKILL))
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
         return environment(self._config, form, placement, error_file=error_file, socket=self._control.address)

@@ -38,7 +38,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class CanStart:
-    """Workers can be started without waiting for anything."""
+    """One more worker can be started without waiting for anything."""
 
     round: int
 

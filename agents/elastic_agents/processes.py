@@ -53,7 +53,11 @@ class WorkerProcesses(Protocol):
         ...
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        """Call once so many processes can be started without waiting; at once, or later from another thread."""
+        """Call for each of so many processes once it can be started without waiting; at once or from another thread."""
+        ...
+
+    def training(self) -> None:
+        """Take note that all workers train: what is done for the next ones does not delay them any more."""
         ...
 
     def start(self, request: StartRequest) -> int:
@@ -102,7 +106,11 @@ class ExecProcesses:
         call()
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        call()
+        for _ in range(count):
+            call()
+
+    def training(self) -> None:
+        pass
 
     def start(self, request: StartRequest) -> int:
         with given_limit():

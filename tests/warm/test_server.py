@@ -344,6 +344,47 @@ def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None
     assert not any(map(alive, parked))
 
 
+def test_each_process_is_told_of_as_soon_as_it_waits_for_work(tmp_path: Path) -> None:
+    """So the first worker begins while the second one is forked."""
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        waiting: list[int] = []
+        starter.processes.prepare(3, lambda: waiting.append(len(server._parked)))
+        wait_for("three processes", lambda: len(waiting) == 3)
+        assert waiting == [1, 2, 3]
+        starter.processes.prepare(4, lambda: waiting.append(len(server._parked)))
+        wait_for("a fourth", lambda: len(waiting) == 7)
+        assert waiting[3:] == [3, 3, 3, 4]
+        parked = {one.pid for one in server._parked}
+        request = StartRequest([sys.executable, "-u", script], starter.env, 1, 2)
+        assert {starter.processes.start(request) for _ in range(4)} == parked
+        assert {starter.wait() for _ in range(4)} == {(pid, 0) for pid in parked}
+        assert not _children(server.pid), "those that forked them are reaped"
+
+
+def test_the_next_processes_are_forked_ahead_once_the_workers_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agents.warm.client.REST", 3600.0)
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script), ahead=2) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        wait_for("processes that wait before any worker begins", lambda: len(server._parked) == 2)
+        assert starter.run(script).code == 0
+        time.sleep(0.5)
+        assert len(server._parked) == 1
+        starter.processes.training()
+        wait_for("as many again", lambda: len(server._parked) == 2)
+
+
+def _children(parent: int) -> list[int]:
+    with open(f"/proc/{parent}/task/{parent}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
 def test_neither_server_nor_workers_outlive_their_agent_though_it_has_no_guard(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import json, time\ntime.sleep(60)")
     driver = f"""

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +45,9 @@ PATIENCE = 120.0
 
 REST = 2.0
 """Seconds after the start of workers before the next ones are forked ahead: they need the processor themselves."""
+
+TRAINING_REST = 0.3
+"""The same after workers have begun to train, if they say so."""
 
 MOST_REPLACED = 3
 """So often a server that died is replaced."""
@@ -117,7 +120,7 @@ class WarmServer:
         self._closing = False
         self._deadline = time.monotonic() + PATIENCE  # of each import
         self._calls: list[Callable[[], None]] = []
-        self._wanted: list[tuple[int, Callable[[], None]]] = []  # so many processes, and what to call then
+        self._wanted: list[tuple[int, Callable[[], None]]] = []  # so many processes, and what to call for each
         self._reaping = threading.Lock()
         self._reaped = False
         self._parked: list[Parked] = []
@@ -180,7 +183,7 @@ class WarmServer:
         call()
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        """Call once so many processes wait for work, and run, or there will be none; at once or from the thread.
+        """Call for each of so many processes once it waits for work, and runs, or there will be none; from any thread.
 
         Only the thread waits for the server, and for those that it forks: each of them may be stopped.
         """
@@ -189,7 +192,13 @@ class WarmServer:
                 self._wanted.append((count, call))
                 os.eventfd_write(self._wake, 1)
                 return
-        call()
+        for _ in range(count):
+            call()
+
+    def training(self) -> None:
+        """The workers train: what the next ones need can soon be done."""
+        self._ahead_at = min(self._ahead_at, time.monotonic() + TRAINING_REST)
+        os.eventfd_write(self._wake, 1)
 
     def start(self, request: StartRequest) -> int:
         """Return the pid of a worker, which is a child of this process.
@@ -298,7 +307,7 @@ class WarmServer:
             read = message["ready"]
             assert isinstance(read, list)
             self.read = frozenset(read) - PER_WORKER
-            self._ahead_at = time.monotonic() + REST
+            self._ahead_at = time.monotonic()  # if no workers begin yet
             self._settle(usable=True)
 
     def _rest(self) -> None:
@@ -307,20 +316,29 @@ class WarmServer:
         os.eventfd_write(self._wake, 1)
 
     def _provide(self) -> None:
-        """Have as many processes wait for work as are wanted by now, all of which run."""
+        """Have as many processes wait for work as are wanted by now, all of which run; tell of each."""
         with self._lock:
             wanted, self._wanted = self._wanted, []
         if not wanted:
             return
+        calls = [call for count, call in wanted for _ in range(count)]
+        told = 0
+        self._ahead_at = time.monotonic() + REST
         try:
             self._weed_out()
-            while len(self._parked) < max(count for count, _ in wanted) and self._usable and not self._closing:
-                self._park(Parked.fork(self._orders))
+            for _ in range(min(len(self._parked), len(calls))):
+                calls[told]()
+                told += 1
+            with closing(Parked.fork(self._orders, len(calls) - told)) as forked:
+                for one in forked:
+                    self._park(one)
+                    calls[told]()
+                    told += 1
         except OSError as error:
-            if not self._closing:
+            if self._usable and not self._closing:
                 _log.warning("workers import for themselves: %s", error)
             self.give_up()
-        for _, call in wanted:
+        for call in calls[told:]:
             call()
 
     def _weed_out(self) -> None:
@@ -357,7 +375,8 @@ class WarmServer:
             return
         if len(self._parked) < self._ahead:
             try:
-                self._park(Parked.fork(self._orders))
+                for one in Parked.fork(self._orders, 1):
+                    self._park(one)
             except TimeoutError:
                 self.give_up()  # it hangs, and would keep from a start whoever waits for it
             except OSError as error:
@@ -376,7 +395,7 @@ class WarmServer:
             self._known, self._usable = True, usable
             calls, self._calls = self._calls, []
             if not usable:
-                calls += [call for _, call in self._wanted]
+                calls += [call for count, call in self._wanted for _ in range(count)]
                 self._wanted = []
         for call in calls:
             call()
@@ -409,6 +428,9 @@ class WarmProcesses:
         self._replace_lost()
         self._server.prepare(count, call)
 
+    def training(self) -> None:
+        self._server.training()
+
     def _replace_lost(self) -> None:
         if not self._server.lost or self._replaced >= MOST_REPLACED:
             return
@@ -420,10 +442,10 @@ class WarmProcesses:
             _log.warning("workers import for themselves: there can be no warm server (%s)", error)
             return
         # It may take a while: what it has forked may be stopped.
-        closing = VitalThread(self._server.close, "former warm server")
-        self._former.append((self._server, closing))
+        closer = VitalThread(self._server.close, "former warm server")
+        self._former.append((self._server, closer))
         self._server = server
-        closing.start()
+        closer.start()
 
     def _claimed(self) -> list[int]:
         return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
@@ -449,8 +471,8 @@ class WarmProcesses:
 
     def close(self) -> None:
         self._server.close()
-        for _, closing in self._former:
-            closing.join(30)
+        for _, closer in self._former:
+            closer.join(30)
         self._exec.close()
         _be_subreaper(False)
 

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import time
+from collections import deque
+from collections.abc import Generator
 
 from elastic_agents.processes import StartRequest
 
@@ -32,8 +34,10 @@ class Parked:
         self._sock = sock
 
     @staticmethod
-    def fork(server: socket.socket) -> Parked:
-        """Have the warm server fork a process.
+    def fork(server: socket.socket, count: int) -> Generator[Parked]:
+        """Have the warm server fork processes, and yield each as soon as it waits.
+
+        Each is asked for before the one before it waits: two forks make a process, and the server does only the first.
 
         Args:
             server: the socket to it.
@@ -41,12 +45,21 @@ class Parked:
         Raises:
             OSError: if it cannot.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        asked: deque[socket.socket] = deque()
+        try:
+            for number in range(count):
+                while len(asked) < min(2, count - number):
+                    asked.append(_ask(server))
+                yield Parked._forked(asked.popleft())
+        finally:
+            for sock in asked:
+                sock.close()
+
+    @staticmethod
+    def _forked(mine: socket.socket) -> Parked:
+        """Wait for a process that was asked for; take its socket over."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(mine)
-            with theirs:
-                socket.send_fds(server, [b"f"], [theirs.fileno()])
-            mine.settimeout(FORK_TIMEOUT)
             if not (pid := _line(mine)):
                 raise OSError("the warm server could not fork")
             mine.sendall(b"g")
@@ -96,6 +109,18 @@ class Parked:
         self._sock.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+
+
+def _ask(server: socket.socket) -> socket.socket:
+    """Ask for a process; return the socket to it."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mine)
+        with theirs:
+            socket.send_fds(server, [b"f"], [theirs.fileno()])
+        mine.settimeout(FORK_TIMEOUT)
+        undo.pop_all()
+    return mine
 
 
 def _line(sock: socket.socket) -> bytes:

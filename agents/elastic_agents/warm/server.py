@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -123,28 +124,39 @@ def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
 
 def _fork_on_demand(sock: socket.socket) -> int:
     """Fork until the agent hangs up; return only in a forked process, with the descriptor of its own socket."""
+    asked = select.poll()
+    asked.register(sock, select.POLLIN)
+    intermediate: list[int] = []
     while True:
+        if not asked.poll(0):  # else the next fork goes on beside the second one of the process before
+            while intermediate:
+                os.waitpid(intermediate.pop(), 0)
         data, received, _, _ = socket.recv_fds(sock, 1, 1)
         if not data:
             os._exit(0)
         for agent in received:
-            if _fork(agent):
+            between = _fork(agent)
+            if between == 0:
                 return agent
+            if between is not None:
+                intermediate.append(between)
             os.close(agent)
 
 
-def _fork(agent: int) -> bool:
-    """Fork a process; return True in it. Where that is impossible the agent sees its socket closed."""
+def _fork(agent: int) -> int | None:
+    """Fork a process; return 0 in it, else the pid of the one that forks it, which is to be reaped.
+
+    Where that is impossible the result is None, and the agent sees its socket closed.
+    """
     with contextlib.suppress(OSError, ValueError):  # an import may have replaced them, and the disk may be full
         sys.stdout.flush()
         sys.stderr.flush()
     try:
         between = os.fork()
     except OSError:
-        return False
+        return None
     if between:
-        os.waitpid(between, 0)
-        return False
+        return between
     between = os.getpid()
     left, leave = os.pipe()
     try:
@@ -159,7 +171,7 @@ def _fork(agent: int) -> bool:
         os._exit(0)
     os.close(left)
     leave_parent(between, leave, agent)
-    return True
+    return 0
 
 
 def _say(settings: dict[str, Any], message: dict[str, Any]) -> None:
