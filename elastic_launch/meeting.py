@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from elastic_launch.config import Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
@@ -103,6 +102,8 @@ def _known(text: str) -> str:
     backend = _ALIASES.get(text, text)
     if backend in (*BACKENDS, "static"):
         return backend
+    from importlib.metadata import entry_points  # which takes a while
+
     others = sorted({*_OF_TORCH, *_registered(), *(found.name for found in entry_points(group="torchrun.handlers"))})
     if backend not in others:
         names = ", ".join([*BACKENDS, "static", *(name for name in others if name not in _ALIASES)])

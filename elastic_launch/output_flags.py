@@ -8,7 +8,6 @@ import os
 import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from elastic_launch.config import LaunchConfig, state_directory, writable
@@ -174,6 +173,8 @@ def _logs_specs(values: Values) -> str:
     name = values.text("--logs-specs")
     if name is None or name == "default":  # torch's own specs: their settings are ours, their layout is not
         return ""
+    from importlib.metadata import entry_points  # which takes a while
+
     known = sorted({point.name for point in entry_points(group=LOGS_SPECS_GROUP)} | {"default"})
     if name not in known:
         raise UsageError(

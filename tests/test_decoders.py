@@ -40,7 +40,7 @@ from elastic_launch.config import Limits, parse_endpoint, parse_health_port
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
 from elastic_launch.events import JsonLines, LinkChanged, RoundFormed
-from elastic_launch.jobfile import read_job_file
+from elastic_launch.jobfile_reader import read_job_file
 from elastic_launch.observe import reading
 from elastic_launch.progress import Progress, Reached
 from elastic_launch.rendezvous import asking as a

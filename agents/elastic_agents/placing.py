@@ -9,14 +9,15 @@ from elastic_agents.numa import bound
 from elastic_launch.config import LaunchConfig
 from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
 from elastic_launch.plain_text import clipped, one_line
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.record import Round
 from elastic_launch.secret import without_secrets
 from elastic_launch.torch_options import visible_device
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from elastic_launch.rendezvous import messages as m
+    from elastic_launch.rendezvous.record import Round
 
 __all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
 
