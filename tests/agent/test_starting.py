@@ -1,0 +1,66 @@
+"""Workers of a round are started one after the other, and a round may be over before all of them are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from elastic_agents.agent import LocalElasticAgent
+from elastic_agents.console import Consoles
+from elastic_agents.processes import ExecProcesses
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config import Command, LaunchConfig, Limits
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import Event, WorkerExited, WorkerStarted
+from elastic_launch.rendezvous.choice import backend_of
+from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.writer import Writer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_store() -> None:
+    """The first store of a process opens a pipe of libuv's that stays."""
+    store = WorkerStore("127.0.0.1")
+    store.serve(10)
+    store.close()
+
+
+class OneAtFirst(ExecProcesses):
+    """Has a process for the first round's first worker, and none for its second."""
+
+    rounds = 0
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        self.rounds += 1
+        super().prepare(1 if self.rounds == 1 else count, call)
+
+
+class Events:
+    def __init__(self) -> None:
+        self.all: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.all.append(event)
+
+
+def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without_them(tmp_path: Path) -> None:
+    code = "import os, sys; sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
+    command = Command((sys.executable, "-c", code), ("-c", code))
+    config = LaunchConfig(command=command, limits=Limits(1, 1, 1), nproc=2, log_dir=tmp_path, warm=False)
+    clock, events = MonotonicClock(), Events()
+    files = Writer("files", limit=1 << 20, patience=3.0)
+    with closing(files), closing(Consoles()) as consoles:
+        backend = backend_of(config, clock, events)
+        agent = LocalElasticAgent(config, backend, events, files, consoles, clock=clock, processes=OneAtFirst)
+        agent.run()
+    assert agent.outcome.code == ExitCode.DONE
+    started = [(event.round, event.local_rank) for event in events.all if isinstance(event, WorkerStarted)]
+    assert started == [(1, 0), (2, 0), (2, 1)]
+    exits = [
+        (event.round, event.local_rank, event.exit_code) for event in events.all if isinstance(event, WorkerExited)
+    ]
+    assert sorted(exits) == [(1, 0, 3), (2, 0, 0), (2, 1, 0)]
