@@ -52,6 +52,15 @@ class ClaimedStore(ControlStore):
         """Judge what the store holds."""
         return self._claim.look(stored, self._clock.now())
 
+    def rival(self, stored: bytes) -> ControlRecord:
+        """Return the record in which :meth:`look` has seen a rival."""
+        return self._claim.rival(stored)
+
+    @property
+    def run(self) -> str:
+        """The number of this run."""
+        return self._claim.record.run
+
     def seen(self, began: float) -> None:
         """The leader's own value stood in the store when it looked, which it began then."""
         self._claim.seen(began)

@@ -6,6 +6,8 @@ MAC, and neither term nor round fall. Anything else is spoiled:
 
 - the leader writes its record again, by compare-and-set, if it has seen it in the last :data:`DOUBT` of ``dead_after``.
   Otherwise another node may have led before the value was spoiled: it steps down, and goes on as a member;
+- of two leaders whose runs have the same id, and which both repair, the one whose run's number is lower ends its run,
+  once the other one has answered it (:mod:`elastic_launch.rendezvous.rival`);
 - a member takes it for nothing, and goes by the newest record that it has seen. It repairs only what has stood for
   ``dead_after``, which no live leader would have let stand, and when it would take over from that record's leader. It
   leaves out terms and numbers of rounds, as many as :func:`repairing` draws, and forms no round for another
@@ -200,6 +202,10 @@ class Claim:
         # Of one term there are two leaders only if an old record was put back as a term began: this one yields.
         other = record.leader != self.record.leader
         return Sight.SUCCEEDED if record.term > self.record.term - other else Sight.SPOILED
+
+    def rival(self, stored: bytes) -> ControlRecord:
+        """Return the record in which :meth:`look` has seen a rival."""
+        return ControlRecord.parse(self._seal.open(stored))
 
     def propose(self, record: ControlRecord) -> bytes:
         """Return a record as it is to be written; from now on it may stand there."""

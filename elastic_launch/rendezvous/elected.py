@@ -34,6 +34,7 @@ from elastic_launch.rendezvous.continuity import REPAIR, STANDS, Claim, Continui
 from elastic_launch.rendezvous.net import listen, source_address
 from elastic_launch.rendezvous.once import Once
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
+from elastic_launch.rendezvous.rival import Rivals
 from elastic_launch.rendezvous.seal import Patience, ValueSeal
 from elastic_launch.rendezvous.service import LeaderService
 from elastic_launch.rendezvous.store import ControlStore
@@ -265,7 +266,8 @@ class ElectedBackend:
         self._succession.reached()
         # Several looks in the time after which a leader that cannot see the record is not sure any more.
         look = min(WATCH, timing.dead_after / 5)
-        self._reign = _Reign(service, watched, claimed, self._clock, look)
+        rivals = Rivals(record.run, self._incarnation, self._config.token)
+        self._reign = _Reign(service, watched, claimed, self._clock, look, rivals)
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
         self._reign.start()
         return found_by(record)
@@ -345,7 +347,9 @@ class _Reign:
         claimed: ClaimedStore,
         clock: Clock,
         look: float,
+        rivals: Rivals,
     ) -> None:
+        self._rivals = rivals
         self.yielded = self.counted = False
         self._service = service
         self._watched = watched
@@ -391,6 +395,7 @@ class _Reign:
                 self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
         self._watched.close()
         self._claimed.close()
+        self._rivals.close()
 
     def _failed(self, died: ThreadDied) -> None:
         self._watch_died = died
@@ -435,6 +440,11 @@ class _Reign:
             self.yielded = True
             self._service.depose("another run with this id has the record")
             return False
+        if sight is Sight.RIVAL and stored is not None:
+            self._rivals.saw(self._claimed.rival(stored))
+            if self._rivals.lost_to:
+                self._service.give_way(self._rivals.lost_to)
+                return False
         self._claimed.repair(stored, self._look)
         if sight is Sight.RIVAL:
             self._stop.wait(WATCH)  # should that run's leader live, it writes likewise

@@ -135,6 +135,12 @@ class Rounds:
         self._end(ExitCode.RENDEZVOUS, cause, now)
         return self._flush()
 
+    def give_way(self, cause: str, now: float) -> list[Instruction]:
+        """The run cannot go on beside another one: it ends."""
+        if not self.ended:
+            self._end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
+
     def _lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
         del self.nodes[node.hello.node_id]
         if node.leaving and not (self._running and node.active):

@@ -94,6 +94,7 @@ class LeaderService:
         self._news = False
         self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
+        self._given_way = ""
         self._died: ThreadDied | None = None
         self._thread = VitalThread(self._run, "leader", owner=self._failed)
 
@@ -129,6 +130,12 @@ class LeaderService:
         _log.warning("this node leads no longer: %s", reason)
         self._deposed = True
         self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")
+
+    def give_way(self, cause: str) -> None:
+        """End the run with 95, since it cannot go on beside another one."""
+        self._given_way = cause
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
 
@@ -182,6 +189,8 @@ class LeaderService:
             for key, _ in self._selector.select(wait):
                 self._ready(key)
             now = clock.now()
+            if self._given_way:
+                self._decided(machine.give_way(self._given_way, now))
             if self._news or now >= next_turn:
                 # Not after every beat: a turn looks at all nodes.
                 self._news = False

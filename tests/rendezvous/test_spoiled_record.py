@@ -13,6 +13,7 @@ from elected_nodes import TIMING, Nodes, View, backend_for
 from elastic_launch.config import Limits
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.events import LeaderElected
+from elastic_launch.rendezvous import elected as elected_module
 from elastic_launch.rendezvous.backend import Found
 from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Claim, Continuity, Sight, SpoiledError
 from elastic_launch.rendezvous.elected import ElectedBackend
@@ -232,6 +233,39 @@ def test_a_run_without_a_round_yields_to_another() -> None:
         found = [nodes.nodes["a"], other.nodes["b"]]
         nodes.until("both to be in one round", lambda: all(sorted(node.members()) == ["a", "b"] for node in found))
         assert not any(node.lost for node in found)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_of_two_runs_with_one_id_that_both_have_rounds_one_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, token: Token | None
+) -> None:
+    """As where the key is deleted while nodes of one run cannot see it; before, both repaired it for ever."""
+    monkeypatch.setattr(elected_module, "WATCH", 0.05)
+    runs = Nodes(), Nodes()
+    runs[0].store = view = View(hidden := MemoryStore())
+    with contextlib.ExitStack() as stack:
+        for each, name in zip(runs, "ab", strict=True):
+            stack.callback(lambda each=each: [each.leave(name) for name in list(each.nodes)])
+            each.start(name, token=token)
+            each.until("a round", lambda each=each, name=name: bool(each.nodes[name].rounds))
+        numbers = {name: each.nodes[name].backend._continuity.newest.run for each, name in zip(runs, "ab", strict=True)}
+        view._shared = runs[1].store
+        with hidden._changed:
+            hidden._value = b"{}"
+            hidden._changed.notify_all()
+        loser, winner = sorted(numbers, key=numbers.__getitem__)
+        both = {**runs[0].nodes, **runs[1].nodes}
+        runs[0].until("one of them to end", lambda: both[loser].ends == [95], 30)
+        assert both[winner].ends == []
+        assert not both[winner].broken
+        runs[1].until("its record", lambda: _run_in(runs[1], token) == numbers[winner])
+    assert f"its leader is node {loser} at" in caplog.text
+
+
+def _run_in(nodes: Nodes, token: Token | None) -> str:
+    value = nodes.store.load(1)
+    assert value is not None
+    return ControlRecord.parse(ValueSeal(token, nodes.nodes[next(iter(nodes.nodes))].config.run_id).open(value)).run
 
 
 def _members(*names: str) -> tuple[Member, ...]:
