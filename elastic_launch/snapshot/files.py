@@ -13,7 +13,17 @@ from pathlib import Path
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
 
-__all__ = ["FileSum", "create", "open_regular", "read_small", "remove_tree", "sum_of", "sync_directory", "write_all"]
+__all__ = [
+    "FileSum",
+    "create",
+    "open_regular",
+    "read_chunks",
+    "read_small",
+    "remove_tree",
+    "sum_of",
+    "sync_directory",
+    "write_all",
+]
 
 _CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and writing, so that what is written is still in the cache.
 
@@ -77,13 +87,20 @@ def open_regular(path: Path) -> Iterator[int]:
 
 def sum_of(descriptor: int) -> FileSum:
     """Return what a file is; its position does not matter and stays."""
-    buffer = bytearray(min(_CHUNK, os.fstat(descriptor).st_size + 1))
     digest, size = hashlib.sha256(), 0
-    while count := os.preadv(descriptor, [buffer], size):
-        advanced()
-        digest.update(memoryview(buffer)[:count])
-        size += count
+    for chunk in read_chunks(descriptor):
+        digest.update(chunk)
+        size += len(chunk)
     return FileSum(size, digest.hexdigest())
+
+
+def read_chunks(descriptor: int) -> Iterator[memoryview]:
+    """Yield a file's content, each part only until the next one; its position does not matter and stays."""
+    buffer, offset = bytearray(min(_CHUNK, os.fstat(descriptor).st_size + 1)), 0
+    while count := os.preadv(descriptor, [buffer], offset):
+        advanced()
+        yield memoryview(buffer)[:count]
+        offset += count
 
 
 def read_small(path: Path, limit: int) -> bytes:

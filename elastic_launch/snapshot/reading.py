@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_launch.snapshot import remote, tensorfile, tree
+from elastic_launch.snapshot.copies import Copies
 from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
 from elastic_launch.snapshot.files import FileSum, open_regular, read_small, sum_of
 from elastic_launch.snapshot.listing import (
@@ -61,8 +62,11 @@ class LoadedCheckpoint:
         return self.info.meta
 
 
-def load(info: CheckpointInfo) -> LoadedCheckpoint:
+def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint:
     """Read a checkpoint and verify sizes and checksums before anything is made of its content.
+
+    Args:
+        copies: keeps what was read of a directory for other processes, if there is room.
 
     Raises:
         DamagedCheckpointError: if it is not what its writer wrote, or not what ``info`` describes.
@@ -80,8 +84,13 @@ def load(info: CheckpointInfo) -> LoadedCheckpoint:
             return LoadedCheckpoint(info, tree.decode(state, tensors))
     with faults(path):
         manifest = _same(info, *manifest_of(path))
-        state = _parse_state(read_small(path / STATE, MAX_STATE_BYTES), manifest.state)
-        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum))
+        if copies is not None:
+            copies.begin(info)
+        data = read_small(path / STATE, MAX_STATE_BYTES)
+        state = _parse_state(data, manifest.state)
+        if copies is not None:
+            copies.keep_state(data)
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies))
         return LoadedCheckpoint(info, tree.decode(state, tensors))
 
 
@@ -90,12 +99,14 @@ def newest(
     on_damaged: OnDamaged | None = None,
     *,
     above: tuple[int, int] | None = None,
+    copies: Copies | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that is sound; None if there is none.
 
     Args:
         directory: need not be there.
         above: only what is newer than this round and step counts.
+        copies: keeps what was read of a directory for other processes, if there is room.
         on_damaged: is told once of each checkpoint that is skipped, or raises to refuse that; without it a warning is
             logged.
 
@@ -114,7 +125,7 @@ def newest(
     for _ in range(SCANS):
         try:
             found = find(directory, skip)
-            return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip)
+            return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip, copies)
         except CheckpointGoneError as error:
             # Whoever removed it has a newer one.
             gone = error
@@ -122,10 +133,10 @@ def newest(
     raise gone
 
 
-def _first_sound(infos: list[CheckpointInfo], skip: OnDamaged) -> LoadedCheckpoint | None:
+def _first_sound(infos: list[CheckpointInfo], skip: OnDamaged, copies: Copies | None) -> LoadedCheckpoint | None:
     for info in infos:
         try:
-            return load(info)
+            return load(info, copies)
         except CheckpointGoneError:
             raise
         except CheckpointReadError as error:
@@ -160,9 +171,13 @@ def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Te
     return tensors
 
 
-def _load_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path, expected: FileSum, copies: Copies | None) -> dict[str, torch.Tensor]:
     with open_regular(path) as descriptor:
         check_size(path.name, os.fstat(descriptor).st_size, expected)
+        if copies is not None and (taken := copies.take(descriptor)) is not None:
+            copy, found = taken
+            _check_hash(path.name, found.sha256, expected)
+            return tensorfile.read(copy)
         _check_hash(path.name, sum_of(descriptor).sha256, expected)
         return tensorfile.read(descriptor)
 

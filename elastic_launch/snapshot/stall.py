@@ -37,8 +37,11 @@ def advanced() -> None:
         thread.at = time.monotonic()
 
 
-def while_advancing(where: Place, function: Callable[[], T]) -> T:
+def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[], object] = lambda: None) -> T:
     """Return what a function returns that reads from storage and calls :func:`advanced`.
+
+    Args:
+        waiting: called every few seconds meanwhile.
 
     Raises:
         StalledError: if it makes no progress; its thread stays until the storage responds.
@@ -56,7 +59,8 @@ def while_advancing(where: Place, function: Callable[[], T]) -> T:
             warned = True
             text = "%s does not respond: reading has made no progress for %g s; after %g s it is given up"
             _log.warning(text, where, WARN, limit)
-        reader.join((limit if warned else WARN) - idle)
+        reader.join(min(WARN, (limit if warned else WARN) - idle))
+        waiting()
     if reader.error is not None:
         raise reader.error
     return results[0]

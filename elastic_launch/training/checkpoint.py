@@ -27,10 +27,10 @@ from elastic_launch import snapshot
 from elastic_launch.contract import Copied
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.arrays import is_array
+from elastic_launch.snapshot.copies import Copies
 from elastic_launch.snapshot.listing import positions
 from elastic_launch.snapshot.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.place import Place, Url, place
-from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage import check_driver
 from elastic_launch.training.branches import Branch, following, within
 from elastic_launch.training.directories import Writers, behind_url, in_directory
@@ -38,6 +38,7 @@ from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.memory import Target
+from elastic_launch.training.node_reads import Read, read_on_node
 from elastic_launch.training.samplers import SAMPLE_ORDER
 from elastic_launch.training.urls import open_url
 from elastic_launch.training.world import World
@@ -164,9 +165,9 @@ class Checkpoint:
         if isinstance(self.directory, Url):
             return self._open_url(self.directory, world, identity, above)
         self._writers = in_directory(self.directory, world)
-        damaged: list[snapshot.CheckpointReadError] = []
         # An older state, in memory or in another checkpoint, is not taken for one that may only be late.
-        loaded, known = while_advancing(self.directory, partial(_read, self.directory, above, damaged))
+        read = read_on_node(world, self.directory, partial(_read, self.directory, above))
+        loaded, known, damaged = read.loaded, read.known, read.damaged
         newest, holder, complete = _agree(world, loaded)
         self._highest = max(
             self._highest, newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1]
@@ -175,7 +176,7 @@ class Checkpoint:
             return None
         if holder is None and damaged:
             # To begin anew would overwrite, by and by, what may still be mended.
-            raise damaged[0]
+            raise damaged
         if holder is None:
             self._begin(world, {})
             self._take(self.directory, world)
@@ -406,24 +407,28 @@ class Checkpoint:
         return snapshot.Outcome(copied.step, copied.round, copied.seconds, info, error)
 
 
-def _read(
-    directory: Path, above: tuple[int, int] | None, damaged: list[snapshot.CheckpointReadError]
-) -> tuple[snapshot.LoadedCheckpoint | None, int]:
+def _read(directory: Path, above: tuple[int, int] | None, copies: Copies | None) -> Read:
     """Return the newest sound checkpoint above a position, and the highest round in any checkpoint's name.
+
+    Args:
+        copies: keeps it for the node's other workers.
 
     Raises:
         CheckpointError: if that cannot be known; without a position.
     """
+    damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
+    known = 0
     try:
         if above is None or not _of_another_run(directory):
-            loaded = snapshot.newest(directory, on_damaged=partial(_skip, damaged=damaged), above=above)
-        return loaded, max((number for number, _ in positions(directory)), default=0)
+            skip = partial(_skip, damaged=damaged)
+            loaded = snapshot.newest(directory, on_damaged=skip, above=above, copies=copies)
+        known = max((number for number, _ in positions(directory)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
         _warn(error)
-        return loaded, 0
+    return Read(loaded, known, damaged[0] if damaged else None)
 
 
 def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
