@@ -109,10 +109,7 @@ class GlobalBatch:
     def micro_batches(self, samples: int | None = None) -> tuple[MicroBatch, ...]:
         """Return all micro-batches of a global batch, or of a short last one of so many samples."""
         count = self._count(samples)
-        return tuple(
-            MicroBatch(index, start, min(start + self._each, count))
-            for index, start in enumerate(range(0, count, self._each))
-        )
+        return self._cut(0, self._parts(count), count)
 
     def plan(self, world_size: int, rank: int, samples: int | None = None) -> BatchPlan:
         """Return a rank's share.
@@ -123,14 +120,14 @@ class GlobalBatch:
         Raises:
             BatchError: if there is no such rank, or no such number of samples.
         """
-        everything = self.micro_batches(samples)
-        start, stop = slice_of(len(everything), world_size, rank)
-        mine, count = everything[start:stop], self._count(samples)
-        return BatchPlan(mine, len(everything), tuple(len(micro) / count for micro in mine))
+        count = self._count(samples)
+        total = self._parts(count)
+        mine = self._cut(*slice_of(total, world_size, rank), count)
+        return BatchPlan(mine, total, tuple(len(micro) / count for micro in mine))
 
     def idle_ranks(self, world_size: int) -> int:
         """Return how many ranks have no micro-batch in a full global batch."""
-        return max(0, world_size - len(self.micro_batches()))
+        return max(0, world_size - self._parts(self.size))
 
     def micro_for(self, world_size: int) -> int | None:
         """Return the largest micro-batch size that gives every rank work; None if there are more ranks than samples."""
@@ -138,6 +135,15 @@ class GlobalBatch:
             return None
         # ceil(G / micro) >= W holds exactly for micro <= (G - 1) / (W - 1).
         return self.size if world_size == 1 else (self.size - 1) // (world_size - 1)
+
+    def _parts(self, count: int) -> int:
+        """Return how many micro-batches so many samples make."""
+        return -(-count // self._each)
+
+    def _cut(self, first: int, last: int, count: int) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches from first to before last, of so many samples."""
+        each = self._each
+        return tuple(MicroBatch(i, i * each, min((i + 1) * each, count)) for i in range(first, last))
 
     def _count(self, samples: int | None) -> int:
         count = self.size if samples is None else samples

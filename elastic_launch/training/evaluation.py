@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,16 +26,17 @@ def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, ra
         measure: called under ``no_grad`` with the random state derived from the loader's seed and the micro-batch.
         columns: number of values that it returns.
     """
-    per_step = [len(loader.batch.micro_batches(loader.samples_in(step))) for step in range(loader.steps_per_epoch)]
-    starts = [0, *accumulate(per_step)][:-1]
+    steps = loader.steps_per_epoch
+    # All global batches but the last have as many micro-batches as the first.
+    each, last = (loader.plan(step, world_size, rank).total for step in (0, steps - 1))
     measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
     with torch.no_grad(), closing(loader.epoch_from(0, world_size, rank)) as batches:
-        for step, row in enumerate(starts):
+        for step in range(steps):
             for micro in loader.plan(step, world_size, rank).micro_batches:
                 with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
                     values, weight = measure(next(batches))
-                measured.append((row + micro.index, values, float(len(micro)), weight))
-    table = MeanTable(sum(per_step), columns)
+                measured.append((step * each + micro.index, values, float(len(micro)), weight))
+    table = MeanTable((steps - 1) * each + last, columns)
     for place, values, samples, weight in measured:
         table.fill(place, values, samples, weight)
     table.post(world_size)
