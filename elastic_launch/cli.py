@@ -80,6 +80,11 @@ def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, who
     if line.wants == "--version":
         print(f"{PROGRAM} {__version__}")
         return ExitCode.DONE
+    if line.wants == "--print-completion":
+        from elastic_launch.completion import completion
+
+        sys.stdout.write(completion(line.given[line.wants][-1]))
+        return ExitCode.DONE
     job = Job(line, os.environ)
     prepare(job)
     _configure_logging(job.values)

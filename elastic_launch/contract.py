@@ -383,6 +383,8 @@ class Placement:
         local_world_size: workers on its node.
         group_world_size: nodes in the round.
         master_addr, master_port: where the round's worker store listens.
+        role_rank: rank among the workers of its role.
+        role_world_size: workers of its role in the round.
     """
 
     rank: int
@@ -393,6 +395,8 @@ class Placement:
     group_world_size: int
     master_addr: str
     master_port: int
+    role_rank: int
+    role_world_size: int
 
 
 def worker_environment(
@@ -420,12 +424,12 @@ def worker_environment(
         "LOCAL_RANK": str(placement.local_rank),
         "GROUP_RANK": str(placement.group_rank),
         "NODE_RANK": str(placement.group_rank),
-        "ROLE_RANK": str(placement.rank),
+        "ROLE_RANK": str(placement.role_rank),
         "ROLE_NAME": role,
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "GROUP_WORLD_SIZE": str(placement.group_world_size),
-        "ROLE_WORLD_SIZE": str(placement.world_size),
+        "ROLE_WORLD_SIZE": str(placement.role_world_size),
         "MASTER_ADDR": placement.master_addr,
         "MASTER_PORT": str(placement.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),

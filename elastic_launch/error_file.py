@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
 
-__all__ = ["ENV_ERROR_FILE", "MOST_BYTES", "ErrorFile", "do_not_retry", "read_error_file"]
+__all__ = ["ENV_ERROR_FILE", "MOST_BYTES", "ErrorFile", "do_not_retry", "read_error_file", "write_error_file"]
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -78,6 +78,17 @@ def read_error_file(path: Path) -> ErrorFile | None:
     )
 
 
+def write_error_file(path: Path, error: ErrorFile) -> None:
+    """Write what torch's ``@record`` would.
+
+    Raises:
+        OSError: if that is impossible.
+    """
+    extra = {"py_callstack": "\n".join(error.traceback), "timestamp": str(int(error.at))}
+    message = {"message": error.message, "extraInfo": extra, "errorCode": error.exit_code}
+    path.write_text(json.dumps({"message": message}))
+
+
 def do_not_retry(reason: str) -> NoReturn:
     """End this worker, and with it the run: a restart would fail in the same way.
 
@@ -91,10 +102,9 @@ def do_not_retry(reason: str) -> NoReturn:
     handled = sys.exception()
     trace = "".join(traceback.format_exception(handled) if handled else _stack(sys._getframe(1)))
     if path := os.environ.get(ENV_ERROR_FILE):
-        extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
-        message = {"message": reason, "extraInfo": extra, "errorCode": int(ExitCode.DO_NOT_RETRY)}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": message}, file)
+        error = ErrorFile(reason, tuple(trace.splitlines()), int(ExitCode.DO_NOT_RETRY), time.time())
+        with suppress(OSError):
+            write_error_file(Path(path), error)
     with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         sys.stderr.write(f"{trace if handled else ''}{reason}\n")
     raise SystemExit(int(ExitCode.DO_NOT_RETRY))

@@ -136,6 +136,12 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
             Flag(("--duplicate-stdout-filters",), "stdout's lines with these: in a file", "TEXT"),
             Flag(("--duplicate-stderr-filters",), "stderr's lines with these: in a file", "TEXT"),
+            Flag(
+                ("--log-line-prefix-template",),
+                "prefix of tee'd lines",
+                "TEXT",
+                fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+            ),
             Flag(("--prefix",), "[node:rank] before each line that is shown"),
             Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
             Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
@@ -171,6 +177,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Information",
         (
             Flag(("-h", "--help"), "show this and exit", in_environment=False),
+            Flag(("--print-completion",), "show a script for bash, zsh, tcsh", "SHELL", in_environment=False),
             Flag(("--version",), "show the version and exit", in_environment=False),
         ),
     ),
@@ -188,7 +195,10 @@ _TORCHRUN = """
 """
 
 TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
-"""The long names of torchrun's own flags (torch 2.13); a test compares them with its parser."""
+"""The long names of torchrun's own flags (torch 2.13); a test compares them with its parser.
+
+Those that torch 2.14 adds are not among them: what is short enough for 2.13 must stay so.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +217,7 @@ class Line:
         given: values by the name of their flag, in order; a switch has an empty one.
         script: what the workers run, or None if the line names nothing.
         arguments: what came after it, verbatim.
-        wants: ``--help`` or ``--version``, if one was met.
+        wants: ``--help``, ``--version`` or ``--print-completion``, if one was met.
         defaults: values by the name of their flag that another front end starts from.
     """
 
@@ -252,6 +262,8 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
                 raise UsageError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
             value = rest.pop(0)
         given.setdefault(flag.name, []).append(value or "")
+        if flag.name == "--print-completion":
+            return Line(given, wants=flag.name)
     return Line(given)
 
 

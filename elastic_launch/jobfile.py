@@ -14,7 +14,7 @@ from elastic_launch.settings import Setting
 
 __all__ = ["NOT_IN_FILES", "Job", "JobFile", "shown"]
 
-NOT_IN_FILES = ("--help", "--version", "--config", "--print-config")
+NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
 
 # Given several times, all of their values count.
 _MERGED = ("--rdzv-conf", "--preload", "--no-preload", "--notice")

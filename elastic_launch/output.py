@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -109,7 +110,8 @@ class Output:
         stdout_filters, stderr_filters: lines that hold one of these are kept in a file for all ranks of the node.
             Of the tee'd streams if there are any, else of all; and only of streams that are shown.
         prefix: put ``[node:rank]`` before each line that is shown.
-        header: template of tee'd lines' prefixes, with ``${role_name}``, ``${local_rank}`` and ``${rank}``.
+        header: template of tee'd lines' prefixes, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
+            ``${hostname}``.
         stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
             FORMAT_NAMES in braces; empty: nowhere else.
         keep: whether streams are kept in the log directory.
@@ -185,7 +187,7 @@ class Output:
         if self.prefix:
             return f"[{node_id}:{placement.rank}] "
         return Template(self.header).safe_substitute(
-            role_name=role, local_rank=placement.local_rank, rank=placement.rank
+            role_name=role, local_rank=placement.local_rank, rank=placement.rank, hostname=socket.gethostname()
         )
 
 

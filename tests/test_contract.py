@@ -27,6 +27,8 @@ PLACEMENT = Placement(
     group_world_size=4,
     master_addr="fd00::1",
     master_port=29500,
+    role_rank=3,
+    role_world_size=10,
 )
 
 
@@ -65,12 +67,12 @@ def test_all_values() -> None:
         "LOCAL_RANK": "1",
         "GROUP_RANK": "2",
         "NODE_RANK": "2",
-        "ROLE_RANK": "5",
+        "ROLE_RANK": "3",
         "ROLE_NAME": "default",
         "WORLD_SIZE": "12",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_WORLD_SIZE": "4",
-        "ROLE_WORLD_SIZE": "12",
+        "ROLE_WORLD_SIZE": "10",
         "MASTER_ADDR": "fd00::1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "2",

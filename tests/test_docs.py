@@ -142,7 +142,7 @@ def test_the_exit_codes_are_shown() -> None:
 
 
 def test_the_workers_variables_are_shown() -> None:
-    placement = Placement(0, 0, 0, 1, 1, 1, "localhost", 1)
+    placement = Placement(0, 0, 0, 1, 1, 1, "localhost", 1, 0, 1)
     given = worker_environment(
         placement, run_id="r", role="x", restarts=0, max_restarts=3, round_number=1, reason="first", error_file="e"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ SCRIPT = __file__
 
 def place(local_rank: int) -> Placement:
     """The third node of two workers each."""
-    return Placement(4 + local_rank, local_rank, 2, 8, 2, 4, "127.0.0.1", 29500)
+    return Placement(4 + local_rank, local_rank, 2, 8, 2, 4, "127.0.0.1", 29500, 4 + local_rank, 8)
 
 
 def routes(output: Output, local_rank: int = 0) -> tuple[Route, Route]:
@@ -102,6 +103,14 @@ def test_variables_give_what_flags_do_not(tmp_path: Path) -> None:
         prefix=True,
         header="[${rank}]:",
     )
+
+
+def test_the_prefix_of_teed_lines_may_name_the_host(tmp_path: Path) -> None:
+    variable = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]:"}
+    template = "${hostname} ${role_name}${local_rank}/${rank}: ${other}"
+    output = configured("--log-dir", str(tmp_path), "--log-line-prefix-template", template, **variable)
+    name = socket.gethostname()
+    assert output.header_of(place(1), role="r", node_id="a") == f"{name} r1/5: ${{other}}"
 
 
 def test_an_empty_filter_is_refused() -> None:

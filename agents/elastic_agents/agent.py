@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
@@ -110,6 +111,7 @@ class LocalElasticAgent(ElasticAgent):
         self._outcome: Outcome | None = None
         self._restarts, self._max_restarts = 0, config.limits.max_restarts
         self._failure: m.Failure | None = None
+        self._error_file: Path | None = None
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
@@ -139,6 +141,11 @@ class LocalElasticAgent(ElasticAgent):
     def max_restarts(self) -> int:
         """The run's limit, as far as this node knows."""
         return self._max_restarts
+
+    @property
+    def error_file(self) -> Path | None:
+        """Where the worker may have left its exception whose failure ended the run; None: on another node."""
+        return self._error_file
 
     @property
     def kept(self) -> Kept:
@@ -180,6 +187,9 @@ class LocalElasticAgent(ElasticAgent):
         self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._logs.items()}
+        failure = self._outcome.failure
+        if failure is not None and failure.node_id == self._config.node_id:
+            self._error_file = error_files.get(failure.local_rank)
         try:
             return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
         except TimeoutError:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import signal
+import socket
 from typing import TYPE_CHECKING
 
 from elastic_launch.config import LaunchConfig
@@ -85,7 +86,8 @@ def _torch_config(config: LaunchConfig) -> TorchConfig:
         max_restarts=config.limits.max_restarts,
         monitor_interval=options.monitor_interval,
         start_method=options.start_method,
-        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        # torch 2.13 and older know no name of the host.
+        log_line_prefix_template=config.output.header.replace("${hostname}", socket.gethostname()),
         local_addr=config.local_addr,
         event_log_handler=options.event_log_handler,
         numa_options=NumaOptions(AffinityMode(options.numa_binding)) if options.numa_binding else None,

@@ -17,11 +17,12 @@ from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
-from elastic_agents.summary import last_words, root_cause
+from elastic_agents.summary import last_words, leave_error, root_cause
 from elastic_agents.warm.client import start_processes
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import raise_limit, reserve
+from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, JsonLines
 from elastic_launch.notice_sources import claimed
@@ -129,6 +130,9 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
         if line := journal.ledger.summary(agent.max_restarts):
             _log.info("%s", line)
+        if agent.outcome.code != ExitCode.DONE and (path := os.environ.get(ENV_ERROR_FILE)):
+            with suppress(TimeoutError):
+                files.ask(partial(leave_error, Path(path), agent.outcome, agent.error_file), IDLE)
         return _tell(config, agent.outcome, agent.kept, files)
 
 

@@ -58,9 +58,12 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     }
     for name, value in values.items():
         setattr(group, name, value)
+    role = formed.members[me].role
+    first_of_role = sum(member.workers for member in formed.members[:me] if member.role == role)
+    of_role = sum(member.workers for member in formed.members if member.role == role)
     for worker in group.workers:
-        worker.global_rank = worker.role_rank = first + worker.local_rank
-        worker.world_size = worker.role_world_size = formed.world_size
+        worker.global_rank, worker.world_size = first + worker.local_rank, formed.world_size
+        worker.role_rank, worker.role_world_size = first_of_role + worker.local_rank, of_role
     return me
 
 
@@ -76,6 +79,8 @@ def placements(group: WorkerGroup) -> list[Placement]:
             group_world_size=int(group.group_world_size),  # type: ignore[call-overload]
             master_addr=str(group.master_addr),
             master_port=int(group.master_port),  # type: ignore[call-overload]
+            role_rank=worker.role_rank,
+            role_world_size=worker.role_world_size,
         )
         for worker in group.workers
     ]

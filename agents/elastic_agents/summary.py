@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
 from elastic_launch.rendezvous.messages import Failure
 from elastic_launch.termination import termination_message
 
-__all__ = ["hint_on", "last_words", "root_cause"]
+if TYPE_CHECKING:
+    from elastic_agents.outcome import Outcome
+
+__all__ = ["hint_on", "last_words", "leave_error", "root_cause"]
+
+_log = logging.getLogger("elastic_launch")
 
 _ON_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "if nobody sent it, the kernel may have, for lack of memory outside this cgroup: see dmesg",
@@ -33,6 +44,25 @@ def last_words(code: int, cause: str, failure: Failure | None) -> str:
     if failure is None:
         return termination_message([end], ())
     return termination_message([end, _who(failure), *_where(failure)], failure.detail)
+
+
+def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
+    """Leave why the run ended where the launcher's own caller looks for it, as torchrun does.
+
+    Args:
+        worker: where the worker that failed first may have left its exception, if it is on this node.
+    """
+    failure, error = outcome.failure, read_error_file(worker) if worker is not None else None
+    if failure is None:
+        error = ErrorFile(outcome.cause, (), int(outcome.code), time.time())
+    elif error is None:
+        error = ErrorFile(failure.message, failure.detail, failure.exit_code, time.time() - failure.ago)
+    else:
+        error = replace(error, exit_code=failure.exit_code)
+    try:
+        write_error_file(path, error)
+    except OSError as problem:
+        _log.warning("why the run ended cannot be written to %s: %s", path, problem)
 
 
 def hint_on(failure: Failure) -> str:

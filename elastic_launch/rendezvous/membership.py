@@ -222,6 +222,7 @@ class Membership:
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
             shutdown_timeout=config.shutdown_timeout,
+            role=config.role,
         )
 
     def _stay(self) -> None:

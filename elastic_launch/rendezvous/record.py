@@ -22,6 +22,7 @@ class Member:
         incarnation: random per agent start; tells two agents of one node id apart.
         workers: number of its workers.
         address, store_port: where its worker store listens if it is the round's first member.
+        role: of its workers.
     """
 
     node_id: str
@@ -29,6 +30,7 @@ class Member:
     workers: int
     address: str
     store_port: int
+    role: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class Hello:
         leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
         held: as of Stopped.
+        role: of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
 
@@ -99,6 +100,7 @@ class Hello:
     importing: bool = False
     held: Held | None = None
     shutdown_timeout: float = 0.0
+    role: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,7 +415,8 @@ class Rounds:
     def _form(self, now: float) -> None:
         chosen = choose(self._candidates(), self.record.round, self._limits.max_nodes)
         members = tuple(
-            Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port) for x in chosen
+            Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port, x.hello.role)
+            for x in chosen
         )
         formed = Round(max(self._floor, self.record.round.number) + 1, members)
         cause = self._broken.cause if self._broken else "first"

@@ -160,6 +160,27 @@ def test_an_exception_recorded_by_torch_is_the_root_cause(job: Job, tmp_path: Pa
     assert "recorded.py" in cause
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_launchers_error_file_gets_the_first_failure(job: Job, tmp_path: Path, recorded: bool) -> None:
+    """As under torchrun; there only if the script uses ``@record``, or the launcher itself fails."""
+    script = tmp_path / "failing.py"
+    write = (
+        "import json; json.dump({'message': {'message': 'ValueError: bad', 'extraInfo': {'py_callstack': 'at line 3',"
+        " 'timestamp': '1700000000'}}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+    )
+    script.write_text(f"import os, sys\n{write if recorded else ''}print('bad', file=sys.stderr)\nos._exit(9)\n")
+    path = tmp_path / "error.json"
+    agent = job.launch(
+        "--standalone", "--max-restarts", "0", command=[str(script)], env={"TORCHELASTIC_ERROR_FILE": str(path)}
+    )
+    assert agent.wait() == 9
+    found = json.loads(path.read_text())["message"]
+    assert found["errorCode"] == 9
+    assert found["extraInfo"]["timestamp"].isdigit()
+    told = (found["message"], found["extraInfo"]["py_callstack"])
+    assert told == (("ValueError: bad", "at line 3") if recorded else ("exit code 9", "bad"))
+
+
 def test_ctrl_c_reaches_a_plain_script_as_an_interrupt(job: Job, tmp_path: Path) -> None:
     """As under torchrun: scripts save what they have in ``except KeyboardInterrupt``."""
     script = tmp_path / "interrupted.py"

@@ -12,10 +12,13 @@ from harness import LOOP, Job, alive, round_of, wait_for
 
 
 def test_two_nodes_form_one_world(job: Job) -> None:
-    a = job.node("a", nnodes="2", nproc=2)
-    b = job.node("b", nnodes="2", nproc=1)
+    a = job.node("a", "--role", "trainer", nnodes="2", nproc=2)
+    a.says("hosts the run")
+    b = job.node("b", "--role", "reader", nnodes="2", nproc=1)
     workers = job.world(3)
     env = [worker["env"] for worker in workers]
+    roles = [[e[f"ROLE_{name}"] for name in ("NAME", "RANK", "WORLD_SIZE")] for e in env]
+    assert roles == [["trainer", "0", "2"], ["trainer", "1", "2"], ["reader", "0", "1"]]
     assert [e["RANK"] for e in env] == ["0", "1", "2"]
     assert sorted(e["LOCAL_RANK"] for e in env) == ["0", "0", "1"]
     assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in env}) == 1

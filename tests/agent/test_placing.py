@@ -1,0 +1,44 @@
+"""Ranks within roles, as torch's own agent assigns them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
+
+from elastic_agents.placing import place, placements
+from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.rendezvous.record import Member, Round
+
+
+def spec_of(member: Member) -> WorkerSpec:
+    return WorkerSpec(role=member.role, local_world_size=member.workers, rdzv_handler=None, entrypoint="x")  # type: ignore[arg-type]
+
+
+def torchs(members: list[Member]) -> list[list[tuple[int, ...]]]:
+    """What torch's agents agree on, one of each node in a thread of its own."""
+    store, size = HashStore(), len(members)
+    store.set_timeout(timedelta(seconds=60))
+
+    def ranks(rank: int) -> list[tuple[int, ...]]:
+        found = SimpleElasticAgent._assign_worker_ranks(None, store, rank, size, spec_of(members[rank]))  # type: ignore[arg-type]
+        return [(x.global_rank, x.world_size, x.role_rank, x.role_world_size) for x in found]
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(ranks, range(size)))
+
+
+@pytest.mark.parametrize("roles", ["a2", "a2 a1", "a2 b1", "a1 b2 a3 c1 b1"])
+def test_ranks_within_roles_are_torchs(roles: str) -> None:
+    members = [Member(f"n{index}", "i", int(role[1:]), "host", 1, role[0]) for index, role in enumerate(roles.split())]
+    config = LaunchConfig(Command(("x",), ("x",)))
+    ours = []
+    for member in members:
+        group = WorkerGroup(spec_of(member))
+        place(group, Round(1, tuple(members)), replace(config, node_id=member.node_id))
+        ours.append([(x.rank, x.world_size, x.role_rank, x.role_world_size) for x in placements(group)])
+    assert ours == torchs(members)

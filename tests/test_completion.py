@@ -1,0 +1,34 @@
+"""What a shell completes."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from elastic_launch.cli import main
+from elastic_launch.completion import SHELLS
+
+
+def test_bash_completes_flags_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "bash"]) == 0
+    ask = 'COMP_WORDS=(elastic-launch "$1"); COMP_CWORD=1; _elastic_launch; printf "%s\\n" "${COMPREPLY[@]}"'
+    program = f"{capsys.readouterr().out}\n{ask}"
+    said = [
+        subprocess.run(["bash", "-c", program, "bash", word], capture_output=True, text=True, check=True, timeout=60)
+        for word in ("--nproc", "/etc/pass")
+    ]
+    assert said[0].stdout.split() == ["--nproc", "--nproc-per-node"]
+    assert "/etc/passwd" in said[1].stdout.split()
+    assert not said[0].stderr
+
+
+def test_other_shells_have_the_names_too_and_unknown_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in SHELLS:
+        assert main(["--nproc", "2", "--print-completion", shell, "--not-looked-at"]) == 0
+        said = capsys.readouterr().out
+        assert "-nnodes" in said
+        assert "elastic-launch" in said
+        assert not {"NAMES", "SHORT", "PROGRAM"} & set(said.split())
+    assert main(["--print-completion", "fish"]) == 2
+    assert "Give bash, zsh, tcsh." in capsys.readouterr().err
