@@ -14,12 +14,12 @@ else
 endif
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 export PIP_ARGS
 
 BIN := $(VENV)/bin
-# The tests of a file stay together: some share what took long to make.
-PARALLEL := -n $(JOBS) --dist loadscope --max-worker-restart 0
+# The tests of a file stay together: some share what took long to make. tests/conftest.py puts long files first.
+PARALLEL := -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.elastic-launch-env
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -40,7 +40,7 @@ help:
 	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
 	@echo 'PIP_ARGS=...    further arguments for every pip install'
 	@echo 'PYTEST_ARGS=... further arguments for pytest'
-	@echo 'JOBS=N          how many tests run at a time (2; 0: one, in the process of pytest itself)'
+	@echo 'JOBS=N          how many tests run at a time (3; 0: one, in the process of pytest itself)'
 
 env: $(STAMP)
 

@@ -78,6 +78,21 @@ class _Failures:
             self._terminal.flush()
 
 
+LONG = (
+    *("frameworks", "two_runs", "etcd", "planned_exact", "drains", "teardown", "checkpoint_urls", "partitions"),
+    *("kubernetes", "torch", "clouds", "exact", "etcd_bad_input", "elasticctl", "leavers_serve", "benchmarks"),
+    *("trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "tutorial_examples", "token"),
+    *("beginnings", "several_nodes", "one_node", "keeper", "bad_input", "options", "server", "front_ends", "console"),
+)
+"""The files that take longest, of make test-all and of make test, in this order."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, lest one of them is all that runs in the end."""
+    place = {f"test_{name}": at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
 @pytest.hookimpl(trylast=True)  # the terminal has to be there
 def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")

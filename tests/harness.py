@@ -24,6 +24,10 @@ from forked import Forks, Process
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP = str(SCRIPTS / "loop.py")
 STEPS = str(SCRIPTS / "steps.py")
+MEETING = str(SCRIPTS / "meeting.py")
+
+LEAN = ("--no-preload", "torch._dynamo,torch.distributed.algorithms.join,torch.distributed.tensor,torch.nn.parallel")
+"""Flags for scripts that need of torch what ``import torch`` loads: a third of the agent's imports is left out."""
 
 SLOWNESS = 3.0
 """What a loaded machine takes longer than a quiet one: no test measures time, and a wait that ends early costs none."""
@@ -244,7 +248,8 @@ class Job:
             command = [LOOP, str(self.work), *(script_flags or [])]
         if executed is None:
             executed = bool(prefix) or any(map(_INTERPRETERS.match, env or {})) or any(map(_needs_torch, command))
-        arguments = ["--log-dir", str(self.logs), *flags, *command]
+        lean = LEAN if {STEPS, MEETING} & {*command} else ()
+        arguments = ["--log-dir", str(self.logs), *lean, *flags, *command]
         agent = Agent(arguments, self.directory, name, env, cwd, prefix, forked=not executed)
         self.agents.append(agent)
         return agent

@@ -12,9 +12,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from harness import LOOP, Agent, Job, asked, free_port, tree, wait_for
+from harness import LEAN, LOOP, Agent, Job, asked, free_port, tree, wait_for
 
 TOKEN = "0123456789abcdef-a-token-of-tests"
+WAYS = ((LEAN, "import torch"), (("--no-warm",), "import yaml"))
+"""Flags, and what the script imports: workers that are forked, and workers that are executed."""
 SHARED = 50
 """MiB: what two processes share that part after torch's import; it is 100, or next to nothing."""
 
@@ -43,7 +45,11 @@ def _parts(agent: Agent) -> bool:
 
 @pytest.mark.parametrize(
     ("imports", "shares"),
-    [("import numpy, torch", True), ("import yaml\nimport torch", False), ("import torch, yaml", True)],
+    [
+        ("import numpy, torch", True),
+        pytest.param("import yaml\nimport torch", False, marks=pytest.mark.slow),
+        pytest.param("import torch, yaml", True, marks=pytest.mark.slow),
+    ],
 )
 def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job, imports: str, shares: bool) -> None:
     agent = job.launch("--nproc", "2", command=_script(job, imports))
@@ -57,7 +63,7 @@ def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job,
 
 
 def test_an_agent_looks_like_what_was_started(job: Job) -> None:
-    agent = job.launch(command=_script(job, "import torch"))
+    agent = job.launch(*LEAN, command=_script(job, "import torch"))
     assert isinstance(agent.process, subprocess.Popen)
     command, name = agent.process.args, Path(f"/proc/{agent.process.pid}/comm").read_text()
     job.world(1)
@@ -69,7 +75,7 @@ def test_an_agent_looks_like_what_was_started(job: Job) -> None:
 
 
 def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
-    program = ["-O", "-m", "elastic_launch", "--log-dir", str(job.logs), *_script(job, "import torch")]
+    program = ["-O", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]
     agent = job.program(program)
     job.world(1)
     assert _command(agent.process.pid)[1:] == program
@@ -79,13 +85,18 @@ def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGXCPU, 128 + signal.SIGXCPU)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGXCPU, 128 + signal.SIGXCPU, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_torch_is_imported_is_heard(job: Job, number: signal.Signals, code: int) -> None:
     message = job.directory / "message"
     message.touch()
     agent = job.launch(
-        *("--signals-to-handle", f"TERM,INT,{number.name}"),
+        *(*LEAN, "--signals-to-handle", f"TERM,INT,{number.name}"),
         command=_script(job, "import torch"),
         env={"ELASTIC_LAUNCH_TERMINATION_LOG": str(message)},
     )
@@ -119,7 +130,7 @@ def test_the_health_port_is_answered_while_torch_is_imported(job: Job) -> None:
 
 def test_torch_is_not_blamed_for_who_asks_at_the_health_port_meanwhile(job: Job) -> None:
     port = free_port()
-    agent = job.launch("--health-port", f"127.0.0.1:{port}", command=_script(job, "import torch"))
+    agent = job.launch(*LEAN, "--health-port", f"127.0.0.1:{port}", command=_script(job, "import torch"))
     wait_for("the import", lambda: _parts(agent))
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
         silent.sendall(b"GET")
@@ -132,8 +143,8 @@ def test_torch_is_not_blamed_for_who_asks_at_the_health_port_meanwhile(job: Job)
 
 def test_a_token_gets_to_the_agent_and_nowhere_else(job: Job) -> None:
     options = {"env": {"ELASTIC_LAUNCH_TOKEN": TOKEN}, "command": _script(job, "import torch")}
-    first = job.node("a", nnodes="2", **options)
-    second = job.node("b", nnodes="2", **options)
+    first = job.node("a", *LEAN, nnodes="2", **options)
+    second = job.node("b", *LEAN, nnodes="2", **options)
     job.world(2)
     for pid in (*tree(first.process.pid), *tree(second.process.pid)):
         with contextlib.suppress(OSError):  # ended meanwhile
@@ -144,11 +155,13 @@ def test_a_token_gets_to_the_agent_and_nowhere_else(job: Job) -> None:
     assert (first.wait(), second.wait()) == (0, 0)
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-warm",)])
-def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(job: Job, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("flags", "imports"), WAYS)
+def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(
+    job: Job, flags: tuple[str, ...], imports: str
+) -> None:
     lock = job.directory / "lock"
     prefix = ("sh", "-c", f'exec 9>{lock}; exec "$@"', "sh")
-    agent = job.launch(*flags, command=_script(job, "import torch"), prefix=prefix)
+    agent = job.launch(*flags, command=_script(job, imports), prefix=prefix)
     job.world(1)
     agent_itself, *others = tree(agent.process.pid)
     assert str(lock) in _open(agent_itself)
@@ -159,12 +172,18 @@ def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(job: Job, 
 
 
 @pytest.mark.parametrize(
-    ("closing", "flags"),
-    [(">&-", ()), ("2>&-", ("--no-warm",)), (">/dev/full 2>&1", ()), ("<&- >&- 2>&-", ("--no-warm",))],
+    ("closing", "way"),
+    [
+        (">&-", 0),
+        pytest.param("2>&-", 1, marks=pytest.mark.slow),
+        pytest.param(">/dev/full 2>&1", 0, marks=pytest.mark.slow),
+        ("<&- >&- 2>&-", 1),
+    ],
 )
-def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, flags: tuple[str, ...]) -> None:
+def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, way: int) -> None:
+    flags, imports = WAYS[way]
     prefix = ("sh", "-c", f'exec "$@" {closing}', "sh")
-    command, env = _script(job, "import torch"), {"PYTHONUNBUFFERED": ""}
+    command, env = _script(job, imports), {"PYTHONUNBUFFERED": ""}
     agent = job.launch("--nproc", "2", *flags, command=command, prefix=prefix, env=env)
     job.world(2)
     job.finish()
@@ -173,7 +192,8 @@ def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, flags: tupl
 
 def test_who_ignores_the_ends_of_children_starts_an_agent_that_does_not(job: Job) -> None:
     code = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
-    agent = job.launch("--max-restarts", "0", command=_script(job, "import torch"), prefix=(sys.executable, "-c", code))
+    prefix = (sys.executable, "-c", code)
+    agent = job.launch(*LEAN, "--max-restarts", "0", command=_script(job, "import torch"), prefix=prefix)
     job.world(1)
     job.tell("exit-0", "7")
     assert agent.wait() == 7
@@ -181,14 +201,14 @@ def test_who_ignores_the_ends_of_children_starts_an_agent_that_does_not(job: Job
 
 def test_an_error_of_torchs_import_is_told_as_it_came(job: Job) -> None:
     broken = _fake_torch(job, "raise OSError('libnothing.so: cannot open shared object file')")
-    agent = job.launch(command=_script(job, "import torch"), env=broken)
+    agent = job.launch(*LEAN, command=_script(job, "import torch"), env=broken)
     assert agent.wait() == 1
     assert agent.output.rstrip().endswith("OSError: libnothing.so: cannot open shared object file")
 
 
 def test_what_cannot_begin_anew_goes_on_as_it_is(job: Job) -> None:
     # One string of a command may have 128 KiB (execve(2)), and the settings hold all of a worker's.
-    agent = job.launch(command=[*_script(job, "import torch"), *["x" * 1000] * 140])
+    agent = job.launch(*LEAN, command=[*_script(job, "import torch"), *["x" * 1000] * 140])
     job.world(1)
     assert _command(agent.process.pid)[1:3] == ["-m", "elastic_launch"]
     assert not [place for place in _open(agent.process.pid) if "memfd:elastic-launch " in place]
