@@ -189,7 +189,6 @@ class Saver:
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
         meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id()), "classes": state.classes()}
-        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id())}
         if self._world.world_size == 1:
             self.equal_after(step)
         meta["equal"] = self._equal
