@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["derive", "seed_all", "seed_torch", "seeded"]
+__all__ = ["derive", "drop_second_normal", "seed_all", "seed_torch", "seeded"]
 
 
 def derive(*values: int | str) -> int:
@@ -52,6 +52,7 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
     """Seed all generators as :func:`seed_all`; on leaving give them the state back that they had.
 
     Only one thing is not given back: the second of two normal deviates that NumPy's legacy functions keep for later.
+    Where not all ranks come here equally often, :func:`drop_second_normal` makes up for it.
 
     Args:
         devices: whether GPUs' generators, by CUDA or ROCm, are seeded too.
@@ -67,6 +68,12 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
         random.setstate(pythons)
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
+
+
+def drop_second_normal() -> None:
+    """Have NumPy's legacy functions forget a normal deviate that they keep for later, as :func:`seeded` does."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.set_bit_generator(numpy.random.get_bit_generator())
 
 
 _spare: list[Any] = []

@@ -19,7 +19,7 @@ from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.gradients import Gradients
 from elastic_launch.training.loader import Position
 from elastic_launch.training.means import Means, MeanTable
-from elastic_launch.training.randomness import derive, seeded
+from elastic_launch.training.randomness import derive, drop_second_normal, seeded
 from elastic_launch.training.together import Optimizers
 
 __all__ = ["NonFiniteLossError", "Step"]
@@ -119,6 +119,8 @@ class Step:
             UsageError: if that was done already, unless it was for another of several optimizers.
         """
         self._begin_pass()
+        if not self.plan.micro_batches:
+            drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
         for number, micro in enumerate(self.plan.micro_batches):
             sample = self._sample(number)
             seed = derive("micro-batch", self._seed, self.position.step, micro.index, *self._again)

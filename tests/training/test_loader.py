@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.loader import ElasticLoader, FunctionLoader
-from elastic_launch.training.randomness import seeded
+from elastic_launch.training.randomness import drop_second_normal, seeded
 
 
 class Numbers(Dataset[int]):
@@ -289,3 +290,20 @@ def test_options_that_cannot_be_taken_are_named(options: Any, said: str) -> None
 def test_an_option_that_nobody_knows_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
         ElasticLoader(Numbers(8), GlobalBatch(4, 2), shufle=True)  # type: ignore[call-arg]
+
+
+def test_ranks_without_micro_batches_draw_the_same_from_numpy_afterwards() -> None:
+    """NumPy's legacy functions make normal deviates in pairs; the second is lost in a micro-batch."""
+
+    def micro_batch() -> None:
+        with seeded(5, devices=False):
+            np.random.randn()
+
+    def drawn(between: Callable[[], None]) -> list[float]:
+        np.random.seed(1)
+        first = float(np.random.randn())
+        between()
+        return [first, float(np.random.randn())]
+
+    assert drawn(micro_batch) == drawn(drop_second_normal)
+    assert drawn(micro_batch) != drawn(lambda: None)
