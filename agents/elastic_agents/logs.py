@@ -81,7 +81,10 @@ class LogPlaces:
         """
         logs = {place.local_rank: self._own(number, place) for place in placements}
         if self._local is not None:
-            self._files.put(partial(_remove_others, self._local, f"{number}-"))
+            self._files.put(partial(_remove_others, self._local, f"round_{number}"))
+            with suppress(OSError):  # then workers leave no exceptions
+                for own in logs.values():
+                    make_private(own.error_file.parent)
         try:
             self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
         except OSError as error:  # as with a full disk: the workers can do without
@@ -107,7 +110,8 @@ class LogPlaces:
         error_file = directory / str(placement.rank) / "error.json"
         if self._local is None:
             return WorkerLogs(out, err, error_file)
-        return WorkerLogs(out, err, self._local / f"{number}-{placement.rank}.json", error_file)
+        local = self._local / directory.name / str(placement.rank) / error_file.name
+        return WorkerLogs(out, err, local, error_file)
 
 
 def keep_error(logs: WorkerLogs) -> None:
@@ -130,11 +134,11 @@ def _local_directory() -> Path | None:
     return None
 
 
-def _remove_others(directory: Path, prefix: str, data: bytes) -> None:
+def _remove_others(directory: Path, name: str, data: bytes) -> None:
     with suppress(OSError):
         for path in directory.iterdir():
-            if not path.name.startswith(prefix):
-                path.unlink()
+            if path.name != name:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_room(error_files: Sequence[Path]) -> None:
