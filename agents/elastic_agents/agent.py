@@ -33,6 +33,7 @@ from elastic_agents.output import OutputPump
 from elastic_agents.placing import arguments, environment, group_of, place, placements
 from elastic_agents.policy import decide
 from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.saves import Saves
 from elastic_agents.sinks import Kept
 from elastic_agents.starting import Starting, while_scarce
 from elastic_agents.stuck import LOOK_EVERY
@@ -50,7 +51,6 @@ from elastic_launch.events import (
     NodeEnded,
     WorkerExited,
     WorkerStarted,
-    counted,
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.backend import Backend
@@ -122,9 +122,6 @@ class LocalElasticAgent(ElasticAgent):
         self._starting: Starting | None = None  # a round of which workers are to be started
         self._watched = 0  # the round whose workers may hang at their end
         self._rank = 0  # among the members of the present round
-        self._saved: int | None = None  # step of the last checkpoint that its workers have reported
-        self._unsaved = ""  # why their last one could not be written
-        self._kept: Copied | None = None  # the last copy that is in durable storage
 
     @property
     def outcome(self) -> Outcome:
@@ -169,6 +166,7 @@ class LocalElasticAgent(ElasticAgent):
         )
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
+        self._saves = Saves(keeper, self._control.pace)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
         self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock, self._files)
         # In this order, each also where one before has failed.
@@ -202,7 +200,7 @@ class LocalElasticAgent(ElasticAgent):
     def _copied(self, copied: Copied | Copying | Save | None) -> bool:
         """Called from the keeper's thread."""
         if isinstance(copied, Copied) and copied.path:
-            self._kept = copied
+            self._saves.copied(copied)
             self._events.emit(CheckpointSaved(self._view.round, copied.step, copied.path))
         told = copied is not None and self._control.tell_copied(copied)
         if self._keeper.idle:
@@ -285,7 +283,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._control.ask_save(number)
                 return None
             case WorkerSaved(round=number, step=step, error=error, asked=asked):
-                self._worker_saved(number, step, error)
+                if number == self._view.round and self._saves.reported(step, error):
+                    self._events.emit(CheckpointSaved(number, step, ""))
                 self._membership.saved(m.Saved(number, step, error=error, asked=asked))
                 return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
@@ -304,15 +303,6 @@ class LocalElasticAgent(ElasticAgent):
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
-
-    def _worker_saved(self, number: int, step: int, error: str) -> None:
-        """A worker has told of a checkpoint: of one that it has written itself, or of a copy of its agent's."""
-        if number != self._view.round:
-            return
-        self._saved, self._unsaved = self._saved if error else step, error
-        if not error and (self._kept is None or self._kept.step != step):
-            self._kept = None
-            self._events.emit(CheckpointSaved(number, step, ""))
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
@@ -400,7 +390,9 @@ class LocalElasticAgent(ElasticAgent):
                 _log.warning("%s", text)
             case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
-                where = self._where() if code not in (ExitCode.DONE, ExitCode.RENDEZVOUS) else ""
+                where = ""
+                if self._rank == 0 and code not in (ExitCode.DONE, ExitCode.RENDEZVOUS):
+                    where = self._saves.where(others=self._view.nodes > 1 and not self._run_over)
                 self._outcome = Outcome(code, cause, self._restarts, failure, self._keeper.failed, where)
 
     def _had_failed(self, reaped: Reaped) -> None:
@@ -456,39 +448,10 @@ class LocalElasticAgent(ElasticAgent):
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._keeper.newest
         held = m.Held(newest.round, newest.step, port) if newest is not None else None
-        saved = drained >= 0 and self._has_saved(drained)
-        unsaved = self._why_unsaved() if end.secured and not saved else ""
+        saved = drained >= 0 and self._saves.has(drained)
+        unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
         stopped = m.Stopped(number, self._store.reserve(), drained, held, saved, unsaved)
         self._membership.stopped(stopped)
-
-    def _where(self) -> str:
-        """Where the training's state is that this node ends with, as far as it was this node's part to save it."""
-        number, step = self._control.pace.reached
-        others = self._view.nodes > 1 and not self._run_over
-        if not number or self._rank != 0:
-            return ""
-        saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
-        if saved is None and others:
-            return ""
-        if saved is None:
-            return f"nothing is saved, {counted(step, 'step')} lost: {self._why_unsaved()}"
-        place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
-        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
-        if self._keeper.failed or self._unsaved:  # another run may have taken the place, and removed it
-            return f"step {saved} was the last to be saved{place}{lost}"
-        return f"step {saved} is saved{place}{lost}"
-
-    def _has_saved(self, step: int) -> bool:
-        """Whether the state after a step of the present round is in durable storage, as far as this node knows."""
-        return self._saved == step or self._keeper.has_saved(step)
-
-    def _why_unsaved(self) -> str:
-        """Why what this node was to save is not; empty if nothing was."""
-        if self._keeper.failed or self._unsaved:
-            return self._keeper.failed or self._unsaved
-        if not self._keeper.idle:
-            return "there was no time left"
-        return "the script saves no checkpoints" if self._rank == 0 and not self._keeper.saves else ""
 
     def _serve(self, address: str) -> int:
         """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
@@ -510,7 +473,7 @@ class LocalElasticAgent(ElasticAgent):
         number = form.round.number
         self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(number)))  # which takes a while
         self._local_failures.clear()
-        self._saved, self._unsaved = None, ""
+        self._saves.begin()
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
             try:
