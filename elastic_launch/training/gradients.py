@@ -168,8 +168,16 @@ class Gradients:
             self._took = True
             self._reduction.put(which, gradient)
 
-    def finish(self) -> None:
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has a gradient of each parameter, so that the others need not say which ones they have."""
+        return False
+
+    def finish(self, whole: bool = False) -> None:
         """Give every parameter its gradient over the global batch, on all ranks.
+
+        Args:
+            whole: whether any rank is :attr:`whole`.
 
         Raises:
             UsageError: naming a parameter that was frozen, unfrozen or added since the step began, or that is new and
@@ -184,7 +192,7 @@ class Gradients:
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
-        for parameter, gradient in zip(self.parameters.trained, self._sums(), strict=True):
+        for parameter, gradient in zip(self.parameters.trained, self._sums(whole), strict=True):
             parameter.grad = gradient
 
     def finish_buffers(self) -> None:
@@ -220,7 +228,7 @@ class Gradients:
             "Freeze, unfreeze and add parameters on all ranks before the same step.",
         )
 
-    def _sums(self) -> Values:
+    def _sums(self, whole: bool) -> Values:
         """Return the gradients over the global batch."""
         sums: Values = self._reduction.finish()
         return sums
@@ -280,8 +288,12 @@ class ExactGradients(Gradients):
             self._reduction.put(which, value)
         self._reduction.end()
 
-    def _sums(self) -> Values:
-        sums: Values = self._reduction.finish(self._plan.total)
+    @property
+    def whole(self) -> bool:
+        return bool(self._reduction.whole)
+
+    def _sums(self, whole: bool) -> Values:
+        sums: Values = self._reduction.finish(self._plan.total, whole=whole)
         trained = len(self.parameters.trained)
         self._buffer_sums = [value for value in sums[trained:] if value is not None]
         return sums[:trained]

@@ -14,7 +14,7 @@ from elastic_launch.errors import UsageError
 
 __all__ = ["MeanTable", "Means"]
 
-_MARK, _SIGNATURE, _HEAD = 0, 1, 2
+_MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class MeanTable:
     """
 
     def __init__(self, rows: int, columns: int) -> None:
-        # First whether it is marked, and the ranks' signatures; in each row, beside the values, the weight and whether
-        # it was given.
+        # First whether it is marked, the ranks' signatures, and how many have all gradients; in each row, beside the
+        # values, the weight and whether it was given.
         self._flat = torch.zeros(_HEAD + rows * (columns + 2), dtype=torch.float64)
         self._table = self._flat[_HEAD:].view(rows, columns + 2)
         self._world_size = 1
@@ -68,6 +68,15 @@ class MeanTable:
         """Sign it with a number, of 40 bits at most, that should be the same on all ranks."""
         self._signature = signature
         self._flat[_SIGNATURE] = signature
+
+    def whole(self) -> None:
+        """Note that this rank has a gradient of each parameter."""
+        self._flat[_WHOLE] = 1.0
+
+    @property
+    def any_whole(self) -> bool:
+        """Whether any rank has noted that."""
+        return bool(self._flat[_WHOLE])
 
     def post(self, world_size: int) -> None:
         """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""

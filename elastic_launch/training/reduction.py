@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_launch.batch import slice_of
 from elastic_launch.errors import UsageError
-from elastic_launch.training.flat import Values, layout
+from elastic_launch.training.flat import SMALL, Values, layout
 from elastic_launch.training.shards import ShardExchange
 from elastic_launch.training.tree import Segment, fold, joins, segments
 
@@ -170,11 +170,18 @@ class ExactReduction:
         """Give the step up."""
         self.reset()
 
-    def finish(self, total: int) -> Values:
+    @property
+    def whole(self) -> bool:
+        """Whether each tensor has a value in what was taken in."""
+        nodes = [values for _, values in self._stack]
+        return any(all(value is not None for value in values) for values in nodes)
+
+    def finish(self, total: int, *, whole: bool = False) -> Values:
         """Return the sums over all ranks, None where no micro-batch of any rank had a value; valid until ``reset``.
 
         Args:
             total: M, the number of micro-batches of all ranks.
+            whole: whether it is known that each tensor has a value on some rank; the same on all ranks.
         """
         nodes, self._stack = self._stack, []
         mine = slice_of(total, self._world_size, self._rank)
@@ -186,16 +193,16 @@ class ExactReduction:
         if self._world_size == 1:
             self._given = fold(total, nodes, _join)
         else:
-            self._given = self._sum_over_ranks(values, total)
+            self._given = self._sum_over_ranks(values, total, whole)
         for node in values:
             for which, value in enumerate(node):
                 if value is not None and value is not self._given[which]:
                     self._free[which].append(value)
         return list(self._given)
 
-    def _sum_over_ranks(self, nodes: list[Values], total: int) -> Values:
+    def _sum_over_ranks(self, nodes: list[Values], total: int, whole: bool) -> Values:
         """Return the sums of all ranks' nodes, which become the memory of these."""
-        sums = self._present_sums(nodes)
+        sums = self._present_sums(nodes, whole)
         for node in nodes:
             for which, value in enumerate(node):
                 if value is None and sums[which] is not None:
@@ -203,18 +210,23 @@ class ExactReduction:
         theirs = [segments(*slice_of(total, self._world_size, rank)) for rank in range(self._world_size)]
         for part in self._parts:
             flats = list(part.flats(nodes, sums))
+            if len(flats) == 1 and len(flats[0].total) <= SMALL:
+                self._exchange.sum_small(flats[0].nodes, flats[0].total, theirs, total)
+                flats[0].unpack()
+                continue
             self._exchange.sum([(flat.nodes, flat.total) for flat in flats], theirs, total)
             for flat in flats:
                 flat.unpack()
         return sums
 
-    def _present_sums(self, nodes: list[Values]) -> Values:
+    def _present_sums(self, nodes: list[Values], whole: bool) -> Values:
         """Return a tensor to take each sum, None for those that no rank has; it is the first node's if that has one."""
         count = len(self._places)
-        present = torch.tensor(
-            [any(values[which] is not None for values in nodes) for which in range(count)], dtype=torch.int32
-        )
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
+        present = torch.ones(count, dtype=torch.int32)
+        if not whole:
+            mine = [any(values[which] is not None for values in nodes) for which in range(count)]
+            present = torch.tensor(mine, dtype=torch.int32)
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
         first = nodes[0] if nodes else [None] * count
         return [
             None if not there else self._take(which) if (own := first[which]) is None else own

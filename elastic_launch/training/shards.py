@@ -83,6 +83,26 @@ class ShardExchange:
             if turn >= 2:
                 buckets[turn - 2].wait()
 
+    def sum_small(self, nodes: list[Tensor], sums: Tensor, theirs: list[list[Segment]], total: int) -> None:
+        """Sum a few elements: each rank gives all others all that it has, and folds all of it.
+
+        Of small messages the number counts and not the bytes: this is one exchange and not two.
+
+        Args:
+            nodes, sums: this rank's nodes, which are changed, and where the sum goes.
+            theirs, total: as of :meth:`sum`.
+        """
+        most, size = max(map(len, theirs)), len(sums)
+        mine = torch.cat([*nodes, sums.new_zeros((most - len(nodes)) * size)])
+        all_nodes = [torch.empty_like(mine) for _ in theirs]
+        dist.all_gather(all_nodes, mine, group=self._group)
+        pieces = [
+            (segment, piece)
+            for segments, flat in zip(theirs, all_nodes, strict=True)
+            for segment, piece in zip(segments, torch.split(flat, size), strict=False)
+        ]
+        sums.copy_(fold(total, pieces, lambda left, right: left.add_(right)))
+
     def _send(self, bucket: _Bucket, theirs: list[list[Segment]]) -> None:
         """Start to send all others their shards of this rank's nodes, and to receive those that are this rank's."""
         shard, tag = self._shard(bucket.total, self._rank), self._new_tags(max(map(len, theirs)))

@@ -307,6 +307,8 @@ class Step:
         table.sign(self._gradients.parameters.signature)
         if self._out_of_memory:
             table.mark()
+        if self._gradients.whole:
+            table.whole()
         table.post(self._gradients.world_size)
         return table
 
@@ -336,7 +338,7 @@ class Step:
         self._exchanged = True
         if not table.agreed:
             self._gradients.disagree(f"step {self.number}")
-        self._gradients.finish()
+        self._gradients.finish(table.any_whole)
         try:
             self._means = table.means(self._samples, f"step {self.number}")
         except UsageError:
