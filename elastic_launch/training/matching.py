@@ -37,15 +37,18 @@ def differences(part: object, saved: Any, kind: str) -> str:
     """
     mine = class_of(part)
     if mine and kind and mine != kind:
-        return f"it is of a {kind}, and here is a {mine}"
+        return f"it was saved by {kind}, and here is {mine}"
     if not isinstance(part, torch.optim.Optimizer):
         return ""
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
         names = f" ({_some(saved)})" if isinstance(saved, Mapping) else ""
-        return f"it is of several optimizers{names}, and here is one, a {mine}"
+        return f"it is of several optimizers{names}, and here is one, {mine}"
     there, here = saved["param_groups"], part.param_groups
     if len(there) != len(here):
-        return f"it has {len(there)} param_groups, and the {mine} here has {len(here)}"
+        return (
+            f"it has {len(there)} param_groups, and the {mine} here has {len(here)} (groups that the script adds in "
+            "the loop must be there before it when the training goes on)"
+        )
     for number, (old, new) in enumerate(zip(there, here, strict=True)):
         if len(old["params"]) != len(new["params"]):
             return f"its param_groups[{number}] has {len(old['params'])} parameters, and here {len(new['params'])}"

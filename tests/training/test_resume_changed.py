@@ -85,8 +85,11 @@ def _groups(*sizes: int) -> MakeOptimizer:
             r"model: 2\.(weight has the shape \[1, 4\], and here \[2, 4\]|bias has the shape \[1\], and here \[2\])",
         ),
         ({"make": lambda: nn.ModuleDict({"module": _small()})}, r"(.|\n)*register what it wraps, model\.module"),
-        ({"optimizer": lambda m: torch.optim.Adam(m.parameters())}, "optimizer: it is of a AdamW, and here is a Adam"),
-        ({"optimizer": lambda m: torch.optim.SGD(m.parameters())}, "optimizer: it is of a AdamW, and here is a SGD"),
+        (
+            {"optimizer": lambda m: torch.optim.Adam(m.parameters())},
+            "optimizer: it was saved by AdamW, and here is Adam",
+        ),
+        ({"optimizer": lambda m: torch.optim.SGD(m.parameters())}, "optimizer: it was saved by AdamW, and here is SGD"),
         ({"optimizer": _groups(4, 2)}, r"optimizer: it has 1 param_groups, and the AdamW here has 2"),
         ({"optimizer": _groups(5)}, r"optimizer: its param_groups\[0\] has 6 parameters, and here 5"),
         (
@@ -113,7 +116,7 @@ def test_a_part_that_is_missing_or_too_much_names_the_argument(saved: Path) -> N
         _train(saved / "plain", schedule=lambda optimizer: StepLR(optimizer, 2))
     with pytest.raises(UsageError, match=r"step 3 in .* has scheduler, which this script has not.\n.*scheduler="):
         _train(saved / "scheduled")
-    with pytest.raises(UsageError, match=r"scheduler: it is of a StepLR, and here is a ExponentialLR"):
+    with pytest.raises(UsageError, match=r"scheduler: it was saved by StepLR, and here is ExponentialLR"):
         _train(saved / "scheduled", schedule=lambda optimizer: ExponentialLR(optimizer, 0.9))
     with pytest.raises(UsageError, match=r"step 3 in .* was made with global batch 8, this training has 4"):
         _train(saved / "plain", size=4)
