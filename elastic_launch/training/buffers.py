@@ -62,11 +62,17 @@ class Buffers:
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._total = plan.total
-        self._starts = {x.name: x.tensor.detach().clone() for x in self._ruled}
+        tensors = [x.tensor for x in self._ruled]
+        if not self._starts:
+            self._starts = {x.name: x.tensor.detach().clone() for x in self._ruled}
+            self._sums = [torch.zeros_like(tensor) for tensor in self.summed]
+        elif tensors:
+            torch._foreach_copy_(list(self._starts.values()), tensors)
+        if self._sums:
+            torch._foreach_zero_(self._sums)
         for watched in self._watched:
             watched.begin()
         self._versions.clear()
-        self._sums = [torch.zeros_like(buffer) for buffer in self.summed]
         self._added = [_zeros(x.tensor) for x in self._counts]
         self._bits = [_no_bits(x.tensor) for x in self._last]
         self._keys = [_zeros(x.tensor).fill_(_MOST) for x in self._extremes]
@@ -82,8 +88,8 @@ class Buffers:
         """
         for buffer in self._all:
             _take_back(buffer)
-        for buffer in self._ruled:
-            _check_shape(buffer, self._starts[buffer.name])
+        for buffer, start in zip(self._ruled, self._starts.values(), strict=True):
+            _check_shape(buffer, start)
         for watched in self._watched:
             if watched.changed():
                 if watched not in self._undecided:
@@ -97,6 +103,14 @@ class Buffers:
             added.add_(counted.tensor.to(torch.int64) - self._starts[counted.name].to(torch.int64))
         for key, extreme in zip(self._keys, self._extremes, strict=True):
             torch.minimum(key, _key(extreme), out=key)
+        return self._ways()
+
+    def _ways(self) -> list[Tensor]:
+        if self._total > 1 and self._means and not any(x.checked or x.rule == "sum" for x in self._means):
+            starts = [self._starts[x.name] for x in self._means]
+            ways = torch._foreach_sub([x.tensor.detach() for x in self._means], starts)
+            torch._foreach_div_(ways, self._total)
+            return list(ways)
         return [self._way(buffer) for buffer in self._means]
 
     def _way(self, buffer: Buffer) -> Tensor:
@@ -113,8 +127,8 @@ class Buffers:
 
     def add(self, ways: Sequence[Tensor]) -> None:
         """Add what a micro-batch adds, in the order of micro-batches of this rank."""
-        for total, way in zip(self._sums, ways, strict=True):
-            total.add_(way)
+        if self._sums:
+            torch._foreach_add_(self._sums, list(ways))
 
     def reduce(self) -> list[Tensor]:
         """Return the sums over all ranks of what was added."""
@@ -179,8 +193,8 @@ class Buffers:
     def restore(self) -> None:
         """Give the buffers the values of the step's start."""
         with torch.no_grad():
-            for buffer in self._ruled:
-                buffer.tensor.copy_(self._starts[buffer.name])
+            if self._ruled:
+                torch._foreach_copy_([x.tensor for x in self._ruled], list(self._starts.values()))
             for watched in self._watched:
                 watched.restore()
         self._versions = {x.name: x.tensor._version for x in self._ruled}
