@@ -1,9 +1,11 @@
 """What a step costs: exact and default mode beside plain DistributedDataParallel, on one machine, in one run.
 
 At each world size one set of processes holds a model for each mode and does blocks of steps with them in turn, on the
-same global batches. Prints medians and ratios as a Markdown table; asserts no figure.
+same global batches. Prints medians and ratios as a Markdown table; asserts no figure. Where other programs run, the CPU
+time of the first rank's steps (all its threads) says more than the clock.
 
     python benchmarks/training.py --worlds 1 2 4 --blocks 7 --steps 4 --json training.json
+    python benchmarks/training.py --width 64 --accumulate 1 4 16 --steps 50
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("ddp", "default", "exact")
+UNITS = ("seconds", "cpu", "bytes")
 LAUNCH_TIMEOUT = 900.0
 
 
@@ -33,6 +36,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps in each")
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument(
+        "--accumulate", type=int, nargs="+", help="micro-batches of each rank in a step, in place of --global-batch"
+    )
     parser.add_argument(
         "--width", type=int, default=2048, help="of six square layers: 2048 makes 25 million parameters"
     )
@@ -116,24 +122,26 @@ def worker(args: argparse.Namespace) -> None:
             for mode in args.modes
         }
         times: dict[str, list[float]] = {mode: [] for mode in args.modes}
+        cpu: dict[str, list[float]] = {mode: [] for mode in args.modes}
         sent: dict[str, list[float]] = {mode: [] for mode in args.modes}
         for block in range(args.blocks + 1):
             for mode in args.modes:
                 if run.world_size > 1:
                     dist.barrier()
-                before, started = loopback_bytes(), time.monotonic()
+                before, started, spent = loopback_bytes(), time.monotonic(), time.process_time()
                 for _ in range(args.steps):
                     next(loops[mode])
                 if run.world_size > 1:
                     dist.barrier()
                 # The first block pays for what is allocated and connected once.
                 if block:
+                    cpu[mode].append((time.process_time() - spent) / args.steps)
                     times[mode].append((time.monotonic() - started) / args.steps)
                     sent[mode].append((loopback_bytes() - before) / args.steps / run.world_size)
         for loop in loops.values():
             loop.close()  # type: ignore[attr-defined]
         if run.rank == 0:
-            args.worker.write_text(json.dumps({"seconds": times, "bytes": sent, "peak": peak_memory()}))
+            args.worker.write_text(json.dumps({"seconds": times, "cpu": cpu, "bytes": sent, "peak": peak_memory()}))
         del loops
 
 
@@ -155,7 +163,7 @@ def peak_memory() -> int:
 # What runs them
 
 
-def launch(world: int, modes: list[str], args: argparse.Namespace, blocks: int) -> dict[str, Any]:
+def launch(world: int, modes: list[str], args: argparse.Namespace, blocks: int, global_batch: int) -> dict[str, Any]:
     """Run a world's processes and return what its first rank measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -163,7 +171,7 @@ def launch(world: int, modes: list[str], args: argparse.Namespace, blocks: int) 
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         options = ["--blocks", blocks, "--steps", args.steps, "--width", args.width, "--worker", result]
-        options += ["--global-batch", args.global_batch, "--micro-batch", args.micro_batch, "--modes", *modes]
+        options += ["--global-batch", global_batch, "--micro-batch", args.micro_batch, "--modes", *modes]
         command = [sys.executable, __file__, *map(str, options)]
         place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -202,28 +210,34 @@ def main() -> None:
     parameters = 6 * (args.width**2 + args.width)
     print(
         f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}; "
-        f"{parameters / 1e6:.1f} million parameters, global batch {args.global_batch} in micro-batches of "
-        f"{args.micro_batch}; medians (least..greatest)\n"
+        f"{parameters / 1e6:.2f} million parameters, micro-batches of {args.micro_batch}; medians (least..greatest)\n"
     )
-    print("| ranks | mode | s per step | / DDP | MB sent per rank and step | / DDP | peak MB of rank 0 |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| ranks | micro-batches of each | mode | ms per step | / DDP | CPU ms per step | more than DDP "
+        "| MB sent per rank and step | / DDP | peak MB of rank 0 |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     everything: dict[str, Any] = {}
     for world in args.worlds:
-        measured = launch(world, args.modes, args, args.blocks)
-        everything[str(world)] = measured
-        for mode in args.modes:
-            seconds, sent = measured["seconds"][mode], measured["bytes"][mode]
-            # Each mode alone: the peak of a process that holds all three would be theirs together.
-            alone = launch(world, [mode], args, 1)["peak"]
-            measured.setdefault("peaks", {})[mode] = alone
-            base = measured["seconds"].get("ddp", seconds), measured["bytes"].get("ddp", sent)
-            ratio = statistics.median(seconds) / statistics.median(base[0])
-            more = statistics.median(sent) / statistics.median(base[1]) if world > 1 else 1.0
-            print(
-                f"| {world} | {mode} | {spread(seconds)} | {ratio:.2f} "
-                f"| {statistics.median(sent) / 1e6:.0f} | {more:.2f} | {alone / 1e6:.0f} |",
-                flush=True,
-            )
+        batches = [args.micro_batch * world * count for count in args.accumulate or ()] or [args.global_batch]
+        for global_batch in batches:
+            measured = launch(world, args.modes, args, args.blocks, global_batch)
+            everything[f"{world}, {global_batch}"] = measured
+            each = global_batch / args.micro_batch / world
+            for mode in args.modes:
+                seconds, sent, cpu = (measured[what][mode] for what in ("seconds", "bytes", "cpu"))
+                # Each mode alone: the peak of a process that holds all three would be theirs together.
+                alone = launch(world, [mode], args, 1, global_batch)["peak"]
+                measured.setdefault("peaks", {})[mode] = alone
+                base = {what: statistics.median(measured[what].get("ddp", measured[what][mode])) for what in UNITS}
+                more = statistics.median(sent) / base["bytes"] if world > 1 else 1.0
+                print(
+                    f"| {world} | {each:g} | {mode} | {spread(seconds, 1e-3)} "
+                    f"| {statistics.median(seconds) / base['seconds']:.2f} | {spread(cpu, 1e-3)} "
+                    f"| {(statistics.median(cpu) - base['cpu']) * 1e3:+.2f} | {statistics.median(sent) / 1e6:.1f} "
+                    f"| {more:.2f} | {alone / 1e6:.0f} |",
+                    flush=True,
+                )
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1) + "\n")
 
