@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, SLOWNESS, Agent, Job, wait_for
 
 from elastic_launch.faults import FaultPlan
 
@@ -20,7 +20,7 @@ def undisturbed_hash(directory: Path) -> str:
     """The hash of the weights that one process alone comes to."""
     (directory / "hurry").touch()
     command = [sys.executable, SCRIPT, str(directory), "--steps", str(STEPS)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
     return str(json.loads((directory / "result.json").read_text())["hash"])
 
 

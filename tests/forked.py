@@ -138,9 +138,10 @@ def _serve(orders: socket.socket) -> Callable[[], None]:
                     os.write(status, b"%d\n" % ended)
                 os.close(status)
                 continue
-            data, (output, status), _, _ = socket.recv_fds(orders, 1 << 20, 2)
+            data, received, _, _ = socket.recv_fds(orders, 1 << 20, 2)
             if not data:
                 os._exit(0)
+            output, status = received
             pid = os.fork()
             if not pid:
                 for descriptor, (_, other) in told.items():
