@@ -89,6 +89,8 @@ class LogPlaces:
             self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
         except OSError as error:  # as with a full disk: the workers can do without
             _log.warning("no logs are kept of round %d: %s", number, error)
+        if self._named is None:  # no worker waits for it
+            self._files.put(partial(_make_files, list(logs.values())))
         envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
         if self._named is not None:
             for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
@@ -145,6 +147,14 @@ def _make_room(error_files: Sequence[Path]) -> None:
     for path in error_files:
         make_private(path.parent)
         path.unlink(missing_ok=True)
+
+
+def _make_files(logs: Sequence[WorkerLogs], data: bytes) -> None:
+    """Make the files of all streams that are kept, so that each is there, also if nothing is written to it."""
+    for route in (route for own in logs for route in (own.stdout, own.stderr)):
+        if route.path is not None:
+            with suppress(OSError):  # it is there; or it cannot be written, which is said where there is something
+                os.close(os.open(route.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def link_latest(config: LaunchConfig) -> None:

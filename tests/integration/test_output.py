@@ -91,6 +91,7 @@ def test_the_prefix_names_node_and_rank_and_keeps_lines_whole(job: Job) -> None:
     expected = [f"[a:{rank}] begin {i} end" for rank in (0, 1) for i in range(1, 6)]
     assert lines(job, "--prefix", script=script) == expected
     assert kept(job)["1/stdout.log"] == "".join(f"begin {i} end\n" for i in range(1, 6))
+    assert kept(job)["1/stderr.log"] == "", "a stream has a file, whether or not anything is written to it"
 
 
 @pytest.mark.slow
