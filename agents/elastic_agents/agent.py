@@ -159,6 +159,8 @@ class LocalElasticAgent(ElasticAgent):
             SUCCEEDED, FAILED with the failures of this node's workers in its last round, or STOPPED on request.
         """
         guard = Guard()
+        if self._places.local is not None:
+            guard.add_directory(self._places.local)
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         keeper = self._keeper = Keeper(

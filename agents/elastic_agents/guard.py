@@ -2,7 +2,7 @@
 
 Each does so by itself: when one is killed and the agent dies before that one is replaced, the other is left.
 
-The agent writes ``+SID`` and ``-SID`` lines; end of file without ``bye`` means that it died.
+The agent writes ``+SID``, ``-SID`` and ``/DIRECTORY`` lines; end of file without ``bye`` means that it died.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from elastic_launch.threads import VitalThread
 
@@ -63,6 +64,11 @@ class Guard:
         for watcher in self._watchers:
             watcher.remove(sid)
 
+    def add_directory(self, path: Path) -> None:
+        """Remove this directory if the agent dies."""
+        for watcher in self._watchers:
+            watcher.add_directory(path)
+
     def close(self) -> None:
         """Dismiss the guard."""
         for watcher in self._watchers:
@@ -81,6 +87,7 @@ class _Watcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sids: set[int] = set()
+        self._directories: set[Path] = set()
         self._closing = threading.Event()
         self._process = _start()
         self._thread = VitalThread(self._replace_dead, "guard")
@@ -99,6 +106,11 @@ class _Watcher:
         with self._lock:
             self._sids.discard(sid)
             self._write(f"-{sid}\n")
+
+    def add_directory(self, path: Path) -> None:
+        with self._lock:
+            self._directories.add(path)
+            self._write(f"{path}\n")
 
     def dismiss(self) -> None:
         with self._lock:
@@ -146,6 +158,8 @@ class _Watcher:
                 _stdin(dead).close()
                 for sid in self._sids:
                     self._write(f"+{sid}\n")
+                for path in self._directories:
+                    self._write(f"{path}\n")
         return True
 
     def _write(self, line: str) -> None:

@@ -55,6 +55,9 @@ class LogPlaces:
 
     Owns a local directory for the exceptions of running workers, which would block if log directories hang.
 
+    Attributes:
+        local: that directory; None if there is room for none.
+
     Args:
         files: makes the directories and copies exceptions there, which may hang.
 
@@ -66,7 +69,7 @@ class LogPlaces:
         self._config = config
         self._files = files
         self._named = NamedLogs(config) if config.output.logs_specs else None
-        self._local = _local_directory()
+        self.local = _local_directory()
 
     def prepare(
         self, number: int, placements: Sequence[Placement], environment: Callable[[Placement, str], dict[str, str]]
@@ -80,8 +83,8 @@ class LogPlaces:
             LogsSpecsFailed: if the named logs specs fail.
         """
         logs = {place.local_rank: self._own(number, place) for place in placements}
-        if self._local is not None:
-            self._files.put(partial(_remove_others, self._local, f"round_{number}"))
+        if self.local is not None:
+            self._files.put(partial(_remove_others, self.local, f"round_{number}"))
             with suppress(OSError):  # then workers leave no exceptions
                 for own in logs.values():
                     make_private(own.error_file.parent)
@@ -102,17 +105,17 @@ class LogPlaces:
 
     def close(self) -> None:
         """Remove the local directory."""
-        if self._local is not None:
-            shutil.rmtree(self._local, ignore_errors=True)
+        if self.local is not None:
+            shutil.rmtree(self.local, ignore_errors=True)
 
     def _own(self, number: int, placement: Placement) -> WorkerLogs:
         config = self._config
         directory = config.run_directory / f"round_{number}"
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / str(placement.rank) / "error.json"
-        if self._local is None:
+        if self.local is None:
             return WorkerLogs(out, err, error_file)
-        local = self._local / directory.name / str(placement.rank) / error_file.name
+        local = self.local / directory.name / str(placement.rank) / error_file.name
         return WorkerLogs(out, err, local, error_file)
 
 

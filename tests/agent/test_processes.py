@@ -144,13 +144,18 @@ def test_without_descriptors_nobody_is_taken_for_gone(processes: ExecProcesses, 
 def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
+        "from pathlib import Path\n"
         "from elastic_agents.guard import Guard\n"
         "guard = Guard()\n"
         "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
         "guard.add(kept); guard.add(gone); guard.remove(gone)\n"
+        f"guard.add_directory(Path({str(tmp_path / 'local')!r}))\n"
         "print(kept, gone, flush=True)\n"
         "sys.stdin.read()\n"
     )
+    (tmp_path / "local" / "round_1" / "0").mkdir(parents=True)
+    (tmp_path / "local" / "round_1" / "0" / "error.json").touch()
+    (tmp_path / "local" / "link").symlink_to(tmp_path)
     agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     assert agent.stdin is not None
@@ -159,6 +164,8 @@ def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> N
         agent.kill()
         agent.wait()
         wait_for("the guarded session's end", lambda: not alive(guarded))
+        wait_for("the directory's end", lambda: not (tmp_path / "local").exists())
+        assert tmp_path.exists()
         assert alive(released)
     finally:
         os.kill(released, signal.SIGKILL)
