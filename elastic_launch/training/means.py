@@ -42,9 +42,10 @@ class MeanTable:
 
     def __init__(self, rows: int, columns: int) -> None:
         # First whether it is marked, the ranks' signatures, and how many have all gradients; in each row, beside the
-        # values, the weight and whether it was given.
-        self._flat = torch.zeros(_HEAD + rows * (columns + 2), dtype=torch.float64)
-        self._table = self._flat[_HEAD:].view(rows, columns + 2)
+        # values, the weight and whether it was given. Plain numbers: most tables are small, and calls of torch cost.
+        self._width = columns + 2
+        self._numbers = [0.0] * (_HEAD + rows * self._width)
+        self._sent: Tensor | None = None
         self._world_size = 1
         self._signature = 0
         self._work: dist.Work | None = None
@@ -55,57 +56,62 @@ class MeanTable:
         Args:
             share: the row's weight unless one is given.
         """
-        numbers = [float(value) for value in values]
-        self._table[row] = torch.tensor(
-            [*numbers, share if weight is None else weight, float(weight is not None)], dtype=torch.float64
-        )
+        start = _HEAD + row * self._width
+        self._numbers[start : start + self._width] = [
+            *(float(value) for value in values),
+            float(share if weight is None else weight),
+            float(weight is not None),
+        ]
 
     def mark(self) -> None:
         """Mark the table, for all ranks to see."""
-        self._flat[_MARK] = 1.0
+        self._numbers[_MARK] = 1.0
 
     def sign(self, signature: int) -> None:
         """Sign it with a number, of 40 bits at most, that should be the same on all ranks."""
         self._signature = signature
-        self._flat[_SIGNATURE] = signature
+        self._numbers[_SIGNATURE] = float(signature)
 
     def whole(self) -> None:
         """Note that this rank has a gradient of each parameter."""
-        self._flat[_WHOLE] = 1.0
+        self._numbers[_WHOLE] = 1.0
 
     @property
     def any_whole(self) -> bool:
         """Whether any rank has noted that."""
-        return bool(self._flat[_WHOLE])
+        return self._numbers[_WHOLE] > 0
 
     def post(self, world_size: int) -> None:
         """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""
         self._world_size = world_size
         if world_size > 1:
-            self._work = dist.all_reduce(self._flat, async_op=True)
+            self._sent = torch.tensor(self._numbers, dtype=torch.float64)
+            self._work = dist.all_reduce(self._sent, async_op=True)
 
     def wait(self) -> None:
         """Wait for what was posted."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._sent is not None:
+            self._numbers, self._sent = self._sent.tolist(), None
 
     @property
     def marked(self) -> bool:
-        return bool(self._flat[_MARK])
+        return self._numbers[_MARK] > 0
 
     @property
     def agreed(self) -> bool:
         """Whether all ranks have signed with the same number."""
-        return int(self._flat[_SIGNATURE]) == self._world_size * self._signature
+        return int(self._numbers[_SIGNATURE]) == self._world_size * self._signature
 
     def not_finite(self) -> int | None:
         """Return the first row whose first value is not finite, if any."""
-        return next((row for row, value in enumerate(self._table[:, 0].tolist()) if not math.isfinite(value)), None)
+        return next((row for row, value in enumerate(self._column(0)) if not math.isfinite(value)), None)
 
     def value(self, row: int) -> float:
         """Return a row's first value."""
-        return float(self._table[row, 0])
+        return self._column(0)[row]
 
     def means(self, samples: int, where: str) -> Means:
         """Return the means of the columns.
@@ -117,11 +123,17 @@ class MeanTable:
         Raises:
             UsageError: if some rows were given a weight and others not, or the weights sum up to nothing.
         """
-        values, weights, given = self._table[:, :-2], self._table[:, -2], int(self._table[:, -1].sum())
+        weights, given = self._column(self._width - 2), int(sum(self._column(self._width - 1)))
         if given not in (0, len(weights)):
             raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
-        total = sum(weights.tolist())
+        total = sum(weights)
         if not total > 0:
             raise UsageError(f"{where}: the weights sum up to {total:g}.", "Give positive ones.")
-        sums = [sum(column) for column in (values * weights[:, None]).t().tolist()]
+        sums = [
+            sum(value * weight for value, weight in zip(self._column(column), weights, strict=True))
+            for column in range(self._width - 2)
+        ]
         return Means([value / total for value in sums], samples / total if given else 1.0)
+
+    def _column(self, number: int) -> list[float]:
+        return self._numbers[_HEAD + number :: self._width]
