@@ -176,12 +176,14 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
     health = parse_health_port(text) if (text := values.text("--health-port")) else None
+    # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
+    given = meeting.endpoint or meeting.foreign
+    run_id = values.text("--rdzv-id") or (LaunchConfig.run_id if given else secrets.token_hex(6))
+    output = read_output(values)
     config = LaunchConfig(
         command=command,
         limits=limits,
-        # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
-        run_id=values.text("--rdzv-id")
-        or (LaunchConfig.run_id if meeting.endpoint or meeting.foreign else secrets.token_hex(6)),
+        run_id=run_id,
         backend=meeting.backend,
         endpoint=meeting.endpoint,
         endpoints=meeting.endpoints if meeting.backend == "etcd" else (),
@@ -202,7 +204,9 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),
         link_dir=link_dir,
-        output=read_output(values),
+        # Local ranks are unique on a node only.
+        log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",
+        output=output,
         log_format=read_log_format(values.text("--log-format")),
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),

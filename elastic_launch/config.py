@@ -187,6 +187,7 @@ class LaunchConfig:
         reuse: begin a new run if the one under this id has ended.
         shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        log_name: name of the run's directory in ``log_dir``; empty: the run's own.
         link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
         output: what becomes of the workers' output.
         log_format: form of the launcher's own lines, one of :data:`elastic_launch.output.LOG_FORMATS`.
@@ -219,6 +220,7 @@ class LaunchConfig:
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
     link_dir: Path | None = None
+    log_name: str = ""
     output: Output = field(default_factory=Output)
     log_format: str = "time"
     token: Token | None = field(default=None, repr=False)
@@ -253,7 +255,7 @@ class LaunchConfig:
     @property
     def run_directory(self) -> Path:
         """Where this run's logs and events go."""
-        return self.log_dir / self.run_id
+        return self.log_dir / (self.log_name or self.run_id)
 
     @property
     def alone(self) -> bool:

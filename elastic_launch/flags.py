@@ -131,6 +131,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Output",
         (
             Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+            Flag(("--log-layout",), "log directories: rounds, torchrun", "NAME", "rounds"),
             Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
             Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
             Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),

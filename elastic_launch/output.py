@@ -17,6 +17,7 @@ from elastic_launch.errors import UsageError
 
 __all__ = [
     "LATEST",
+    "LAYOUTS",
     "LOGS_SPECS_GROUP",
     "LOG_FORMATS",
     "TORCH_HEADER",
@@ -27,6 +28,8 @@ __all__ = [
     "parse_ranks",
     "parse_streams",
 ]
+
+LAYOUTS = ("rounds", "torchrun")
 
 LATEST = "latest"
 """The name of the link to the newest run's directory."""
@@ -115,6 +118,7 @@ class Output:
         stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
             FORMAT_NAMES in braces; empty: nowhere else.
         keep: whether streams are kept in the log directory.
+        layout: names of the directories below the run's, one of LAYOUTS.
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty: none.
 
     Raises:
@@ -132,6 +136,7 @@ class Output:
     stderr_file: str = ""
     keep: bool = True
     logs_specs: str = ""
+    layout: str = "rounds"
 
     def __post_init__(self) -> None:
         for text in filter(None, (self.stdout_file, self.stderr_file)):
@@ -167,7 +172,7 @@ class Output:
     def _route(self, placement: Placement, directory: Path, std: Std, role: str, node_id: str) -> Route:
         name, template = ("stdout", self.stdout_file) if std is Std.OUT else ("stderr", self.stderr_file)
         kept = directory if self.keep else None
-        path = kept / str(placement.rank) / f"{name}.log" if kept else None
+        path = kept / self.worker_directory(placement) / f"{name}.log" if kept else None
         if template and std in self.redirects.of(placement.local_rank):
             path = _formatted(template, placement)
         header = self.header_of(placement, role=role, node_id=node_id)
@@ -178,9 +183,20 @@ class Output:
             prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
             rank=placement.rank,
             filters=filters,
-            matching=kept / f"filtered_{name}-{node_id}.log" if kept and filters else None,
+            matching=kept / self._matching(name, node_id) if kept and filters else None,
             header=header,
         )
+
+    def round_directory(self, number: int) -> str:
+        """Name of a round's directory in the run's."""
+        return f"attempt_{number - 1}" if self.layout == "torchrun" else f"round_{number}"
+
+    def worker_directory(self, placement: Placement) -> str:
+        """Name of a worker's directory in the round's."""
+        return str(placement.local_rank if self.layout == "torchrun" else placement.rank)
+
+    def _matching(self, name: str, node_id: str) -> str:
+        return f"filtered_{name}.log" if self.layout == "torchrun" else f"filtered_{name}-{node_id}.log"
 
     def header_of(self, placement: Placement, *, role: str, node_id: str) -> str:
         """What stands before a worker's lines where they have a prefix."""

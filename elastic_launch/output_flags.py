@@ -14,6 +14,7 @@ from elastic_launch.config import LaunchConfig, state_directory, writable
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
 from elastic_launch.output import (
+    LAYOUTS,
     LOG_FORMATS,
     LOGS_SPECS_GROUP,
     TORCH_HEADER,
@@ -48,6 +49,7 @@ def read_output(values: Values) -> Output:
         header=values.text("--log-line-prefix-template") or TORCH_HEADER,
         keep=values.text("--log-dir") != os.devnull,
         logs_specs=_logs_specs(values),
+        layout=_layout(values),
     )
     _tell_without_effect(output)
     return output
@@ -164,6 +166,13 @@ def _filters(values: Values, name: str) -> tuple[str, ...]:
             "Write texts with commas between them; a double comma stands for one.",
         )
     return found
+
+
+def _layout(values: Values) -> str:
+    text = values.text("--log-layout") or LAYOUTS[0]
+    if text not in LAYOUTS:
+        raise UsageError(f"--log-layout {text} is not a layout of log files.", f"Give {', '.join(LAYOUTS)}.")
+    return text
 
 
 def _logs_specs(values: Values) -> str:

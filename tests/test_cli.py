@@ -124,6 +124,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("duplicate-stdout-filters", "loss,a,,b", "output", Output(stdout_filters=("loss", "a,b"))),
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
     ("log-format", "json", "log_format", "json"),
+    ("log-layout", "torchrun", "output", Output(layout="torchrun")),
     ("logs-specs", "default", "output", Output()),
     ("log-line-prefix-template", "${rank}", "output", Output(header="${rank}")),
     ("config", "job.yaml", "role", "from-a-file"),

@@ -113,6 +113,11 @@ def test_the_prefix_of_teed_lines_may_name_the_host(tmp_path: Path) -> None:
     assert output.header_of(place(1), role="r", node_id="a") == f"{name} r1/5: ${{other}}"
 
 
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(UsageError, match="--log-layout trees is not a layout"):
+        configured("--log-layout", "trees")
+
+
 def test_an_empty_filter_is_refused() -> None:
     with pytest.raises(UsageError, match="empty filter"):
         configured("--duplicate-stdout-filters", "a,")

@@ -84,7 +84,7 @@ class LogPlaces:
         """
         logs = {place.local_rank: self._own(number, place) for place in placements}
         if self.local is not None:
-            self._files.put(partial(_remove_others, self.local, f"round_{number}"))
+            self._files.put(partial(_remove_others, self.local, self._config.output.round_directory(number)))
             with suppress(OSError):  # then workers leave no exceptions
                 for own in logs.values():
                     make_private(own.error_file.parent)
@@ -110,12 +110,12 @@ class LogPlaces:
 
     def _own(self, number: int, placement: Placement) -> WorkerLogs:
         config = self._config
-        directory = config.run_directory / f"round_{number}"
+        directory = config.run_directory / config.output.round_directory(number)
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
-        error_file = directory / str(placement.rank) / "error.json"
+        error_file = directory / config.output.worker_directory(placement) / "error.json"
         if self.local is None:
             return WorkerLogs(out, err, error_file)
-        local = self.local / directory.name / str(placement.rank) / error_file.name
+        local = self.local / error_file.relative_to(config.run_directory)
         return WorkerLogs(out, err, local, error_file)
 
 

@@ -54,6 +54,16 @@ def test_redirected_streams_are_kept_and_not_shown(job: Job) -> None:
     assert kept(job) == ALL_KEPT
 
 
+def test_the_layout_may_be_torchruns(job: Job) -> None:
+    lines(job, "--log-layout", "torchrun", "--duplicate-stderr-filters", "err 1")
+    run = job.logs / (job.logs / "latest").readlink()
+    assert run.name.startswith("out_")
+    assert (run / "run.json").is_file()
+    found = {str(path.relative_to(run)): path.read_text() for path in run.glob("attempt_*/**/*.log")}
+    ours = {f"attempt_0/{name}": text for name, text in ALL_KEPT.items()}
+    assert found == {**ours, "attempt_0/filtered_stderr.log": "[default1]:err 1\n"}
+
+
 def test_teed_streams_are_shown_with_torchs_header(job: Job) -> None:
     assert lines(job, "--redirects", "3", "-t", "0:3,1:1") == [
         "[default0]:err 0",
