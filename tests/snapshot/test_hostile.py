@@ -133,7 +133,7 @@ MANIFESTS: list[tuple[str, dict[str, Any], str]] = [
     ("other step", {"step": 3}, "its manifest is of step 3, round 0"),
     ("other round", {"round": 1}, "its manifest is of step 2, round 1"),
     ("meta is no dict", {"meta": [1]}, "meta is no dict"),
-    ("meta with a tensor", {"meta": {"a": {"$tensor": "model/weight"}}}, "in the manifest's meta, no tensor"),
+    ("meta with a tensor", {"meta": {"a": {"$tensor": "model/weight"}}}, "in the manifest's meta, unknown keys"),
     ("no meta", {"meta": ...}, "meta is no dict"),
 ]
 
