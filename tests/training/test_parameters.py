@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,16 @@ def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> Non
     assert "The loss is nan in step 4, micro-batch 0, on rank 0." in str(caught.value)
     assert "weight is not finite already: an earlier step's gradient was not" in str(caught.value)
     assert f"Newest checkpoint: none yet in {tmp_path}" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "weight", "unfrozen"])
+def test_a_short_script_trains_one_model_at_one_and_two_workers(job: Job, case: str) -> None:
+    found = []
+    for nproc in (1, 2):
+        command = [str(SCRIPTS / "guards" / "given.py"), case]
+        agent = job.launch("--standalone", "--nproc", str(nproc), command=command, name=f"of {nproc}")
+        assert agent.wait(100) == 0, agent.output
+        found += re.findall(rf"{case} rank \d (\w+)", agent.output)
+    assert len(found) == 3
+    assert len(set(found)) == 1
