@@ -1,7 +1,7 @@
 """A worker that does as it is told by files in a directory; it needs no torch and so starts at once.
 
 ``finish``: exit 0. ``exit-<rank>``: a number; exit with it, once. ``raise-<rank>``: raise, once. Started with
-``--ignore-term`` it ignores SIGTERM; with ``--child`` it starts a grandchild that sleeps.
+``--ignore-term`` it ignores SIGTERM and SIGINT; with ``--child`` it starts a grandchild that sleeps.
 """
 
 import json
@@ -17,6 +17,7 @@ flags = sys.argv[2:]
 rank = os.environ["RANK"]
 if "--ignore-term" in flags:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 children = [subprocess.Popen(["sleep", "600"]).pid] if "--child" in flags else []
 line = {
     "pid": os.getpid(),
