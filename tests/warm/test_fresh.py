@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ PROPERTIES = (
         "locale",
         "recursion",
     ),
-    *("switch interval", "warnings", "warn options", "hooks", "processes", "death signal", "name", "command", "user"),
+    *("switch interval", "warnings", "warn options", "hooks", "processes", "name", "command", "user"),
     *("oom", "zone", "cpu time is small"),
 )
 
@@ -92,5 +93,10 @@ def test_a_forked_worker_finds_what_an_executed_one_finds(name: str, found: dict
     assert warm == cold
 
 
+def test_only_a_forked_worker_is_killed_by_the_kernel_with_its_agent(found: dict[str, dict[str, Any]]) -> None:
+    for ways in found.values():
+        assert {way: ways[way]["death signal"] for way in WAYS} == {"warm": signal.SIGKILL, "exec": 0}
+
+
 def test_no_property_is_left_out(found: dict[str, dict[str, Any]]) -> None:
-    assert set(found["script"]["warm"]) == set(PROPERTIES)
+    assert set(found["script"]["warm"]) == {*PROPERTIES, "death signal"}
