@@ -61,7 +61,7 @@ _FINAL = (
 )
 """Answers that every other member would give as well: a part of the message, its meaning, what to do, the error."""
 
-_NO_ETCD = "what listens there does not speak etcd's v3 API"
+_NO_ETCD = "what listens there does not speak etcd's v3 API, or wants TLS"
 _HINT_NO_ETCD = "Give --rdzv-endpoint the client addresses of etcd 3.4 or later, without TLS."
 _HOPELESS = (
     ("tcp connect error", "nothing accepts a connection there"),
