@@ -20,6 +20,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dist.destroy_process_group()
         raise ValueError("the loss is not finite")
     dist.all_reduce(data)
+dist.destroy_process_group()  # an executed worker that keeps it may abort as it exits
 """
 
 NO_GROUP = """
