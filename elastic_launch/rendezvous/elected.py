@@ -214,7 +214,7 @@ class ElectedBackend:
     def _check_same(self, record: ControlRecord) -> None:
         if record.digest != self._config.digest():
             raise RefusedError(
-                f"Nobody leads run {record.run_id!r}, and this node came with another script than it was begun with.",
+                f"No node leads run {record.run_id!r}, and this node came with another script than it was begun with.",
                 "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
                 f"etcdctl del /elastic-launch/runs/{record.run_id}/record",
             )

@@ -62,7 +62,7 @@ def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
     """Return the first failure, but none that follows from another while there is one that does not.
 
     What says that a retry is of no use goes before all others. A broken connection or a time-out tells of a failure
-    elsewhere, so it comes last, and behind a worker that somebody has ended by a signal, since that breaks connections,
+    elsewhere, so it comes last, and behind a worker that was ended by a signal, since that breaks connections,
     and behind one that may have failed.
 
     Args:
