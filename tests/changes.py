@@ -33,9 +33,17 @@ class Changes:
         pace = ["--steps", str(STEPS), "--step-time", str(step_time)]
         self.command = [SCRIPT, str(job.work), *pace, *options]
 
-    def node(self, name: str, *flags: str, plan: FaultPlan | None = None, **options: Any) -> Agent:
-        """Start an agent of several, of which ``a`` hosts the run."""
+    def node(
+        self, name: str, *flags: str, rank: int | None = None, plan: FaultPlan | None = None, **options: Any
+    ) -> Agent:
+        """Start an agent of several, of which ``a`` hosts the run.
+
+        Args:
+            rank: the rank the node asks for; nodes that start together arrive in either order.
+        """
         here = ["is_host=true" if name == "a" else "is_host=false"]
+        if rank is not None:
+            here += ["--node-rank", str(rank)]
         env = self._env(name, plan, options)
         return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)
 

@@ -61,7 +61,8 @@ def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
     changes = Changes(job)
     do = "kill" if rank == 0 else "hang"
     plan = FaultPlan.fail_at(rank, at=moment, do=do)
-    stays, leaves = (changes.node(name, "--join-settle", "100", nnodes="1:2", plan=plan) for name in "ab")
+    both = [("a", 0), ("b", 1)]
+    stays, leaves = (changes.node(k, "--join-settle", "100", nnodes="1:2", rank=r, plan=plan) for k, r in both)
     changes.trains(2, steps=10)
     leaves.signal(signal.SIGTERM)
     fault = f"planned fault: rank {rank} {WAYS[do]} "
@@ -158,7 +159,7 @@ def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job
     env, gate = gated(changes), checkpoints / "gate"
     gate.touch()
     host = changes.node("a", "--join-settle", "100", nnodes="1:2", env=env)
-    first = changes.node("b", "--node-rank", "0", nnodes="1:2", env=env)
+    first = changes.node("b", rank=0, nnodes="1:2", env=env)
     changes.trains(2)
     changes.hurry()
     wait_for("the last copy", lambda: halted(changes), 100)

@@ -42,7 +42,7 @@ def test_where_the_only_snapshot_is_lost_with_its_node_storage_serves_or_the_beg
     changes = Changes(job, *options)
     plan = FaultPlan.fail_at(1, at="snapshot", do="hang")
     host = changes.node("a", "--join-settle", "100", nnodes="1:2", plan=plan)
-    first = changes.node("b", "--node-rank", "0", nnodes="1:2", plan=plan)
+    first = changes.node("b", rank=0, nnodes="1:2", plan=plan)
     host.says("planned fault: rank 1 hangs in the snapshot of step", 100)
     wait_for("the other's", lambda: changes.whole(1, "b"), 60)
     served = wait_for("a checkpoint", changes.durable, 60)[-1] if saved else 0
@@ -63,7 +63,7 @@ def test_where_all_nodes_are_lost_storage_serves(job: Job, undisturbed: str) -> 
     for node in lost:
         node.kill()
     saved = changes.durable()[-1]
-    new = [changes.node(name, nnodes="2:2", env={"NODE": f"new-{name}"}) for name in "ab"]
+    new = [changes.node(k, nnodes="2:2", rank=r, env={"NODE": f"new-{k}"}) for k, r in (("a", 0), ("b", 1))]
     result = changes.finish(*new)
     assert changes.resumed(1, "new-a") == saved >= 20
     assert changes.done_again() == changes.last(1, "ab") - saved

@@ -31,7 +31,7 @@ def test_a_run_goes_on_from_what_three_nodes_have_written_together(job: Job, und
         node.kill()
     saved = changes.durable()[-1]
     assert tensor_files(of_step(changes, saved)) == [f"tensors-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
-    new = [changes.node(name, nnodes="2:2", env={"NODE": f"new-{name}"}) for name in "ab"]
+    new = [changes.node(k, nnodes="2:2", rank=r, env={"NODE": f"new-{k}"}) for k, r in (("a", 0), ("b", 1))]
     result = changes.finish(*new)
     assert changes.resumed(1, "new-a") == saved
     assert changes.done_again() == changes.last(1, "abc") - saved
@@ -51,7 +51,7 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     gate = checkpoints / "gate"
     gate.write_text("tensors-00002-of-00002.safetensors")
-    host = changes.node("a", "--join-settle", "100", nnodes="1:2", env=env)
+    host = changes.node("a", "--join-settle", "100", nnodes="1:2", rank=0, env=env)
     other = changes.node("b", nnodes="1:2", env=env)
     changes.trains(2)
     (halted,) = wait_for("half a share", lambda: list(checkpoints.glob("halted.*")), 100)
