@@ -24,7 +24,7 @@ STAMP := $(VENV)/.elastic-launch-env
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check test test-all soak clean distclean
+.PHONY: help env demo check test test-all soak matrix clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,8 @@ help:
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
 	@echo 'make soak       the exhaustive tests, which repeat what may fail once in a hundred times: hours, and outside CI'
+	@echo 'make matrix     the tests of single parts, one node and exactness with each Python and torch that pyproject.toml declares,'
+	@echo '                or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments, which have gigabytes each'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
@@ -73,6 +75,10 @@ test-all: env $(FRAMEWORKS)
 
 soak: env
 	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
+
+# Each pair has an environment of its own; nothing of VENV is used.
+matrix:
+	@"$(PYTHON)" scripts/matrix.py $(if $(KEEP),--keep)
 
 clean:
 	rm -rf build dist $(CACHES)
