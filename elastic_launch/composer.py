@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
     end_quietly()  # before the imports below, which take long
 
+import logging
 import os
 import socket
 import string
@@ -32,6 +33,8 @@ from elastic_launch.process import check_kernel, exiting, reported
 from elastic_launch.settings import Setting
 
 __all__ = ["console_main", "main", "start", "wanted", "world"]
+
+_log = logging.getLogger(__name__)
 
 PROGRAM = "elastic-composer"
 SUMMARY = "Run one node's part of a PyTorch training job whose world is fixed: no rendezvous, no restarts."
@@ -158,7 +161,10 @@ class _Options:
             if not texts[-1].strip():
                 raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
             return texts[-1]
-        return self.environ.get(_BY_NAME[name].fallback) or None
+        value = self.environ.get(_BY_NAME[name].fallback) or None
+        if name == "--world-size" and value == self.environ.get("LOCAL_WORLD_SIZE"):
+            return None  # one node, as it stands there: -n alone changes its size
+        return value
 
     def asked(self, name: str) -> str:
         """The value with its name, as the user has given it."""
@@ -273,13 +279,29 @@ def _command(options: _Options) -> tuple[str, ...]:
     return read_command(plain, Values(plain.given, mine)).argv
 
 
+def _platform_logs(environ: Mapping[str, str]) -> str | None:
+    """Return the format of the files that MosaicML's platform wants, for stdout and stderr together; None: off it."""
+    if environ.get("MOSAICML_PLATFORM", "").lower() != "true":
+        return None
+    where = [environ.get(name, "") for name in ("MOSAICML_LOG_DIR", "MOSAICML_GPU_LOG_FILE_PREFIX")]
+    if any(value.lower() in ("", "false") for value in where):
+        return None
+    return "/".join(where).replace("{", "{{").replace("}", "}}") + "{local_rank}.txt"
+
+
 def _ranks(options: _Options, place: _Place, directory: Path) -> tuple[Rank, ...]:
+    platform = _platform_logs(options.environ)
+    for name in ("--stdout", "--stderr"):
+        if platform is not None and name in options.line.given:
+            _log.warning("%s has no effect: output goes to MOSAICML_LOG_DIR, unless that is false.", name)
     logs = [directory / f"rank_{place.base_rank + index}" / "logs" for index in range(place.nproc)]
     found: list[tuple[Path | None, Path | None]] = [(None, None)]
     for index in range(1, place.nproc):
         default = str(logs[index] / f"rank_{place.base_rank + index}").replace("{", "{{").replace("}", "}}")
-        out = _formatted("--stdout", options.text("--stdout") or f"{default}.stdout.txt", place, index)
-        err = _formatted("--stderr", options.text("--stderr") or f"{default}.stderr.txt", place, index)
+        out_format = platform or options.text("--stdout") or f"{default}.stdout.txt"
+        err_format = platform or options.text("--stderr") or f"{default}.stderr.txt"
+        out = _formatted("--stdout", out_format, place, index)
+        err = _formatted("--stderr", err_format, place, index)
         if other := next((rank for rank, files in enumerate(found) if {out, err} & {*files}), None):
             (shared, *_) = {out, err} & {*found[other]}
             raise UsageError(

@@ -148,7 +148,9 @@ def run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
                 process.wait()
 
 
-def install(pair: Pair, interpreter: str, directory: Path, log: Path, env: Mapping[str, str]) -> Path:
+def install(
+    pair: Pair, interpreter: str, directory: Path, constraints: Path, log: Path, env: Mapping[str, str]
+) -> Path:
     """Make the environment of a pair, and return its interpreter.
 
     Raises:
@@ -156,7 +158,6 @@ def install(pair: Pair, interpreter: str, directory: Path, log: Path, env: Mappi
     """
     own = directory / "bin" / "python"
     pins = [line for line in (ROOT / CONSTRAINTS).read_text().splitlines() if not line.startswith("torch==")]
-    constraints = directory.with_suffix(".txt")
     wanted = f"torch=={pair.torch}" if pair.torch.count(".") == 2 else f"torch=={pair.torch}.*"
     constraints.write_text("\n".join([*pins, wanted]) + "\n")
     pip = [str(own), "-m", "pip", "install", *shlex.split(env.get("PIP_ARGS", "")), "-c", str(constraints)]
@@ -207,14 +208,15 @@ def judged(code: int, report: Path) -> tuple[bool, str]:
 def test(pair: Pair, directory: Path, *, keep: bool) -> Result:
     """Make the environment of a pair, run the tests in it, and remove it."""
     place = directory / f"python{re.sub(r'[^0-9A-Za-z.]+', '-', pair.python)}-torch{pair.torch}"
-    log, report = place.with_suffix(".log"), place.with_suffix(".xml")
+    log, report, constraints = (place.with_name(f"{place.name}.{kind}") for kind in ("log", "xml", "txt"))
     for old in (log, report):
         old.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     started = time.monotonic()
     try:
         interpreter, version = find_python(pair.python, env)
-        own = install(pair, interpreter, place, log, env)
+        print(f"matrix: {pair}: Python {version}: making its environment, see {log}", flush=True)
+        own = install(pair, interpreter, place, constraints, log, env)
         found = subprocess.run(
             [own, "-c", "from importlib.metadata import version; print(version('torch'))"],
             capture_output=True,
@@ -222,7 +224,7 @@ def test(pair: Pair, directory: Path, *, keep: bool) -> Result:
             env=env,
         )
         name = f"Python {version}, torch {found.stdout.strip()}"
-        print(f"matrix: {pair}: installed: {name} ({minutes(started)}); its tests run, see {log}", flush=True)
+        print(f"matrix: {pair}: installed: {name} ({minutes(started)}); running its tests", flush=True)
         started = time.monotonic()
         pytest = [str(own), "-m", "pytest", "-q", "-rfE", "-n", os.environ.get("JOBS") or "3", "--dist", "loadscope"]
         pytest += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-p", "no:cacheprovider", "-m", MARKS]
@@ -234,7 +236,7 @@ def test(pair: Pair, directory: Path, *, keep: bool) -> Result:
     finally:
         if not keep:
             shutil.rmtree(place, ignore_errors=True)
-            place.with_suffix(".txt").unlink(missing_ok=True)
+            constraints.unlink(missing_ok=True)
 
 
 def minutes(since: float) -> str:

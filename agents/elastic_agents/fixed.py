@@ -297,7 +297,8 @@ class _Agent:
         error = read_error_file(worker.files.error_file)
         if error is not None:
             yield from (f"    {line}" for line in error.traceback or error.message.splitlines())
-        for name, path in (("stdout", worker.files.stdout), ("stderr", worker.files.stderr)):
+        out, err = worker.files.stdout, worker.files.stderr
+        for name, path in (("output", out),) if out == err else (("stdout", out), ("stderr", err)):
             if path is not None and (lines := _tail(path, self._before[path])):
                 yield f"    its {name}, in {path}:"
                 yield from (f"        {line}" for line in lines)

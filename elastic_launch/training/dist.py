@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
+import string
 import sys
 import time
 from collections.abc import Iterator
@@ -44,10 +46,12 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "busy_wait_for_local_rank_zero",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
+    "get_node_signal_file_name",
     "get_sampler",
     "get_world_size",
     "initialize_dist",
@@ -55,6 +59,7 @@ __all__ = [
     "is_initialized",
     "local_rank_zero_download_and_wait",
     "run_local_rank_zero_first",
+    "write_signal_file",
 ]
 
 T = TypeVar("T")
@@ -63,6 +68,8 @@ _OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 _POLL = 0.1  # seconds between two looks for a file
 _REASON_BYTES = 1024  # of an error's text, told to the other ranks
+_NAME_LENGTH = 6  # letters and digits of a signal file's name that differ
+_DONE = "local rank zero done"
 
 
 def initialize_dist(device: str | torch.device | None = None, timeout: float = 300.0) -> None:
@@ -204,6 +211,7 @@ def get_sampler(
     shuffle: bool = False,
     num_replicas: int | None = None,
     rank: int | None = None,
+    seed: int = 0,
 ) -> DistributedSampler[int]:
     """Return a DistributedSampler: each rank draws its own len(dataset) / world size of the samples.
 
@@ -214,6 +222,7 @@ def get_sampler(
         dataset: whole on every rank.
         drop_last: drop the samples that do not divide evenly; else the first ones are drawn again to fill up.
         num_replicas, rank: instead of this process' world size and global rank.
+        seed: of the shuffling; the same on all ranks.
     """
     return DistributedSampler(
         dataset,
@@ -221,6 +230,7 @@ def get_sampler(
         rank=get_global_rank() if rank is None else rank,
         shuffle=shuffle,
         drop_last=drop_last,
+        seed=seed,
     )
 
 
@@ -286,6 +296,83 @@ def local_rank_zero_download_and_wait(
         )
 
 
+def get_node_signal_file_name(rng: random.Random | None = None) -> str:
+    """Return a name for a file by which the ranks of this node wait for each other; called by all ranks.
+
+    All ranks get the same random part, so that no file of an earlier wait has this name. The number in it is that of
+    this node: nodes that share a directory have files of their own.
+
+    Args:
+        rng: what the random part is drawn from; only that of rank 0 counts.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
+    """
+    drawn = "".join((rng or random.Random()).choices(string.ascii_letters + string.digits, k=_NAME_LENGTH))
+    if joined("get_node_signal_file_name"):
+        letters = torch.tensor(list(drawn.encode()), dtype=torch.uint8, device=_device())
+        distributed.broadcast(letters, src=0)
+        drawn = bytes(letters.tolist()).decode()
+    return f"._signal_file_node{get_node_rank()}_{drawn}"
+
+
+def write_signal_file(signal_file_name: str, dir_path: str | os.PathLike[str] | None = None) -> str:
+    """Make a file on local rank 0, and return its path on every rank.
+
+    Args:
+        dir_path: where; made if it is missing. None: the working directory.
+    """
+    return _write_signal(signal_file_name, dir_path, _DONE)
+
+
+@contextmanager
+def busy_wait_for_local_rank_zero(
+    dir_path: str | os.PathLike[str] | None = None, *, timeout: float = 3600.0
+) -> Iterator[None]:
+    """Run the body on all ranks, and have none go on before local rank 0 of each node has left it.
+
+    For work of local rank 0 that takes longer than the process group's timeout, such as an upload: the others look for
+    a file, and meet in a barrier after that.
+
+    Args:
+        dir_path: where that file is made, and removed again; all ranks of a node must see it. None: the working
+            directory.
+        timeout: seconds to wait for the file; Composer waits for ever.
+
+    Raises:
+        ElasticLaunchError: on the other ranks of a node, if the body has failed on local rank 0 or is not done in time.
+        UsageError: if there are several ranks and no process group.
+    """
+    name = get_node_signal_file_name()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        _write_signal(name, dir_path, f"{type(error).__name__}: {error}")
+        raise
+    path = write_signal_file(name, dir_path)
+    with local_rank_zero_download_and_wait(path, timeout=timeout):
+        with open(path, errors="replace") as file:
+            said = file.read()
+        if said != _DONE:
+            raise ElasticLaunchError(
+                f"Local rank 0 failed in dist.busy_wait_for_local_rank_zero: {said}",
+                "The traceback of local rank 0 tells the cause.",
+            )
+        barrier()
+    if rank_on_node() == 0:
+        os.remove(path)
+
+
+def _write_signal(name: str, directory: str | os.PathLike[str] | None, text: str) -> str:
+    path = os.path.join(os.getcwd() if directory is None else directory, name)
+    if rank_on_node() == 0:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.new", "w") as file:
+            file.write(text)
+        os.replace(f"{path}.new", path)  # who finds it finds it whole
+    return path
+
+
 def _kind(device: str | torch.device | None) -> str | None:
     """Return torch's name of a kind of device, or None if any will do."""
     if device is None:
@@ -319,7 +406,7 @@ def _raise_if_one_failed(error: BaseException | None) -> None:
     The error's text travels as bytes in a tensor: nobody has to trust a pickle for it.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    device = "cpu" if "cpu:" in distributed.get_backend_config() else "cuda"
+    device = _device()
     first = torch.tensor([size if error is None else rank], device=device)
     distributed.all_reduce(first, op=distributed.ReduceOp.MIN)
     failed = int(first)
@@ -333,6 +420,11 @@ def _raise_if_one_failed(error: BaseException | None) -> None:
         f"Rank {failed}, which was to run first, failed in dist.run_local_rank_zero_first: {text}",
         f"The traceback of rank {failed} tells the cause.",
     )
+
+
+def _device() -> str:
+    """Where small tensors of this module's own travel."""
+    return "cpu" if "cpu:" in distributed.get_backend_config() else "cuda"
 
 
 def _padded(text: str) -> bytes:

@@ -6,6 +6,7 @@ With ``--fail`` local rank 0 raises where it is to run first, and nobody catches
 import json
 import os
 import pathlib
+import random
 import sys
 import time
 
@@ -103,6 +104,37 @@ def objects(**source):
     return items
 
 
+def waited():
+    """Whether this rank leaves after local rank 0 has made something in its body, and what is left of the file."""
+    made, inside, signals = directory / "work.made", directory / "work.inside", directory / "signals"
+    with dist.busy_wait_for_local_rank_zero(signals):
+        if rank == 0:
+            wait_for(inside)  # the other one is in its body at the same time
+            made.touch()
+        else:
+            inside.touch()
+    late = made.exists()
+    dist.barrier()
+    return [late, list(signals.iterdir())]
+
+
+def not_waited():
+    """What each rank gets if local rank 0 fails."""
+    try:
+        with dist.busy_wait_for_local_rank_zero(directory / "failing"):
+            if rank == 0:
+                raise OSError("no room on the disk")
+    except (OSError, ElasticLaunchError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def written():
+    path = dist.write_signal_file("signal", directory / "made" / "here")
+    if rank == 1:
+        wait_for(pathlib.Path(path))
+    return [os.path.relpath(path, directory), pathlib.Path(path).read_text()]
+
+
 def samples(**options):
     return list(dist.get_sampler(list(range(5)), **options))
 
@@ -138,11 +170,20 @@ with el.session() as run:
         "local_rank_zero_download_and_wait": entered(
             "file", dist.local_rank_zero_download_and_wait(str(directory / "file.made"))
         ),
+        "busy_wait_for_local_rank_zero": [waited(), not_waited()],
+        "get_node_signal_file_name": dist.get_node_signal_file_name(random.Random(rank)),
+        "write_signal_file": written(),
         # After a failure, which must not have brought the ranks' collectives out of step.
         "all_gather": gathered(),
         "all_gather_object": dist.all_gather_object({"rank": rank}),
         "broadcast_object_list": [objects(), objects(src=1)],
-        "get_sampler": [samples(), samples(drop_last=True), samples(num_replicas=5, rank=3), samples(shuffle=True)],
+        "get_sampler": [
+            samples(),
+            samples(drop_last=True),
+            samples(num_replicas=5, rank=3),
+            samples(shuffle=True),
+            samples(shuffle=True, seed=1),
+        ],
     }
     if rank == 1:
         alone = torch.tensor([7])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -83,6 +85,15 @@ def _downloaded(path: Path) -> bool:
     return path.exists()
 
 
+def _waited(path: Path) -> list[Path]:
+    with dist.busy_wait_for_local_rank_zero(path):
+        assert not path.exists()
+    return list(path.iterdir())
+
+
+_NAME = "._signal_file_node0_" + "".join(Random(0).choices(string.ascii_letters + string.digits, k=6))
+_WRITTEN = "local rank zero done"
+
 OUTSIDE: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "get_world_size": (lambda _: dist.get_world_size(), 1),
     "get_global_rank": (lambda _: dist.get_global_rank(), 0),
@@ -101,6 +112,9 @@ OUTSIDE: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "get_sampler": (lambda _: _sampled(), [DistributedSampler, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]),
     "run_local_rank_zero_first": (lambda _: _first(), "entered"),
     "local_rank_zero_download_and_wait": (lambda path: _downloaded(path / "file"), True),
+    "busy_wait_for_local_rank_zero": (lambda path: _waited(path / "signals"), []),
+    "get_node_signal_file_name": (lambda _: dist.get_node_signal_file_name(Random(0)), _NAME),
+    "write_signal_file": (lambda path: Path(dist.write_signal_file("a", path / "b")).read_text(), _WRITTEN),
 }
 
 
@@ -116,8 +130,12 @@ _ERROR = "OSError: no room on the disk"
 _TOLD = f"ElasticLaunchError: Rank %d, which was to run first, failed in dist.run_local_rank_zero_first: {_ERROR}"
 _MATRIX = [[0.0, 2.0], [1.0, 3.0]]
 _SHIFTED = [[10.0, 12.0], [11.0, 13.0]]
-_PERMUTATION = torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()
-_SHUFFLED = [*_PERMUTATION, _PERMUTATION[0]]  # ranks take turns, and the first sample fills up
+# Ranks take turns, and the first sample fills up.
+_SHUFFLED, _SHUFFLED_1 = (
+    [*order, order[0]]
+    for order in (torch.randperm(5, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (0, 1))
+)
+_LATE = f"ElasticLaunchError: Local rank 0 failed in dist.busy_wait_for_local_rank_zero: {_ERROR}"
 
 INSIDE: dict[str, tuple[Any, Any]] = {
     "get_world_size": (2, 2),
@@ -138,12 +156,18 @@ INSIDE: dict[str, tuple[Any, Any]] = {
     ),
     "all_gather_object": ([{"rank": 0}, {"rank": 1}],) * 2,
     "broadcast_object_list": ([[0, {"of": 0}], [1, {"of": 1}]],) * 2,
-    "get_sampler": ([[0, 2, 4], [0, 2], [3], _SHUFFLED[0::2]], [[1, 3, 0], [1, 3], [3], _SHUFFLED[1::2]]),
+    "get_sampler": (
+        [[0, 2, 4], [0, 2], [3], _SHUFFLED[0::2], _SHUFFLED_1[0::2]],
+        [[1, 3, 0], [1, 3], [3], _SHUFFLED[1::2], _SHUFFLED_1[1::2]],
+    ),
     "run_local_rank_zero_first": (
         [False, _ERROR, _TOLD % 1],
         [True, _TOLD % 0, _ERROR],
     ),
     "local_rank_zero_download_and_wait": (False, True),
+    "busy_wait_for_local_rank_zero": ([[True, []], _ERROR], [[True, []], _LATE]),
+    "get_node_signal_file_name": (_NAME, _NAME),
+    "write_signal_file": (["made/here/signal", _WRITTEN],) * 2,
 }
 
 
@@ -236,6 +260,7 @@ def _enter(context: Any) -> None:
         ("all_gather_object", lambda: dist.all_gather_object(1)),
         ("broadcast_object_list", lambda: dist.broadcast_object_list([1])),
         ("run_local_rank_zero_first", lambda: _enter(dist.run_local_rank_zero_first())),
+        ("get_node_signal_file_name", dist.get_node_signal_file_name),
     ],
 )
 def test_several_ranks_without_a_group_are_told_to_join(
