@@ -190,6 +190,19 @@ def test_every_name_is_checked_outside_and_inside() -> None:
     assert set(OUTSIDE) == set(INSIDE) == set(dist.__all__)
 
 
+COMPOSERS = """
+all_gather all_gather_object all_gather_object_list_hpu all_reduce barrier broadcast broadcast_object_list
+busy_wait_for_local_rank_zero get_global_rank get_local_rank get_local_world_size get_node_rank get_node_signal_file_name
+get_sampler get_world_size initialize_dist is_available is_initialized local_rank_zero_download_and_wait
+run_local_rank_zero_first write_signal_file
+"""
+"""The functions of Composer's module (0.33), those included that it does not export."""
+
+
+def test_composers_functions_are_here_but_for_that_of_one_device() -> None:
+    assert set(COMPOSERS.split()) - set(dist.__all__) == {"all_gather_object_list_hpu"}
+
+
 def test_no_rank_hangs_when_the_first_one_fails(tmp_path: Path) -> None:
     for job in job_in(tmp_path):
         flags = ["--standalone", "--nproc", "2", "--max-restarts", "0"]
