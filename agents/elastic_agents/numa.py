@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import UsageError
@@ -53,5 +54,7 @@ def bound(argv: Sequence[str], local_rank: int, mode: str | None) -> list[str]:
     # torch offers this to its own agent only. There is no other source for its four modes.
     from torch.numa.binding import AffinityMode, NumaOptions, _maybe_wrap_command_args_with_numa_binding
 
+    wrap = _maybe_wrap_command_args_with_numa_binding
+    index = "device_index" if "device_index" in signature(wrap).parameters else "gpu_index"  # until torch 2.13
     options = NumaOptions(affinity_mode=AffinityMode(mode))
-    return list(_maybe_wrap_command_args_with_numa_binding(tuple(argv), gpu_index=local_rank, numa_options=options))
+    return list(wrap(tuple(argv), **{index: local_rank}, numa_options=options))

@@ -192,9 +192,9 @@ def test_every_name_is_checked_outside_and_inside() -> None:
 
 COMPOSERS = """
 all_gather all_gather_object all_gather_object_list_hpu all_reduce barrier broadcast broadcast_object_list
-busy_wait_for_local_rank_zero get_global_rank get_local_rank get_local_world_size get_node_rank get_node_signal_file_name
-get_sampler get_world_size initialize_dist is_available is_initialized local_rank_zero_download_and_wait
-run_local_rank_zero_first write_signal_file
+busy_wait_for_local_rank_zero get_global_rank get_local_rank get_local_world_size get_node_rank
+get_node_signal_file_name get_sampler get_world_size initialize_dist is_available is_initialized
+local_rank_zero_download_and_wait run_local_rank_zero_first write_signal_file
 """
 """The functions of Composer's module (0.33), those included that it does not export."""
 
