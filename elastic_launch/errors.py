@@ -57,9 +57,14 @@ class ElasticLaunchError(Exception):
     Args:
         message: what was asked for and what was found.
         hint: what to do about it.
+
+    Attributes:
+        exit_code: of a program of this project that ends by it.
+        final: whether a worker that ends by it would end so again: then the run ends instead of starting another one.
     """
 
     exit_code: int = ExitCode.TRAINING_FAILED
+    final: bool = False
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -74,6 +79,7 @@ class UsageError(ElasticLaunchError):
     """A flag, a value or a combination of them that cannot work."""
 
     exit_code = ExitCode.USAGE
+    final = True
 
 
 class RendezvousError(ElasticLaunchError):

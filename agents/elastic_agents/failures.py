@@ -25,6 +25,15 @@ _LINE_BYTES = 4096
 START = 60.0
 """Seconds after its start within which a worker that cannot run as it is says so."""
 
+FINAL = frozenset(
+    {
+        "elastic_launch.errors.UsageError",
+        "elastic_launch.batch.BatchError",
+        "elastic_launch.snapshot.errors.UnsupportedStateError",
+    }
+)
+"""Exceptions of the library after which a restart would fail in the same way, by the names in tracebacks."""
+
 _RANK = re.compile(r"\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
@@ -121,7 +130,7 @@ def report(
     asked = error.exit_code if error is not None else 0
     if stopped and exit_code < 0:
         exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
-    if ExitCode.DO_NOT_RETRY in (exit_code, asked):
+    if ExitCode.DO_NOT_RETRY in (exit_code, asked) or (not supposed and _is_final(text, detail)):
         kind = "fatal"
     elif preempted:
         kind = "preemption"
@@ -194,6 +203,18 @@ def _last_words(
         return stderr[last], tuple(stderr)
     index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
     return _RANK.sub("", stderr[index]) if index is not None else "", tuple(stderr)
+
+
+def _is_final(text: str, detail: Sequence[str]) -> bool:
+    """Whether a worker was ended by an exception of the library that a restart would only repeat.
+
+    A forked worker says so itself, and also of a class that is derived from such an exception. Else its name tells, of
+    which torch's ``@record`` leaves the last part, with the full one in the traceback.
+    """
+    lines = text.splitlines()
+    first = lines[0] if lines else ""
+    name, colon, message = first.partition(":")
+    return name in FINAL or any(f"{full}{colon}{message}" in detail for full in FINAL if full.endswith(f".{name}"))
 
 
 def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:

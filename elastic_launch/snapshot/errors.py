@@ -74,6 +74,8 @@ class NotCommittedError(CheckpointError):
 class UnsupportedStateError(CheckpointError):
     """The state holds a value that the format cannot; the message has its type and its place."""
 
+    final = True
+
 
 class TornSnapshotError(CheckpointError):
     """A state changed while it was being copied into memory, and the copy was given up."""

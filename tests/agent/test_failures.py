@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import re
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,18 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+import elastic_launch
 from elastic_agents import failures
 from elastic_agents.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import Reaped
+from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import do_not_retry, read_error_file
+from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.rendezvous import messages as m
+from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
+from elastic_launch.training.replicas import ReplicasDifferError
 
 TRACEBACK = (
     "Traceback (most recent call last):",
@@ -176,6 +184,62 @@ def test_without_a_launcher_the_reason_is_printed(
 
 def test_exit_code_93_says_so_in_any_language(error_file: Path) -> None:
     assert failed(error_file, exit_code=93, stderr=("no licence",)).kind == "fatal"
+
+
+# The library's errors that a restart would only repeat.
+
+
+def _traceback(error: Exception) -> tuple[str, ...]:
+    try:
+        raise error
+    except type(error) as raised:
+        return tuple(line for part in traceback.format_exception(raised) for line in part.rstrip().splitlines())
+
+
+ODD = UnsupportedStateError("A checkpoint cannot hold x.", "Convert it.")
+
+
+@pytest.mark.parametrize("error", [UsageError("every=-1", "Write steps."), BatchError("micro=0"), ODD], ids=type)
+def test_misuse_of_the_library_is_final(error_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    printed = _traceback(error)
+    assert failed(error_file, stderr=printed).kind == "fatal", "an executed worker"
+    assert failed(error_file, stderr=[f"[rank0]: {line}" for line in printed]).kind == "fatal"
+    stopped = failed(error_file, exit_code=-15, stopped=True, stderr=[f"[rank0]: {line}" for line in printed])
+    assert stopped.kind == "fatal", "it had raised before it was stopped"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    try:
+        raise error
+    except type(error) as raised:
+        ErrorHandler().record_exception(raised)
+    found = failed(error_file)
+    assert (found.kind, found.message) == (
+        "fatal",
+        f"exit code 1: {type(error).__name__}: {str(error).splitlines()[0]}",
+    )
+
+
+def test_no_other_error_is_taken_for_misuse_of_the_library(error_file: Path) -> None:
+    """It may be quoted by another one, may have been handled, or may only have the same name."""
+    printed = _traceback(UsageError("every=-1"))
+    assert failed(error_file, stderr=(*printed, "ValueError: other")).kind == "crash", "an error that followed"
+    assert failed(error_file, stderr=(*printed, "going on"), exit_code=-11).kind == "crash"
+    assert failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=printed).kind == "crash"
+    for other in (CheckpointWriteError("no room"), ReplicasDifferError("differs"), ValueError("UsageError: no")):
+        assert failed(error_file, stderr=_traceback(other)).kind == "crash"
+    error_file.write_text(json.dumps({"message": {"message": "UsageError: another library's"}}))
+    assert failed(error_file).kind == "crash"
+
+
+def test_the_names_are_those_of_all_final_errors() -> None:
+    """An agent knows them by name: it does not import what workers do."""
+    for module in pkgutil.walk_packages(elastic_launch.__path__, "elastic_launch."):
+        if not module.name.endswith("__main__") and ".integrations." not in module.name:  # frameworks may not be there
+            importlib.import_module(module.name)
+    kinds, left = set(), [ElasticLaunchError]
+    while left:
+        left.extend(new := left.pop().__subclasses__())
+        kinds.update(kind for kind in new if kind.final and kind.__module__.startswith("elastic_launch."))
+    assert {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds} == failures.FINAL
 
 
 # Reports.
