@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elastic_launch.training.state import Group, Stateful
 
 __all__ = ["forgotten"]
 
+_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
+"""Attributes of a ReduceLROnPlateau."""
+
 
 def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
     """Return those optimizers among parts that have a scheduler which is not among them.
 
-    A scheduler of torch's marks its optimizer's ``step``; ReduceLROnPlateau does not, and cannot be noticed.
+    A scheduler of torch's marks its optimizer's ``step``. ReduceLROnPlateau does not: it is found as an object that
+    refers to the optimizer, which is looked for only where no part does.
     """
     flat = list(_members(parts))
     saved = {id(found) for part in flat for found in _scheduled(part)}
     optimizers = [part for part in flat if isinstance(part, torch.optim.Optimizer)]
-    return [each for each in optimizers if hasattr(each.step, "_wrapped_by_lr_sched") and id(each) not in saved]
+    return [
+        each
+        for each in optimizers
+        if id(each) not in saved and (hasattr(each.step, "_wrapped_by_lr_sched") or _has_plateau(each))
+    ]
+
+
+def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the process has a ReduceLROnPlateau of an optimizer; the collector knows it, or its ``__dict__``."""
+    return any(
+        isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
+        for found in gc.get_referrers(optimizer)
+    )
 
 
 def _members(parts: Iterable[Stateful]) -> Iterator[Stateful]:

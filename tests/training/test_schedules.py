@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import SCRIPTS, Job
 from torch import nn
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 import elastic_launch as el
 from elastic_launch.training.schedules import forgotten
@@ -24,6 +24,13 @@ SCHEDULE = str(SCRIPTS / "guards" / "schedule.py")
 
 def _optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+def _asked_for_its_state(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+    """After this the optimizer is referred to by its ``__dict__``, in some versions of Python."""
+    scheduler = ReduceLROnPlateau(optimizer)
+    scheduler.state_dict()
+    return scheduler
 
 
 class Holder:
@@ -45,6 +52,8 @@ class Holder:
         lambda optimizer: StepLR(optimizer, 2),
         lambda optimizer: SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer)], [2]),
         lambda optimizer: ChainedScheduler([ConstantLR(optimizer), LinearLR(optimizer)]),
+        ReduceLROnPlateau,
+        _asked_for_its_state,
     ],
 )
 def test_a_scheduler_is_forgotten_unless_it_or_its_holder_is_saved(make: Any) -> None:
@@ -56,8 +65,9 @@ def test_a_scheduler_is_forgotten_unless_it_or_its_holder_is_saved(make: Any) ->
     assert forgotten([Group({"a": optimizer, "b": other}), Group({"a": scheduler})]) == []
     assert forgotten([optimizer, Holder(scheduler)]) == []
     assert forgotten([optimizer, Holder([scheduler])]) == []
-    make(other)
+    forgotten_one = make(other)
     assert forgotten([optimizer, other, scheduler]) == [other]
+    assert forgotten([optimizer, other, scheduler, forgotten_one]) == []
 
 
 @pytest.mark.parametrize("when", ["before", "in the first step"])
