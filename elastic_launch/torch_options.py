@@ -1,14 +1,30 @@
-"""Options that come from torchrun and concern how workers are started and what they are told."""
+"""Options that come from torchrun and concern how workers are started and what they are told; and torch's version."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["NUMA_MODES", "START_METHODS", "STOP_SIGNALS", "Foreign", "Signals", "TorchOptions", "visible_device"]
+__all__ = [
+    "NEWEST_TORCH",
+    "NUMA_MODES",
+    "START_METHODS",
+    "STOP_SIGNALS",
+    "Foreign",
+    "Signals",
+    "TorchOptions",
+    "untested_torch",
+    "visible_device",
+]
+
+NEWEST_TORCH = (2, 14)
+"""The newest torch that the tests run with; a test compares it with pyproject.toml."""
 
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 """What torch.numa.binding.AffinityMode knows; a test compares them, since its import costs seconds."""
@@ -93,3 +109,18 @@ def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
 def _one_of(flag: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         raise UsageError(f"{flag} {value} is none that torch knows.", f"Give one of {', '.join(known)}.")
+
+
+def untested_torch() -> str | None:
+    """Return a line to be logged if the torch here is newer than the tests know; it is not imported for that."""
+    try:
+        spec = find_spec("torch")
+        places = spec.submodule_search_locations if spec else None
+        text = Path(places[0], "version.py").read_text() if places else ""
+    except (OSError, ValueError):  # ValueError: somebody has put a torch without a spec in its place
+        return None
+    found = re.search(r"^__version__ *= *['\"]((\d+)\.(\d+)[^'\"]*)", text, re.MULTILINE)
+    if found is None or (int(found[2]), int(found[3])) <= NEWEST_TORCH:
+        return None
+    newest = "{}.{}".format(*NEWEST_TORCH)
+    return f"torch {found[1]} is newer than {newest}, the newest that this version of elastic-launch was tested with"

@@ -28,7 +28,7 @@ from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.private import make_private
 from elastic_launch.rendezvous.verdict import own_code
-from elastic_launch.torch_options import STOP_SIGNALS
+from elastic_launch.torch_options import STOP_SIGNALS, untested_torch
 
 __all__ = ["FixedWorld", "Rank", "expanded", "run"]
 
@@ -142,6 +142,8 @@ def run(world: FixedWorld) -> int:
     with closing(Consoles()) as consoles:
         configure_logging(world.log_format, node=str(world.node_rank), consoles=consoles)
         logging.getLogger("elastic_launch").setLevel(logging.INFO if world.verbose else logging.WARNING)
+        if line := untested_torch():
+            _log.warning("%s", line)
         return _run(world)
 
 

@@ -29,7 +29,7 @@ from elastic_launch.notice_sources import claimed
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
 from elastic_launch.threads import deaths_reported_to
-from elastic_launch.torch_options import TorchOptions
+from elastic_launch.torch_options import TorchOptions, untested_torch
 from elastic_launch.writer import IDLE, Writer
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
     consoles = Consoles()
     with closing(consoles):
         configure_logging(config.log_format, node=config.node_id, consoles=consoles)
+        if line := untested_torch():
+            _log.warning("%s", line)
         if config.foreign is None:
             return _run(config, begun, consoles)
         if config.health_port is not None:

@@ -254,9 +254,14 @@ def test_a_signal_ends_torchs_own_agent_with_its_number(job: Job, tmp_path: Path
 
 def test_main_can_be_called(job: Job, tmp_path: Path) -> None:
     program = tmp_path / "mine.py"
-    program.write_text("import sys\nfrom elastic_launch.cli import main\nprint('code', main(sys.argv[1:]))\n")
+    program.write_text(
+        "import sys\nfrom elastic_launch import torch_options\nfrom elastic_launch.cli import main\n"
+        "torch_options.NEWEST_TORCH = (2, 1)  # for the line that a torch which is newer gets\n"
+        "print('code', main(sys.argv[1:]))\n"
+    )
     agent = job.program([str(program), "--standalone", "--log-dir", str(job.logs), "-n", "2", LOOP, str(job.work)])
     assert [round_of(worker) for worker in job.world(2)] == [1, 1]
     job.finish()
     assert agent.wait() == 0
     assert "code 0" in agent.output.splitlines()
+    assert agent.output.count("is newer than 2.1, the newest that this version of elastic-launch was tested with") == 1
