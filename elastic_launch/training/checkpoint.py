@@ -109,6 +109,10 @@ class Checkpoint:
         if isinstance(self.directory, Url):
             check_driver(self.directory)
         self._interval = Interval.parse(every)
+        # Each node may have a directory of its own; a URL is one for all.
+        where = str(directory) if isinstance(self.directory, Url) else "a directory"
+        self.arguments = f"{where}, every={every}, keep={keep}, split={split}"
+        """What must be the same on all ranks."""
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
         if split < 1:

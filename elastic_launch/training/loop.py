@@ -24,6 +24,7 @@ from elastic_launch.training.memory import settled
 from elastic_launch.training.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.replicas import replicated
+from elastic_launch.training.same import check_same
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.together import as_model, as_optimizer
@@ -103,6 +104,7 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
+        check_same(self._run.world, self._given())
         resumed = self._resume()
         self._step = resumed.step
         self._loader.batch = self._loader.batch.settled(self._run.world_size)
@@ -171,6 +173,21 @@ class Loop:
             except (TimeoutError, OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._loader.contents(step, micro)}. Newest checkpoint: {saved}."
+
+    def _given(self) -> dict[str, object]:
+        """Return what must be the same on all ranks, by the names that errors use."""
+        options = self._options
+        return {
+            **self._loader.identity,
+            "micro-batch": self._loader.batch.micro,
+            "until, in steps": self._end,
+            "exact": options.exact,
+            "buffers": options.buffers,
+            "metrics": list(options.metrics),
+            "checkpoint": None if self._checkpoint is None else self._checkpoint.arguments,
+            "saved objects": self._state.described(),
+            "steps done": self._step,
+        }
 
     def _gradients(self) -> Gradients:
         world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers

@@ -28,6 +28,7 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
+from elastic_launch.training.same import check_same
 from elastic_launch.training.saving import Saver
 from elastic_launch.training.schedules import forgotten
 from elastic_launch.training.state import Stateful, TrainingState
@@ -220,6 +221,8 @@ class Run:
         """
         self.trainings.refuse_beside_steps("run.resume()")
         self._unchanging = dict(unchanging or {})
+        saved = {"checkpoint": checkpoint.arguments, "saved objects": self.state.described()}
+        check_same(self.world, {**self._unchanging, **saved})
         resumed = self.restore(checkpoint, self._unchanging, self.state, (self.state,))
         self.trainings.resumed = True
         self.begin(resumed.step)

@@ -99,6 +99,12 @@ class TrainingState:
         """
         tree.encode({name: part.state_dict() for name, part in self._parts.items()})
 
+    def described(self) -> str:
+        """Return the names of all parts, with their classes where a state fits no other one."""
+        classes = self.classes()
+        names = dict.fromkeys([*self._parts, *classes])
+        return ", ".join(f"{name} ({classes[name]})" if name in classes else name for name in names)
+
     def classes(self) -> dict[str, str]:
         """Return the classes of those parts whose states fit no other one; of groups by ``part/member``."""
         found: dict[str, str] = {}

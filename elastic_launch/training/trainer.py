@@ -22,6 +22,7 @@ from elastic_launch.training.evaluation import evaluate, evaluating
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
+from elastic_launch.training.same import check_same
 from elastic_launch.training.session import Run
 from elastic_launch.training.state import Stateful
 from elastic_launch.training.steps import Step
@@ -168,6 +169,7 @@ class Trainer:
         if loader.batch.micro == "auto":
             micro = self.loader.batch.settled(self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(loader.batch.size, min(loader.batch.size, len(micro)))
+        check_same(self.run.world, {**loader.identity, "metrics": list(self._metrics)})
         names = ["loss", *self._metrics]
         with evaluating(self.model):
             means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)

@@ -1,0 +1,59 @@
+"""Give rank 1 something else than rank 0, one thing after the other: ``unlike.py DIRECTORY``."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+
+directory = Path(sys.argv[1])
+said = {}
+with el.session() as run:
+    other = run.rank == 1
+
+    def attempt(kind: str) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        data = torch.zeros(63 if other and kind == "length" else 64, 1)
+        loader = el.ElasticLoader(
+            data,
+            el.GlobalBatch(32 if other and kind == "batch" else 16, 8 if other and kind == "micro" else 4),
+            seed=int(other and kind == "seed"),
+            shuffle=not (other and kind == "shuffle"),
+        )
+        if kind == "evaluation":
+            el.Trainer(run, model, optimizer, loader, loss_fn=nn.functional.mse_loss).evaluate(
+                el.ElasticLoader(data, el.GlobalBatch(8, 8 if other else 4))
+            )
+        next(
+            run.steps(
+                loader,
+                model,
+                optimizer,
+                until="3ba" if other and kind == "until" else "2ba",
+                exact=other and kind == "exact",
+                checkpoint=None if other and kind == "checkpoint" else el.Checkpoint(directory / kind),
+                scheduler=None if other and kind == "scheduler" else scheduler,
+                metrics=["accuracy"] if other and kind == "metrics" else [],
+                buffers={"*": "last"} if other and kind == "buffers" else {},
+            )
+        )
+
+    kinds = ["length", "batch", "micro", "seed", "shuffle", "evaluation", "until", "exact", "checkpoint", "scheduler"]
+    for kind in [*kinds, "metrics", "buffers", "nothing"]:
+        try:
+            attempt(kind)
+            said[kind] = ""
+        except UsageError as error:
+            said[kind] = error.message
+    run.register("model", nn.Linear(1, 1))
+    try:
+        run.resume(el.Checkpoint(directory / "own"), {"width": run.rank})
+    except UsageError as error:
+        said["own loop"] = error.message
+    (directory / f"rank-{run.rank}.json").write_text(json.dumps(said))
