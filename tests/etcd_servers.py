@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,9 @@ def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=1.0) as answer:
             return bool(json.load(answer).get("health") == "true")
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
     except OSError:
         return False
 

@@ -54,6 +54,9 @@ class S3Server:
     def _answers(self) -> bool:
         try:
             self._ask("GET", "/moto-api/")
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
         except (urllib.error.URLError, ConnectionError):
             return False
         return True

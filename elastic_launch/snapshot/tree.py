@@ -80,7 +80,8 @@ class _Encoder(Encoder):
             return {"$device": str(value)}
         if (arrays.is_array(value) or arrays.is_scalar(value)) and (dtype := arrays.dtype_of(value)) is not None:
             if arrays.is_scalar(value):
-                return {"$scalar": base64.b64encode(value.tobytes()).decode("ascii"), "dtype": dtype}
+                data = value.tobytes()[: value.dtype.itemsize]  # an empty string's are more
+                return {"$scalar": base64.b64encode(data).decode("ascii"), "dtype": dtype}
             tensor = _as_tensor(bytearray(value.tobytes()), dtype)
             return {"$array": self._tensor(tensor, path), "dtype": dtype, "shape": list(value.shape)}
         if arrays.is_array(value) or arrays.is_scalar(value):

@@ -80,6 +80,8 @@ ARRAYS: list[Any] = [
     np.bool_(True),
     np.str_("\u20ac"),
     np.str_(""),
+    np.bytes_(b""),
+    np.bytes_(b"a"),
     np.datetime64("2026-01-01T00:00", "25s"),
 ]
 
@@ -137,6 +139,7 @@ STATES = st.recursive(
 @example([2**8191, -(2**8191), 0, -1])
 @example(torch.arange(6).reshape(2, 3).t())
 @example({"$tuple": [1], "$": 2})
+@example(ARRAYS)
 @example([torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag])
 def test_any_state_comes_back_to_the_bit(state: Any) -> None:
     assert same(through_the_format(state), state)
