@@ -198,8 +198,10 @@ _TORCHRUN = """
 TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
 """The long names of torchrun's own flags (torch 2.13); a test compares them with its parser.
 
-Those that torch 2.14 adds are not among them: what is short enough for 2.13 must stay so.
+Those that torch 2.14 adds come after them: what is short enough for 2.13 must stay so.
 """
+
+TORCHRUN_2_14 = TORCHRUN | {"--print-completion", "--log-line-prefix-template"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +372,11 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
     if not candidates:
         raise _unknown(spelled, table)
-    of_torchrun = {table[known].name for known in TORCHRUN if known.startswith(name)}
-    if len(of_torchrun) == 1:
-        # What is short enough for torchrun must stay so, whatever flags there are beside its own.
-        return table[of_torchrun.pop()], value
+    for names in (TORCHRUN, TORCHRUN_2_14):
+        of_torchrun = {table[known].name for known in names if known.startswith(name)}
+        if len(of_torchrun) == 1:
+            # What is short enough for torchrun must stay so, whatever flags there are beside its own.
+            return table[of_torchrun.pop()], value
     if len(candidates) > 1:
         raise UsageError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
     return next(iter(candidates.values())), value

@@ -16,7 +16,7 @@ from torch.numa.binding import AffinityMode
 from elastic_launch import cli
 from elastic_launch.config import Endpoint, LaunchConfig
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import BY_NAME, TORCHRUN, split
+from elastic_launch.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
 from elastic_launch.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 
 ACTIONS = [action for action in get_args_parser()._actions if action.option_strings]
@@ -49,7 +49,7 @@ def refused(parse: Parse, line: str, **environ: str) -> UsageError:
 
 
 def test_the_list_of_torchruns_names_is_that_of_its_parser() -> None:
-    assert set(LONG) - {"--print-completion", "--log-line-prefix-template"} == TORCHRUN
+    assert set(LONG) in (TORCHRUN, TORCHRUN_2_14)
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
@@ -88,6 +88,15 @@ def test_what_is_unambiguous_for_torchrun_is_so_here() -> None:
         flag = BY_NAME[name]
         line = split([prefix, "1", "train.py"] if flag.metavar else [prefix, "train.py"])
         assert line.wants == name or list(line.given) == [flag.name], prefix
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [("--log-", "--log-dir"), ("--log-l", "--log-line-prefix-template"), ("--pri", "--print-completion")],
+)
+def test_of_two_versions_of_torchrun_the_older_one_comes_first(prefix: str, name: str) -> None:
+    line = split([prefix, "bash", "train.py"])
+    assert list(line.given) == [name]
 
 
 @pytest.mark.parametrize("token", ["--transport", "--rdzv-transport", "--nproc-per-nodes"])
