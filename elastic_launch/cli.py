@@ -16,9 +16,9 @@ from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.config import Command, LaunchConfig, Limits, parse_health_port, parse_nnodes
-from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.errors import CommandLineError, ExitCode, UsageError
 from elastic_launch.faults import ENV_FAULTS, FaultPlan
-from elastic_launch.flags import BY_NAME, USAGE, Line, Values, split
+from elastic_launch.flags import BY_NAME, USAGE, Line, Sourced, Values, split
 from elastic_launch.help import help_text
 from elastic_launch.jobfile import Job, shown
 from elastic_launch.meeting import read_meeting
@@ -30,6 +30,7 @@ from elastic_launch.process import PROGRAM, check_kernel, exiting, reported
 from elastic_launch.secret import Token, read_token
 from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.torch_options import visible_device
+from elastic_launch.torchrun import DEFAULTS, NAME, SOURCE, called_so, errors_told, wanted
 
 __all__ = ["console_main", "find_module", "launch", "main", "parse", "read_command"]
 
@@ -55,38 +56,54 @@ def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
 
 
 def _main(argv: Sequence[str], whole: bool) -> int:
+    program = sys.argv[0] if whole else ""
     # Most have no use for it; the script's own arguments may have these words, too.
-    if any(token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv):
+    if not wanted(os.environ, program) and any(
+        token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv
+    ):
         from elastic_launch import composer
 
         if composer.wanted(argv):
             return composer.start(argv)
-    return launch(split(argv), whole=whole)
+    return launch(split(argv), whole=whole, program=program)
 
 
-def launch(line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False) -> int:
+def launch(
+    line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False, program: str = ""
+) -> int:
     """Do what a command line asks for, and return the exit code.
 
     Args:
         prepare: what another front end changes before the job is looked at.
         whole: see :func:`main`.
+        program: what this process was called as.
 
     Raises:
         ElasticLaunchError: if that cannot be done.
     """
-    if line.wants == "--help":
-        sys.stdout.write(help_text())
-        return ExitCode.DONE
-    if line.wants == "--version":
+    as_torchrun = wanted(os.environ, program)
+    with errors_told(as_torchrun=as_torchrun):
+        if line.wants is not None:
+            return _inform(line, line.wants, program, as_torchrun=as_torchrun)
+        return _launch(line, prepare, whole=whole, as_torchrun=as_torchrun)
+
+
+def _inform(line: Line, wants: str, program: str, *, as_torchrun: bool) -> int:
+    if wants == "--help":
+        sys.stdout.write(help_text(as_torchrun=as_torchrun))
+    elif wants == "--version":
         print(f"{PROGRAM} {__version__}")
-        return ExitCode.DONE
-    if line.wants == "--print-completion":
+    else:
         from elastic_launch.completion import completion
 
-        sys.stdout.write(completion(line.given[line.wants][-1]))
-        return ExitCode.DONE
+        sys.stdout.write(completion(line.given[wants][-1], NAME if called_so(program) else PROGRAM))
+    return ExitCode.DONE
+
+
+def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torchrun: bool) -> int:
     job = Job(line, os.environ)
     prepare(job)
+    _settle_defaults(job, as_torchrun=as_torchrun)
     _configure_logging(job.values)
     _find_out(job)
     if job.values.switch("--print-config"):
@@ -116,7 +133,7 @@ def _configure_logging(values: Values) -> None:
     from elastic_agents.console import configure_logging
 
     try:
-        configure_logging(read_log_format(values.text("--log-format")))
+        configure_logging(read_log_format(values.text("--log-format")), quiet=values.torchrun)
     except UsageError as error:
         raise values.attribute(error) from None
 
@@ -132,11 +149,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
         UsageError: if they cannot be a launch.
     """
     job = Job(split(argv), environ)
+    _settle_defaults(job, as_torchrun=wanted(environ))
     _find_out(job)
     return _configure(job)
 
 
+def _settle_defaults(job: Job, *, as_torchrun: bool) -> None:
+    """Have torchrun's defaults where a value is given nowhere, if wanted."""
+    if as_torchrun:
+        job.values.torchrun = True
+        job.values.beneath = (*job.values.beneath, {name: Sourced(text, SOURCE) for name, text in DEFAULTS.items()})
+
+
 def _find_out(job: Job) -> None:
+    if job.values.torchrun:  # which finds out nothing
+        return
     try:
         found = found_out(job.values)
     except UsageError as error:
@@ -157,8 +184,9 @@ def _build(line: Line, values: Values) -> LaunchConfig:
     max_restarts = values.integer("--max-restarts")
     limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
     meeting = read_meeting(values, limits)
-    timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values))
+    timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values), one_wait=values.torchrun)
     if meeting.backend == "static":
+        limits = limits.resized(high, high)
         if is_host is not None:
             raise UsageError(
                 "--rdzv-conf is_host contradicts --rdzv-backend static, whose host is the node of rank 0.",
@@ -213,6 +241,7 @@ def _build(line: Line, values: Values) -> LaunchConfig:
         notices=notices,
         options=read_torch_options(values, own_agent=meeting.foreign is None),
         foreign=meeting.foreign,
+        torchrun=values.torchrun,
         # Last, because to count devices is to import torch.
         nproc=_nproc(values.text("--nproc") or "1"),
     )
@@ -226,22 +255,23 @@ def _layers(values: Values) -> Iterable[dict[str, Setting]]:
     flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
     for layer in reversed(values.beneath):
         if conf := layer.get("--rdzv-conf"):
-            yield parse_conf(f"{conf.source}: rdzv-conf", conf.text)
+            yield parse_conf(f"{conf.source}: rdzv-conf", conf.text, lenient=values.torchrun)
         yield {
             key: Setting(f"{value.source}: {name[2:]}: ", value.text)
             for key, name in flags.items()
             if (value := layer.get(name))
         }
     if variable := values.variable("--rdzv-conf"):
-        yield parse_conf(variable, values.environ[variable])
+        yield parse_conf(variable, values.environ[variable], lenient=values.torchrun)
     yield {
         key: Setting(f"{variable}=", values.environ[variable])
         for key, name in flags.items()
         if (variable := values.variable(name))
     }
     merged: dict[str, Setting] = {}
-    for text in values.given.get("--rdzv-conf", ()):
-        merged |= parse_conf("--rdzv-conf", text)
+    given = values.given.get("--rdzv-conf", [])
+    for text in given[-1:] if values.torchrun else given:
+        merged |= parse_conf("--rdzv-conf", text, lenient=values.torchrun)
     yield merged
     yield {key: Setting(f"{name} ", values.text(name) or "") for key, name in flags.items() if name in values.given}
 
@@ -289,10 +319,10 @@ def read_command(line: Line, values: Values) -> Command:
     """
     script, arguments = line.script, line.arguments
     if script is None:
-        raise UsageError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
+        raise CommandLineError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
     module, no_python = values.switch("--module"), values.switch("--no-python")
     if values.switch("--run-path"):
-        return _run_path(script, arguments, module=module, no_python=no_python)
+        return _run_path(script, arguments, module=module, no_python=no_python, as_torchrun=values.torchrun)
     if module and no_python:
         raise UsageError(
             "-m/--module and --no-python contradict each other.",
@@ -319,15 +349,16 @@ def read_command(line: Line, values: Values) -> Command:
     return Command((python, "-u", script, *arguments), (script, *arguments))
 
 
-def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python: bool) -> Command:
-    if module:
+def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python: bool, as_torchrun: bool) -> Command:
+    if module and not as_torchrun:
         raise UsageError(
             "-m/--module and --run-path contradict each other: one wants the name of a module, one a path.",
             "Drop --module to run a file, or --run-path to run a module.",
         )
-    if no_python:
-        log.warning("--no-python has no effect: --run-path takes precedence.")
-    if not os.path.isabs(script):
+    for flag, given in (("--module", module), ("--no-python", no_python)):
+        if given:
+            log.warning("%s has no effect: --run-path takes precedence.", flag)
+    if not os.path.isabs(script) and not as_torchrun:
         raise UsageError(f"--run-path {script}: it is not a full path.", f"Write --run-path {os.path.abspath(script)}.")
     _check_script(script)
     argv = (sys.executable, "-u", "-m", "elastic_launch.run_path", script, *arguments)

@@ -27,7 +27,7 @@ SHELLS = {
 }
 
 
-def completion(shell: str) -> str:
+def completion(shell: str, program: str = PROGRAM) -> str:
     """Return a script for a shell to evaluate.
 
     Raises:
@@ -36,5 +36,5 @@ def completion(shell: str) -> str:
     if shell not in SHELLS:
         raise UsageError(f"--print-completion {shell}: there is no script for it.", f"Give {', '.join(SHELLS)}.")
     names = [name for flag in FLAGS for name in flag.names]
-    script = SHELLS[shell].replace("NAMES", " ".join(names)).replace("PROGRAM", PROGRAM)
+    script = SHELLS[shell].replace("NAMES", " ".join(names)).replace("PROGRAM", program)
     return script.replace("SHORT", " ".join(name[1:] for name in names))  # tcsh has read the first dash

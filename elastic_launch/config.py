@@ -197,6 +197,7 @@ class LaunchConfig:
         preload, no_preload: modules that it imports besides those of the script, or leaves out.
         notices: what may tell this node that it is to go soon.
         foreign: where nodes meet by a handler of somebody else's, which ``backend`` names; None: by one of ours.
+        torchrun: whether all that fails counts as a crash, and ends in torchrun's exit codes.
     """
 
     command: Command
@@ -232,6 +233,7 @@ class LaunchConfig:
     notices: tuple[NoticeSource, ...] = ()
     options: TorchOptions = field(default_factory=TorchOptions)
     foreign: Foreign | None = None
+    torchrun: bool = False
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

@@ -4,6 +4,7 @@
 
     ElasticLaunchError
     ├── UsageError                  2   a flag or value that cannot work
+    │   └── CommandLineError            that no parser of arguments takes
     └── RendezvousError            95   lost or refused
         ├── EndpointError               cannot be resolved, reached or bound
         │   └── UnresolvedError         its name is not known, or not yet
@@ -20,6 +21,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 __all__ = [
+    "CommandLineError",
     "DeniedError",
     "ElasticLaunchError",
     "EndpointError",
@@ -80,6 +82,10 @@ class UsageError(ElasticLaunchError):
 
     exit_code = ExitCode.USAGE
     final = True
+
+
+class CommandLineError(UsageError):
+    """A flag that is not known, one without its value, or a value of another type: what argparse would refuse, too."""
 
 
 class RendezvousError(ElasticLaunchError):

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_launch.config import LaunchConfig, Limits, Timing
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import CommandLineError, UsageError
 from elastic_launch.process import PROGRAM
 from elastic_launch.settings import Setting, nearest
+from elastic_launch.torchrun import EMPTY
 
 __all__ = [
     "BY_NAME",
@@ -251,18 +252,18 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
             return Line(given, token, tuple(rest))
         try:
             flag, value = _resolve(token, table)
-        except UsageError as error:
+        except CommandLineError as error:
             hint = " If the job file names it, they go after --." if "--config" in given else ""
-            raise UsageError(error.message, error.hint + hint) from None
+            raise CommandLineError(error.message, error.hint + hint) from None
         if not flag.metavar:
             if value is not None:
-                raise UsageError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
+                raise CommandLineError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
             if flag.name in ("--help", "--version"):
                 return Line(given, wants=flag.name)
         elif value is None:
             if not rest or _is_flag(rest[0], table):
                 found = f"found {rest[0]}" if rest else "the command ends there"
-                raise UsageError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
+                raise CommandLineError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
             value = rest.pop(0)
         given.setdefault(flag.name, []).append(value or "")
         if flag.name == "--print-completion":
@@ -277,6 +278,7 @@ class Values:
         given: see :class:`Line`.
         environ: the variables to go by.
         beneath: values by the name of their flag that count where neither gives one, the first of them winning.
+        torchrun: whether what this project reads otherwise is read as torchrun reads it.
     """
 
     def __init__(
@@ -288,6 +290,7 @@ class Values:
         self.given = given
         self.environ = environ
         self.beneath = tuple(beneath)
+        self.torchrun = False
 
     def variable(self, name: str) -> str | None:
         """The variable that gives a flag's value in the environment; empty ones count as unset."""
@@ -310,7 +313,8 @@ class Values:
         Raises:
             UsageError: if it was given, but empty, as by an unset variable of a shell script.
         """
-        if texts := self.given.get(name):
+        texts = self.given.get(name)
+        if texts and (texts[-1].strip() or not (self.torchrun and name in EMPTY)):
             if not texts[-1].strip():
                 raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
             return texts[-1]
@@ -346,7 +350,7 @@ class Values:
             if self.origin(flag.name) not in (None, flag.name)
             and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
         ]
-        return UsageError(" ".join([error.message, *found]), error.hint)
+        return type(error)(" ".join([error.message, *found]), error.hint)
 
     def _place(self, name: str) -> str | None:
         variable = self.variable(name)
@@ -360,7 +364,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     if flag := table.get(name):
         return flag, value
     if name == "--token":
-        raise UsageError(
+        raise CommandLineError(
             "--token is no flag: everybody on a host can read the command lines of its processes.",
             "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
         )
@@ -378,7 +382,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
             # What is short enough for torchrun must stay so, whatever flags there are beside its own.
             return table[of_torchrun.pop()], value
     if len(candidates) > 1:
-        raise UsageError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
+        raise CommandLineError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
     return next(iter(candidates.values())), value
 
 
@@ -387,10 +391,10 @@ def _is_flag(token: str, table: Mapping[str, Flag]) -> bool:
     return token.startswith("--") or token in table
 
 
-def _unknown(spelled: str, table: Mapping[str, Flag]) -> UsageError:
+def _unknown(spelled: str, table: Mapping[str, Flag]) -> CommandLineError:
     meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in table if n.startswith("--")))
     first = f"Did you mean {meant}? " if meant else ""
-    return UsageError(
+    return CommandLineError(
         f"unknown flag {spelled}.",
         f"{first}{PROGRAM} --help lists the flags; those of the script go after the script.",
     )

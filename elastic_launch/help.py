@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.flags import FLAGS, GROUPS, USAGE
+from elastic_launch.torchrun import DEFAULTS
 
 __all__ = ["EXIT_CODES", "help_text"]
 
@@ -23,21 +24,35 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.TERMINATED, "terminated by SIGTERM or a notice"),
 )
 
+_CODES_OF_TORCHRUN = (
+    "  0     all workers of all nodes are done",
+    "  1     failed, or stopped by a signal",
+    "  2     a flag that is not known, without its value or with one of another type",
+)
 
-def help_text() -> str:
-    """The help: flags by group, one line each, then the environment and the exit codes."""
+
+def help_text(*, as_torchrun: bool = False) -> str:
+    """The help: flags by group, one line each, then the environment and the exit codes.
+
+    Args:
+        as_torchrun: whether defaults and exit codes are torchrun's.
+    """
+    defaults = DEFAULTS if as_torchrun else {}
     shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
     column = 2 + max(len(text) for text in shown.values()) + 2
     lines = [f"usage: {USAGE}", "", SUMMARY]
     for title, flags in GROUPS:
         lines += ["", f"{title}:"]
         for flag in flags:
-            default = f" [{flag.default}]" if flag.default else ""
+            text = defaults.get(flag.name, flag.default)
+            default = f" [{text}]" if text else ""
             lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default)
     lines += [
         "",
         "Names take dashes or underscores and may be shortened while they stay unique.",
         "PET_<NAME>, as in PET_NNODES=1:4, gives a flag's default.",
+        "With ELASTIC_LAUNCH_TORCHRUN=1, or called by a link named torchrun,",
+        "defaults and exit codes are those of torchrun.",
         "",
         "Sources of --notice:",
         "  auto, aws, aws:rebalance, gcp, azure, slurm, file:PATH, signal:USR1, none",
@@ -50,6 +65,8 @@ def help_text() -> str:
         "",
         "Exit codes:",
     ]
+    if as_torchrun:
+        return "\n".join([*lines, *_CODES_OF_TORCHRUN]) + "\n"
     lines += [f"  {code.value:<6}{meaning}" for code, meaning in EXIT_CODES]
     lines += ["  other a failed worker's own code, or 128 + N if signal N ended it"]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.flags import Values
 from elastic_launch.settings import conf_items
 from elastic_launch.torch_options import Foreign
+from elastic_launch.torchrun import DEFAULT_ENDPOINT, SOURCE
 
 __all__ = ["BACKENDS", "Meeting", "read_meeting"]
 
@@ -66,6 +67,8 @@ def read_meeting(values: Values, limits: Limits) -> Meeting:
     if master:
         alone = "static" if limits.max_nodes > 1 else "static with --master-port"
         log.warning("%s has no effect: only --rdzv-backend %s heeds it.", values.origin(master[0]), alone)
+    if asked is None and values.torchrun and backend == "c10d" and values.text("--rdzv-backend") != "static":
+        asked = DEFAULT_ENDPOINT
     if backend in BACKENDS:
         return Meeting(backend, _endpoints(asked, backend, values.text("--rdzv-id")), node_id, rank)
     return Meeting(backend, (), node_id, rank, _foreign(values, backend, asked or "", rank))
@@ -79,7 +82,9 @@ def _tell_ignored(values: Values, limits: Limits) -> None:
         )
     for name in ("--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port"):
         text = values.text(name)
-        if text is None or (name == "--rdzv-backend" and _known(text) == LaunchConfig.backend):
+        if text is None or values.origin(name) == SOURCE:
+            continue
+        if name == "--rdzv-backend" and _known(text) == LaunchConfig.backend:
             continue
         what = parse_endpoint(text) if name == "--rdzv-endpoint" and "," not in text else text
         log.warning("--standalone ignores %s %s: this node hosts its own run.", values.origin(name), what)
@@ -109,7 +114,7 @@ def _known(text: str) -> str:
         names = ", ".join([*BACKENDS, "static", *(name for name in others if name not in _ALIASES)])
         raise UsageError(
             f"--rdzv-backend {text} is not supported.",
-            f"Supported: {names}. Without the flag it is {LaunchConfig.backend}.",
+            f"Supported: {names}.",
         )
     return backend
 
@@ -141,12 +146,12 @@ def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[End
 def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
     """Fixed members with fixed ranks, whose master is where the user says."""
     named = "--rdzv-backend static" if values.text("--rdzv-backend") else "--master-addr or --master-port"
-    if limits.min_nodes != limits.max_nodes:
+    if limits.min_nodes != limits.max_nodes and not values.torchrun:
         raise UsageError(
             f"{named} fixes the nodes of the run, --nnodes {values.text('--nnodes')} leaves them open.",
             f"Give --nnodes {limits.max_nodes}, or meet at --rdzv-endpoint HOST:PORT and drop the rest.",
         )
-    if rank is None and limits.max_nodes > 1:
+    if rank is None and limits.max_nodes > 1 and not values.torchrun:
         raise UsageError(
             f"{named} with --nnodes {limits.max_nodes} needs the rank of each node.",
             f"Give --node-rank, 0 to {limits.max_nodes - 1}, a different one to each node.",

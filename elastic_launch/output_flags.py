@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -75,6 +76,8 @@ def read_log_dir(values: Values) -> tuple[Path, Path | None]:
         UsageError: if the directory cannot be written.
     """
     text = values.text("--log-dir")
+    if text is None and values.torchrun:
+        return _writable(Path(_temporary()) / f"torchelastic_{secrets.token_hex(4)}"), None
     if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
         base = state_directory(values.environ)
         path = base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
@@ -120,6 +123,13 @@ def _fresh() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
     except OSError as error:
+        raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
         raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
 
 

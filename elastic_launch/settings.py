@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from elastic_launch.config import ZERO_ALLOWED, Timing, check_seconds
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import CommandLineError, UsageError
 
 __all__ = [
     "CONF_KEYS",
@@ -30,12 +30,12 @@ log = logging.getLogger("elastic_launch.cli")
 TIMES = tuple(item.name for item in fields(Timing))
 
 OF_TORCH = {
-    "last_call_timeout": "join_settle",
-    "keep_alive_interval": "beat",
-    "keep_alive_max_attempt": "dead_after",
-    "timeout": "join_timeout",
+    "last_call_timeout": ("join_settle",),
+    "keep_alive_interval": ("beat", "dead_after"),
+    "keep_alive_max_attempt": ("dead_after",),
+    "timeout": ("join_timeout",),
 }
-"""torch's keys of --rdzv-conf that have another name here."""
+"""torch's keys of --rdzv-conf that have another name here, and what each says."""
 
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
@@ -60,10 +60,12 @@ class Setting:
     Attributes:
         asked: what stood before the value, for errors.
         text: the value.
+        error: what is raised if the text is of another type.
     """
 
     asked: str
     text: str
+    error: type[UsageError] = CommandLineError
 
     def whole(self) -> int:
         """Read a whole number."""
@@ -95,7 +97,7 @@ class Setting:
         raise self._error("is neither yes nor no", "Give 1 or 0, true or false, yes or no.")
 
     def _error(self, problem: str, hint: str) -> UsageError:
-        return UsageError(f"{self.asked}{self.text} {problem}.", hint)
+        return self.error(f"{self.asked}{self.text} {problem}.", hint)
 
 
 def default_node_id() -> str:
@@ -103,11 +105,12 @@ def default_node_id() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
-def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool | None, bool]:
+def read_timing(layers: Iterable[Mapping[str, Setting]], *, one_wait: bool = False) -> tuple[Timing, bool | None, bool]:
     """Put the rendezvous' settings together.
 
     Args:
         layers: settings by their keys, weakest first.
+        one_wait: unless ``min_wait`` is given, it is ``join_timeout``, which says both in torch.
 
     Returns:
         the times, whether this node hosts the run (None: not said), and whether an ended run's id is used again.
@@ -119,7 +122,8 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
     for layer in layers:
         for key in layer:
             # Our words win over torch's, but not those in the environment over torch's in a flag.
-            settings.pop(OF_TORCH.get(key, ""), None)
+            for own in OF_TORCH.get(key, ()):
+                settings.pop(own, None)
         settings |= layer
     _tell_idle(settings)
     times = {key: settings[key].seconds(zero=key in ZERO_ALLOWED) for key in TIMES if key in settings}
@@ -133,6 +137,8 @@ def read_timing(layers: Iterable[Mapping[str, Setting]]) -> tuple[Timing, bool |
     if interval or attempts:
         count = attempts.positive() if attempts else TORCH_KEEP_ALIVE_MAX_ATTEMPT
         times.setdefault("dead_after", times.get("beat", TORCH_KEEP_ALIVE_INTERVAL) * count)
+    if one_wait:
+        times.setdefault("min_wait", times.get("join_timeout", Timing().join_timeout))
     host, reuse = settings.get("is_host"), settings.get("reuse")
     return Timing(**times), host.truth() if host else None, reuse.truth() if reuse else False
 
@@ -150,10 +156,16 @@ def _tell_idle(settings: Mapping[str, Setting]) -> None:
             log.warning("%s%s has no effect: %s.", setting.asked, setting.text, why)
 
 
-def parse_conf(asked: str, text: str) -> dict[str, Setting]:
-    """Parse ``key=value,key=value``."""
-    items = conf_items(asked, text, known=CONF_KEYS)
-    return {key: Setting(f"{asked} {key}=", value) for key, value in items.items()}
+def parse_conf(asked: str, text: str, *, lenient: bool = False) -> dict[str, Setting]:
+    """Parse ``key=value,key=value``.
+
+    Args:
+        lenient: leave unknown keys out, and say so.
+    """
+    items = conf_items(asked, text, known=() if lenient else CONF_KEYS)
+    for key in [key for key in items if key not in CONF_KEYS]:
+        log.warning("%s %s=%s has no effect: the key is not known.", asked, key, items.pop(key))
+    return {key: Setting(f"{asked} {key}=", value, UsageError) for key, value in items.items()}
 
 
 def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import CommandLineError, UsageError
 
 __all__ = [
     "NEWEST_TORCH",
@@ -108,7 +108,7 @@ def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
 
 def _one_of(flag: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        raise UsageError(f"{flag} {value} is none that torch knows.", f"Give one of {', '.join(known)}.")
+        raise CommandLineError(f"{flag} {value} is none that torch knows.", f"Give one of {', '.join(known)}.")
 
 
 def untested_torch() -> str | None:

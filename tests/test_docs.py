@@ -19,6 +19,7 @@ from elastic_launch.events import Event, event_name
 from elastic_launch.flags import FLAGS, Flag, split
 from elastic_launch.rendezvous import asking
 from elastic_launch.settings import CONF_KEYS
+from elastic_launch.torchrun import DEFAULTS, EMPTY, ENV_TORCHRUN
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -139,6 +140,18 @@ def test_the_exit_codes_are_shown() -> None:
     assert re.findall(r"^\| `(\d+)` \| (\w+) \|", section, re.MULTILINE) == [(str(c.value), c.name) for c in ExitCode]
     told = " ".join(row[0] for row in rows((DOCS / "how-a-run-lives-and-dies.md").read_text()))
     assert {str(code.value) for code in ExitCode} <= set(re.findall(r"\d+", told))
+
+
+def test_the_defaults_of_torchrun_are_shown_beside_ours() -> None:
+    table = rows(sections(REFERENCE / "torchrun.md", "##")["What it switches"])
+    shown = {names(row[0])[0]: row for row in table if len(names(row[0])) == 1 or "(torch's" in row[0]}
+    ours = {flag.name: flag.default for flag in FLAGS}
+    for name, text in DEFAULTS.items():
+        _, default, other = shown[name]
+        assert (default.strip("`"), names(other)[0]) == (ours[name], text), name
+    (empty,) = [row for row in table if row[0].startswith("an empty value")]
+    assert set(names(empty[0])) == EMPTY
+    assert f"| `{ENV_TORCHRUN}` |" in sections(REFERENCE / "environment.md", "##")["What the launcher reads"]
 
 
 def test_the_workers_variables_are_shown() -> None:

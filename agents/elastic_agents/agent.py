@@ -170,7 +170,9 @@ class LocalElasticAgent(ElasticAgent):
         self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
         self._saves = Saves(keeper, self._control.pace)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
-        self._workers = WorkerSet(self._config.node_id, processes, pump, guard, self._clock, self._files)
+        self._workers = WorkerSet(
+            self._config.node_id, processes, pump, guard, self._clock, self._files, only_crashes=self._config.torchrun
+        )
         # In this order, each also where one before has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
         ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]

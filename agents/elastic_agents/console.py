@@ -124,27 +124,34 @@ def _tell_lost(name: str, lines: int, seconds: float) -> None:
     _log.warning("%d lines were dropped here: nobody read %s for %.0f s", lines, name, seconds)
 
 
-def configure_logging(form: str = "time", *, node: str = "", consoles: Consoles | None = None) -> None:
+def configure_logging(
+    form: str = "time", *, node: str = "", consoles: Consoles | None = None, quiet: bool = False
+) -> None:
     """Write the launcher's lines to stderr, from the level on that LOGLEVEL names.
 
     Args:
         form: one of :data:`elastic_launch.output.LOG_FORMATS`.
         node: id of this node.
         consoles: what writes them; without it they are written at once, by whoever logs them.
+        quiet: without LOGLEVEL only warnings and errors.
     """
     handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
     handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))
     _log.handlers[:] = [handler]
     _log.propagate = False
-    wanted = os.environ.get("LOGLEVEL") or "INFO"
-    _log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
+    default = "WARNING" if quiet else "INFO"
+    levels = logging.getLevelNamesMapping()
+    _log.setLevel(levels.get((os.environ.get("LOGLEVEL") or default).upper(), levels[default]))
 
 
 def announce(config: LaunchConfig) -> None:
     """Say what begins, and where its files go."""
     wanted = os.environ.get("LOGLEVEL") or "INFO"
     if wanted.upper() not in logging.getLevelNamesMapping():
-        _log.warning("LOGLEVEL=%s is no level: INFO is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted)
+        default = logging.getLevelName(_log.level)
+        _log.warning(
+            "LOGLEVEL=%s is no level: %s is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted, default
+        )
     if config.found_out:
         _log.info("%s", config.found_out)
     kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"

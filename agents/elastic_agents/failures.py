@@ -112,6 +112,7 @@ def report(
     log: Path | None,
     stderr: Sequence[str],
     preempted: bool,
+    only_crashes: bool = False,
     stopped: bool,
     out_of_memory: bool,
     trained: int,
@@ -121,6 +122,7 @@ def report(
 
     Args:
         error: what it left in its error file.
+        only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
         stderr: the end of it.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         trained: optimizer steps that the round has done; -1 if that is not known.
@@ -130,13 +132,14 @@ def report(
     asked = error.exit_code if error is not None else 0
     if stopped and exit_code < 0:
         exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
-    if ExitCode.DO_NOT_RETRY in (exit_code, asked) or (not supposed and _is_final(text, detail)):
+    asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
+    if asks or (not supposed and _is_final(text, detail)):
         kind = "fatal"
-    elif preempted:
+    elif preempted and not only_crashes:
         kind = "preemption"
     elif out_of_memory and exit_code == -signal.SIGKILL:
         kind = "out of memory"
-    elif supposed:
+    elif supposed or only_crashes:
         kind = "crash"
     else:
         kind = "startup" if trained < 0 and ran <= START and _cannot_start(exit_code, text, detail, stderr) else "crash"

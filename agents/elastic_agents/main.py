@@ -30,6 +30,7 @@ from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
 from elastic_launch.threads import deaths_reported_to
 from elastic_launch.torch_options import TorchOptions, untested_torch
+from elastic_launch.torchrun import code_of, errors_told
 from elastic_launch.writer import IDLE, Writer
 
 if TYPE_CHECKING:
@@ -72,16 +73,25 @@ def run(config: LaunchConfig, begun: Begun | None = None) -> int:
     """
     consoles = Consoles()
     with closing(consoles):
-        configure_logging(config.log_format, node=config.node_id, consoles=consoles)
+        configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
         if line := untested_torch():
             _log.warning("%s", line)
-        if config.foreign is None:
-            return _run(config, begun, consoles)
-        if config.health_port is not None:
-            _log.warning("--health-port has no effect: torch's own agent runs the workers.")
-        from elastic_agents.foreign import run_foreign
+        with errors_told(as_torchrun=config.torchrun):
+            code = _run(config, begun, consoles) if config.foreign is None else _run_foreign(config)
+        return _told(config, code)
 
-        return run_foreign(config)
+
+def _told(config: LaunchConfig, code: int) -> int:
+    """Return the exit code of this process."""
+    return code_of(code) if config.torchrun else code
+
+
+def _run_foreign(config: LaunchConfig) -> int:
+    if config.health_port is not None:
+        _log.warning("--health-port has no effect: torch's own agent runs the workers.")
+    from elastic_agents.foreign import run_foreign
+
+    return run_foreign(config)
 
 
 def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
@@ -180,12 +190,13 @@ def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> 
         return outcome.code
     stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
     level = logging.WARNING if stopped else logging.ERROR
-    words = last_words(outcome.code, outcome.cause, outcome.failure)
+    code = _told(config, outcome.code)
+    words = last_words(code, outcome.cause, outcome.failure)
     with suppress(TimeoutError):
         files.ask(partial(write_termination_log, words), IDLE)
     if outcome.where:
         _log.log(level, "%s", outcome.where)
-    _log.log(level, "exit code %d: %s%s", outcome.code, outcome.cause, logs)
+    _log.log(level, "exit code %d: %s%s", code, outcome.cause, logs)
     if outcome.failure is not None:
         _log.log(level, "%s", root_cause(outcome.failure))
     return outcome.code

@@ -75,6 +75,7 @@ class WorkerSet:
     Args:
         node_id: for failure reports.
         files: reads and copies what workers leave in files, which may hang.
+        only_crashes: see :func:`~elastic_agents.failures.report`.
     """
 
     def __init__(
@@ -85,8 +86,11 @@ class WorkerSet:
         guard: Guard,
         clock: Clock,
         files: Writer,
+        *,
+        only_crashes: bool = False,
     ) -> None:
         self._node_id = node_id
+        self._only_crashes = only_crashes
         self._files = files
         self._processes = processes
         self._pump = pump
@@ -203,6 +207,7 @@ class WorkerSet:
             log=worker.logs.directory if self._pump.kept.useful else None,
             stderr=lines,
             preempted=preempted,
+            only_crashes=self._only_crashes,
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
             trained=-1 if steps is None else steps[1] - steps[0],

@@ -55,7 +55,7 @@ def begin_anew(config: LaunchConfig) -> Begun | None:
     heard = {*BLOCKED, *config.signals.leave, *config.signals.forward, *claimed(config.notices)}
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, heard))
     with contextlib.closing(Consoles()) as consoles:
-        configure_logging(config.log_format, node=config.node_id, consoles=consoles)
+        configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
         announce(config)
         if not consoles.flush():  # nobody reads it now; the lines stay until somebody does
             return Begun(mask, health)
