@@ -28,6 +28,7 @@ START = 60.0
 FINAL = frozenset(
     {
         "elastic_launch.errors.UsageError",
+        "elastic_launch.errors.CommandLineError",
         "elastic_launch.batch.BatchError",
         "elastic_launch.snapshot.errors.UnsupportedStateError",
     }
