@@ -32,7 +32,7 @@ from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf,
 from elastic_launch.torch_options import visible_device
 from elastic_launch.torchrun import DEFAULTS, NAME, SOURCE, called_so, errors_told, wanted
 
-__all__ = ["console_main", "find_module", "launch", "main", "parse", "read_command"]
+__all__ = ["build", "check_directory", "console_main", "find_module", "launch", "main", "parse", "read_command"]
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torch
         return ExitCode.DONE
     config = _configure(job)
     check_kernel()
-    _check_directory()
+    check_directory()
     config = make_run_directory(config)
     if config.alone and config.token is None:
         config = replace(config, token=Token.made(), own_token=True)
@@ -173,12 +173,17 @@ def _find_out(job: Job) -> None:
 
 def _configure(job: Job) -> LaunchConfig:
     try:
-        return _build(job.line, job.values)
+        return build(job.line, job.values)
     except UsageError as error:
         raise job.values.attribute(error) from None
 
 
-def _build(line: Line, values: Values) -> LaunchConfig:
+def build(line: Line, values: Values) -> LaunchConfig:
+    """Put a configuration together.
+
+    Raises:
+        UsageError: if the values cannot be a launch.
+    """
     command = read_command(line, values)
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
     max_restarts = values.integer("--max-restarts")
@@ -365,7 +370,12 @@ def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python:
     return Command(argv, ("--run-path", script, *arguments))
 
 
-def _check_directory() -> None:
+def check_directory() -> None:
+    """Find out whether there is a working directory.
+
+    Raises:
+        UsageError: if not.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:  # where torch cannot even be imported: MKL ends the process

@@ -145,11 +145,14 @@ class Command:
     Attributes:
         argv: the process' whole argument vector.
         display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given;
-            without the interpreter, whose path may differ by node. Fit to stand behind our flags.
+            without the interpreter, whose path may differ by node. Fit to stand behind our flags; ``--function`` stands
+            before the name of a Python function.
+        inherit: descriptors of the agent's that the process has, too.
     """
 
     argv: tuple[str, ...]
     display: tuple[str, ...]
+    inherit: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return shlex.join(self.display)
@@ -163,6 +166,8 @@ class Command:
         first, *rest = self.display
         if first == "-m":
             return "module", rest[0]
+        if first == "--function":
+            return "function", rest[0]
         if first in ("--no-python", "--run-path"):
             return "program" if first == "--no-python" else "script", _file_name(rest[0])
         return "script", _file_name(first)
@@ -173,6 +178,7 @@ class LaunchConfig:
     """One node's part in one run.
 
     Attributes:
+        command: what the workers execute; :mod:`elastic_launch.api` puts in what it is called with.
         nproc: workers on this node.
         endpoint: where the control store is; None: this node hosts it.
         endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
@@ -200,7 +206,7 @@ class LaunchConfig:
         torchrun: whether all that fails counts as a crash, and ends in torchrun's exit codes.
     """
 
-    command: Command
+    command: Command = Command((), ())
     limits: Limits = field(default_factory=Limits)
     nproc: int = 1
     run_id: str = "none"

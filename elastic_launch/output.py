@@ -120,6 +120,7 @@ class Output:
         keep: whether streams are kept in the log directory.
         layout: names of the directories below the run's, one of LAYOUTS.
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty: none.
+        specs: such an object itself, which a Python program has made; None: none.
 
     Raises:
         UsageError: if a name in braces is not known.
@@ -136,6 +137,7 @@ class Output:
     stderr_file: str = ""
     keep: bool = True
     logs_specs: str = ""
+    specs: object = None
     layout: str = "rounds"
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ from elastic_agents.sinks import Kept
 from elastic_agents.starting import Starting, while_scarce
 from elastic_agents.stuck import LOOK_EVERY
 from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
+from elastic_agents.watchdog import TimerExpired
 from elastic_agents.workers import Reaped, WorkerSet
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
@@ -122,6 +123,7 @@ class LocalElasticAgent(ElasticAgent):
         self._starting: Starting | None = None  # a round of which workers are to be started
         self._watched = 0  # the round whose workers may hang at their end
         self._rank = 0  # among the members of the present round
+        self._finished = 0  # the round in which this node's workers have finished
 
     @property
     def outcome(self) -> Outcome:
@@ -133,6 +135,11 @@ class LocalElasticAgent(ElasticAgent):
     def notice(self) -> Notice | None:
         """The notice because of which this node has left; only after :meth:`run`."""
         return self._departure.notice
+
+    @property
+    def finished_round(self) -> int:
+        """The round with which this node has finished, 0 if it was in none that counts; only after :meth:`run`."""
+        return self._finished
 
     @property
     def max_restarts(self) -> int:
@@ -268,6 +275,9 @@ class LocalElasticAgent(ElasticAgent):
                 if self._starting is not None and self._starting.number == number:
                     self._start_next(self._starting)
                 return None
+            case TimerExpired():
+                self._workers.end_late(item)
+                return None
             case m.Notice(text=text):
                 if not self._hosting:
                     _log.info("%s", text)
@@ -327,6 +337,8 @@ class LocalElasticAgent(ElasticAgent):
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
+        if isinstance(order, m.Break | m.Evicted):
+            self._finished = 0
         if isinstance(order, m.Form):
             self._restarts, self._max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # there the leader's own events tell it already
@@ -387,6 +399,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._end_round(action)
             case v.ReportDone(round=number):
                 self._group.state = WorkerState.SUCCEEDED
+                self._finished = number
                 self._membership.done(number)
             case v.ReportLeaving(reason=reason, seconds=seconds):
                 self._membership.leaving(reason, seconds)
@@ -502,7 +515,8 @@ class LocalElasticAgent(ElasticAgent):
         number, local_rank = starting.number, placement.local_rank
         worker, began = self._group.workers[local_rank], self._clock.now()
         argv, env = arguments(self._config, placement), starting.envs[local_rank]
-        start = partial(self._workers.start, number, placement, argv, env, self._logs[local_rank])
+        inherit = self._config.command.inherit
+        start = partial(self._workers.start, number, placement, argv, env, self._logs[local_rank], inherit)
         try:
             worker.id = while_scarce(start, self._clock)
         except OSError as error:

@@ -125,15 +125,21 @@ def _tell_lost(name: str, lines: int, seconds: float) -> None:
 
 
 def configure_logging(
-    form: str = "time", *, node: str = "", consoles: Consoles | None = None, quiet: bool = False
+    form: str = "time",
+    *,
+    node: str = "",
+    consoles: Consoles | None = None,
+    quiet: bool = False,
+    level: int | None = None,
 ) -> None:
-    """Write the launcher's lines to stderr, from the level on that LOGLEVEL names.
+    """Write the launcher's lines to stderr, from a level on: the one that LOGLEVEL names, unless it is given.
 
     Args:
         form: one of :data:`elastic_launch.output.LOG_FORMATS`.
         node: id of this node.
         consoles: what writes them; without it they are written at once, by whoever logs them.
         quiet: without LOGLEVEL only warnings and errors.
+        level: of the lines; None: as said.
     """
     handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
     handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))
@@ -141,7 +147,8 @@ def configure_logging(
     _log.propagate = False
     default = "WARNING" if quiet else "INFO"
     levels = logging.getLevelNamesMapping()
-    _log.setLevel(levels.get((os.environ.get("LOGLEVEL") or default).upper(), levels[default]))
+    named = levels.get((os.environ.get("LOGLEVEL") or default).upper(), levels[default])
+    _log.setLevel(named if level is None else level)
 
 
 def announce(config: LaunchConfig) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-__all__ = ["run_foreign"]
+__all__ = ["run_foreign", "torch_config"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -49,7 +49,7 @@ def run_foreign(config: LaunchConfig) -> int:
     if config.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     try:
-        elastic_launch(_torch_config(config), config.command.argv[0])(*config.command.argv[1:])
+        elastic_launch(torch_config(config), config.command.argv[0])(*config.command.argv[1:])
     except ChildFailedError as error:
         return _failed(config, error)
     except SignalException as error:
@@ -63,7 +63,8 @@ def run_foreign(config: LaunchConfig) -> int:
     return ExitCode.DONE
 
 
-def _torch_config(config: LaunchConfig) -> TorchConfig:
+def torch_config(config: LaunchConfig) -> TorchConfig:
+    """Return the same for torch's own agent."""
     from torch.distributed.launcher.api import LaunchConfig as TorchConfig
     from torch.numa.binding import AffinityMode, NumaOptions
 

@@ -68,7 +68,8 @@ class LogPlaces:
     def __init__(self, config: LaunchConfig, files: Writer) -> None:
         self._config = config
         self._files = files
-        self._named = NamedLogs(config) if config.output.logs_specs else None
+        named = config.output.logs_specs or config.output.specs is not None
+        self._named = NamedLogs(config) if named else None
         self.local = _local_directory()
 
     def prepare(

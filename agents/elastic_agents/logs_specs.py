@@ -35,7 +35,7 @@ class NamedLogs:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
-        self._asked = f"--logs-specs {config.output.logs_specs}"
+        self._asked = f"--logs-specs {config.output.logs_specs or type(config.output.specs).__name__}"
         self._specs = torch_logs_specs(config)
 
     def places(
@@ -91,6 +91,8 @@ def torch_logs_specs(config: LaunchConfig) -> LogsSpecs:
         UsageError: if they cannot be loaded or made.
     """
     name, output = config.output.logs_specs, config.output
+    if isinstance(output.specs, LogsSpecs):
+        return output.specs
     asked = f"--logs-specs {name}"
     try:
         made: type[LogsSpecs] = DefaultLogsSpecs

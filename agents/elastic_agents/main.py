@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.summary import last_words, leave_error, root_cause
 from elastic_agents.warm.client import start_processes
+from elastic_agents.watchdog import watchdog
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import raise_limit, reserve
@@ -34,10 +35,15 @@ from elastic_launch.torchrun import code_of, errors_told
 from elastic_launch.writer import IDLE, Writer
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+    from elastic_agents.agent import LocalElasticAgent
     from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
     from elastic_agents.sinks import Kept
     from elastic_agents.warm.parting import Begun
+
+    OnEnd = Callable[[LocalElasticAgent, RunResult], None]
 
 __all__ = ["run"]
 
@@ -65,19 +71,23 @@ class _Journal:
             _log.info("%s", incident.line())
 
 
-def run(config: LaunchConfig, begun: Begun | None = None) -> int:
+def run(
+    config: LaunchConfig, begun: Begun | None = None, *, level: int | None = None, ended: OnEnd | None = None
+) -> int:
     """Run this node's part of a run and return its exit code.
 
     Args:
         begun: what this process has begun with, having announced the run; None: with nothing.
+        level: of the launcher's own lines; None: as LOGLEVEL says.
+        ended: called with the agent, and with what it has returned, once it has ended.
     """
     consoles = Consoles()
     with closing(consoles):
-        configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
+        configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun, level=level)
         if line := untested_torch():
             _log.warning("%s", line)
         with errors_told(as_torchrun=config.torchrun):
-            code = _run(config, begun, consoles) if config.foreign is None else _run_foreign(config)
+            code = _run(config, begun, consoles, ended) if config.foreign is None else _run_foreign(config)
         return _told(config, code)
 
 
@@ -94,7 +104,7 @@ def _run_foreign(config: LaunchConfig) -> int:
     return run_foreign(config)
 
 
-def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
+def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, ended: OnEnd | None) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
@@ -102,7 +112,8 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
     reserve()
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
-    with closing(files), signals, deaths_reported_to(inbox.put), _health(config, begun) as health:
+    reported = deaths_reported_to(inbox.put)
+    with closing(files), signals, reported, watchdog(inbox.put), _health(config, begun) as health:
         if begun is None:
             announce(config)
         else:
@@ -135,10 +146,12 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles) -> int:
         if health is not None:
             health.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
-            agent.run()
+            result = agent.run()
             # What is not saved may still be, by the user, in the time that is left.
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
+        if ended is not None:
+            ended(agent, result)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
         if line := journal.ledger.summary(agent.max_restarts):
             _log.info("%s", line)

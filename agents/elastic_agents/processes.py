@@ -37,12 +37,14 @@ class StartRequest:
 
     Attributes:
         stdout, stderr: descriptors that the process writes to; the caller keeps and closes its own.
+        inherit: further descriptors of this process that the process has, too.
     """
 
     argv: Sequence[str]
     env: Mapping[str, str]
     stdout: int
     stderr: int
+    inherit: Sequence[int] = ()
 
 
 class WorkerProcesses(Protocol):
@@ -120,6 +122,7 @@ class ExecProcesses:
                 stdout=request.stdout,
                 stderr=request.stderr,
                 start_new_session=True,
+                pass_fds=request.inherit,
             )
         self._watch(process.pid, process.wait)
         return process.pid

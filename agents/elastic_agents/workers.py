@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from elastic_agents.failures import OutOfMemoryCounter, printed_last, raised_in, report
+from elastic_agents.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
 from elastic_agents.forwarding import heeds, ignores
 from elastic_agents.guard import Guard
 from elastic_agents.logs import WorkerLogs, keep_error
@@ -21,6 +21,7 @@ from elastic_agents.processes import StartRequest, WorkerProcesses
 from elastic_agents.sessions import empty_sessions, kill_sessions, reap_orphans
 from elastic_agents.stuck import Watch
 from elastic_agents.vocabulary import WorkerEnded
+from elastic_agents.watchdog import TimerExpired
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
@@ -67,6 +68,7 @@ class _Worker:
     stderr: Stream
     stopped: float | None = None  # when it was first told to end
     ended_with: int | None = None
+    late: str = ""  # the timer because of which it was ended
 
 
 class WorkerSet:
@@ -109,6 +111,7 @@ class WorkerSet:
         argv: Sequence[str],
         env: Mapping[str, str],
         logs: WorkerLogs,
+        inherit: Sequence[int] = (),
     ) -> int:
         """Start one worker and return its pid.
 
@@ -123,7 +126,7 @@ class WorkerSet:
             raise
         began = self._clock.now()
         try:
-            pid = self._processes.start(StartRequest(argv, env, out, err))
+            pid = self._processes.start(StartRequest(argv, env, out, err, inherit))
         finally:
             os.close(out)
             os.close(err)
@@ -193,7 +196,7 @@ class WorkerSet:
             (error is None and index is None) or failed > worker.stopped - TICK or not reaped.exit_code
         ):
             return None
-        return report(
+        found = report(
             node_id=self._node_id,
             round_number=worker.round,
             rank=worker.placement.rank,
@@ -213,6 +216,9 @@ class WorkerSet:
             trained=-1 if steps is None else steps[1] - steps[0],
             supposed=supposed,
         )
+        if worker.late and found.kind == "crash" and reaped.exit_code < 0:
+            return replace(found, kind="hang", message=f"its timer {worker.late!r} expired: {found.message}")
+        return found
 
     def _read(self, logs: WorkerLogs) -> ErrorFile | None:
         if logs.kept_error is not None:
@@ -250,6 +256,27 @@ class WorkerSet:
         for pid in self._chosen(local_ranks):
             self._stop(pid)
             self._processes.signal(pid, signal.SIGKILL)
+
+    def end_late(self, expired: TimerExpired) -> None:
+        """Send the process whose timer has expired the signal that it asked for, if it is one of a worker's."""
+        try:
+            sid = os.getsid(expired.pid)
+        except ProcessLookupError:
+            return
+        worker = self._alive.get(sid)
+        if worker is None:
+            return
+        about = f"rank {worker.placement.rank} (pid {expired.pid}): its timer {expired.scope!r} has expired"
+        if not expired.number:
+            _log.warning("%s; it asked for no signal", about)
+            return
+        _log.error("%s; it gets %s", about, describe(-expired.number))
+        worker.late = expired.scope
+        if expired.pid == sid:
+            self._processes.signal(sid, expired.number)
+        else:
+            with suppress(OSError):
+                os.kill(expired.pid, expired.number)
 
     def kill_stuck(self) -> None:
         """Kill the workers that are left if all of them hang in their interpreter's lock."""

@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 from datetime import timedelta
+from functools import cached_property
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -114,14 +115,23 @@ class TorchrunHandler(RendezvousHandler):
         )
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
-        way = backend_of(self._config, self._clock, _NoEvents())
-        self._membership = Membership(self._config, way, self._clock, self._events.put, self._reserve)
         self._store: WorkerStore | None = None
         self._started = False
         self._round = 0
         self._restart_due = False
         self._alone = False
         self._ended = False
+
+    @cached_property
+    def _membership(self) -> Membership:
+        """Made when the first round is asked for: a handler that only describes a rendezvous holds nothing open."""
+        way = backend_of(self._config, self._clock, _NoEvents())
+        return Membership(self._config, way, self._clock, self._events.put, self._reserve)
+
+    @property
+    def config(self) -> LaunchConfig:
+        """Where nodes meet, and how many; what they run is not in it."""
+        return self._config
 
     def get_backend(self) -> str:
         return f"elastic-{self._config.backend}"
@@ -160,7 +170,8 @@ class TorchrunHandler(RendezvousHandler):
         return self._ended
 
     def set_closed(self) -> None:
-        self._membership.leaving("closed")
+        if self._started:
+            self._membership.leaving("closed")
 
     def num_nodes_waiting(self) -> int:
         self._drain()

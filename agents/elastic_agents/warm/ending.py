@@ -25,7 +25,7 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn
 
-__all__ = ["SOCKET", "end", "last_words"]
+__all__ = ["ERROR_FILE", "SOCKET", "end", "last_words", "record"]
 
 SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing for its end."""
@@ -52,7 +52,7 @@ def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
     """
     at_once = isinstance(error, SystemExit) and getattr(error, "at_once", False)
     interrupted = type(error) is KeyboardInterrupt
-    _record(error, env.get(ERROR_FILE, ""))
+    record(error, env.get(ERROR_FILE, ""))
     code = 0 if error is None else _report(error)
     # The first to run; what it raises is reported as what an exit function raises is.
     atexit.register(threading._shutdown)  # type: ignore[attr-defined]
@@ -75,8 +75,8 @@ def last_words(code: int) -> bytes:
     return b'{"type": "ended", "exit_code": %d}\n' % code
 
 
-def _record(error: BaseException | None, path: str) -> None:
-    """Leave an exception where the agent looks for it, in the form of torch's ``@record``, unless that has done so.
+def record(error: BaseException | None, path: str) -> None:
+    """Leave a worker's exception where the agent looks for it, as torch's ``@record`` does, unless that has done so.
 
     At once, as the end may take long: whose exception was the first is known by when its file was written.
     """

@@ -1,0 +1,168 @@
+"""Starts an agent's process for a Python program, passes signals on to it, and reads how the run ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing import spawn
+from types import FrameType
+from typing import Any
+
+from elastic_agents.calls.process import Order
+from elastic_launch.config import LaunchConfig
+from elastic_launch.descriptors import given_limit
+from elastic_launch.error_file import ENV_ERROR_FILE
+
+__all__ = ["Ended", "run_agent"]
+
+_log = logging.getLogger("elastic_launch")
+
+MARGIN = 10.0
+"""Seconds that an agent gets beyond its workers' shutdown timeout before it is killed, if the caller cannot wait."""
+
+
+class Ended:
+    """How an agent's process has ended.
+
+    Attributes:
+        report: what :mod:`elastic_agents.calls.process` says of it; empty if the process was killed.
+        signal: the first of the signals that have come to the caller meanwhile, 0 for none.
+        exit_code: of the process; -N for signal N.
+        pid: of the process.
+    """
+
+    def __init__(self, report: dict[str, Any], number: int, exit_code: int, pid: int) -> None:
+        self.report = report
+        self.signal = number
+        self.exit_code = exit_code
+        self.pid = pid
+
+
+def run_agent(config: LaunchConfig) -> Ended:
+    """Run this node's part of a run in an agent's process, and wait for its end.
+
+    In the main thread, signals that make an agent leave go to that process until then; handlers are as before
+    afterwards. If an exception ends the wait, as another handler of the caller's may raise one, the process is ended
+    first.
+    """
+    with ExitStack() as stack:
+        order, report = (_memory(name, stack) for name in ("order", "report"))
+        with open(order, "wb", closefd=False) as file:
+            token = config.token.reveal() if config.token else None
+            pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level()), file)
+        caught: list[int] = []
+        agent: list[_Process] = []
+
+        def catch(number: int, frame: FrameType | None) -> None:
+            caught.append(number)
+            for process in agent:
+                process.signal(number)
+
+        stack.enter_context(_handling(config.signals.leave, catch))
+        process = _Process([order, report, *config.command.inherit], order, report)
+        try:
+            agent.append(process)
+            for number in caught:  # before there was a process
+                process.signal(number)
+            process.wait()
+        finally:
+            process.end(config.shutdown_timeout + MARGIN)
+        told = os.pread(report, os.fstat(report).st_size, 0)
+        return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
+
+
+class _Process:
+    """The agent's process."""
+
+    def __init__(self, inherit: Sequence[int], order: int, report: int) -> None:
+        # Behind the interpreter's own path: nothing of the caller's stands for the standard library's.
+        path = [os.path.abspath(entry) for entry in sys.path if entry]
+        code = (
+            f"import sys; sys.path += [entry for entry in {path!r} if entry not in sys.path]; "
+            f"from elastic_agents.calls.process import main; main({order}, {report})"
+        )
+        # What the caller's own launcher is told by its error file is the caller's to say.
+        env = {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
+        with given_limit():
+            self._popen = subprocess.Popen(
+                [os.fsdecode(spawn.get_executable()), "-P", "-c", code],
+                env=env,
+                pass_fds=inherit,
+                start_new_session=True,  # a terminal's signals reach it through the caller only
+            )
+        self.pid = self._popen.pid
+        try:
+            self._descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            self._popen.kill()
+            self._popen.wait()
+            raise
+
+    @property
+    def exit_code(self) -> int:
+        return int(self._popen.returncode)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on; from a signal's handler, too."""
+        if self._popen.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end; return whether it has come. Signal handlers run meanwhile."""
+        end = select.poll()
+        end.register(self._descriptor, select.POLLIN)
+        return bool(end.poll(None if timeout is None else 1000 * timeout))
+
+    def end(self, timeout: float) -> None:
+        """End it if it still runs: by SIGTERM, after a time by SIGKILL, when the guard ends its workers."""
+        try:
+            if not self.wait(0):
+                self.signal(signal.SIGTERM)
+                if not self.wait(timeout):
+                    self.signal(signal.SIGKILL)
+        except BaseException:
+            self.signal(signal.SIGKILL)
+            raise
+        finally:
+            self._popen.wait()
+            os.close(self._descriptor)
+
+
+@contextmanager
+def _handling(numbers: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
+    """Have a function handle signals; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        _log.warning(
+            "called from another thread than the main thread: signals to this process do not reach the workers; "
+            "they end when this process does"
+        )
+        yield
+        return
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in before:
+            # None: set by native code, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+def _memory(name: str, stack: ExitStack) -> int:
+    descriptor = os.memfd_create(f"elastic-launch-{name}")
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _level() -> int | None:
+    """The level of the agent's lines on the console: as this process' own logging has it, unless LOGLEVEL names one."""
+    return None if os.environ.get("LOGLEVEL") else _log.getEffectiveLevel()

@@ -1,0 +1,128 @@
+"""The caller's side of a call: a function and its arguments for the workers, and what they return."""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing import context, reduction, resource_tracker, spawn
+from multiprocessing.popen_spawn_posix import Popen as _SpawnPopen
+from typing import Any
+
+from elastic_agents.calls.worker import HEADER
+from elastic_agents.warm.server import entered
+from elastic_launch.config import Command
+
+__all__ = ["FunctionCall", "name_of"]
+
+
+class FunctionCall:
+    """A function that every worker calls, pickled as :mod:`multiprocessing` does it for a process that it spawns.
+
+    Args:
+        nproc: how many workers there are on this node.
+
+    Raises:
+        ValueError: if the function is in a ``__main__`` that no other process can import.
+        Exception: whatever pickling the function or an argument raises.
+    """
+
+    def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
+        self._name = name_of(function)
+        with ExitStack() as stack:
+            self._call = _memory("call", stack)
+            self._results = [_memory("result", stack) for _ in range(nproc)]
+            self._shared = _pickle(function, tuple(args), self._call)
+            self._stack = stack.pop_all()
+        self._tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
+
+    @property
+    def command(self) -> Command:
+        """What a worker executes."""
+        settings = {"call": self._call, "results": self._results, "tracker": self._tracker}
+        code = entered("from elastic_agents.calls.worker import main", "main(*sys.argv[1:])")
+        tracker = () if self._tracker is None else (self._tracker,)
+        return Command(
+            (os.fsdecode(spawn.get_executable()), "-u", "-c", code, json.dumps(settings), "${local_rank}"),
+            ("--function", self._name),
+            inherit=tuple(sorted({self._call, *self._results, *self._shared, *tracker})),
+        )
+
+    def result(self, local_rank: int, round_number: int) -> Any:
+        """Return what a worker has returned in a round that has succeeded.
+
+        Raises:
+            RuntimeError: if it has left nothing, as after ``os._exit(0)``.
+            Exception: whatever unpickling raises.
+        """
+        descriptor = self._results[local_rank]
+        found = os.pread(descriptor, HEADER.size, 0)
+        if len(found) < HEADER.size or HEADER.unpack(found) != (round_number,):
+            raise RuntimeError(
+                f"local rank {local_rank} ended with exit code 0 before {self._name} returned: it has no result."
+            )
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+            data.seek(HEADER.size)
+            return pickle.load(data)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function, or of what a ``functools.partial`` calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _memory(name: str, stack: ExitStack) -> int:
+    descriptor = os.memfd_create(f"elastic-launch-{name}")
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+class _Child:
+    """What :mod:`multiprocessing` knows of a child while it pickles: descriptors keep their numbers there."""
+
+    DupFd = _SpawnPopen.DupFd
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        self.descriptors.append(descriptor)
+        return descriptor
+
+
+def _pickle(function: Callable[..., object], args: tuple[object, ...], descriptor: int) -> list[int]:
+    """Write a call to a descriptor; return those that a worker must inherit for it, as of queues and shared tensors."""
+    child = _Child()
+    # It raises where the caller's module is imported by a worker: there is no `if __name__ == "__main__"`.
+    prepared = spawn.get_preparation_data("worker")
+    if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and _is_in_main(function):
+        raise ValueError(
+            f"{name_of(function)} is defined in a __main__ that is no file, where a new process cannot find it. "
+            "Define it in a module."
+        )
+    context.set_spawning_popen(child)  # type: ignore[arg-type]
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            reduction.dump(prepared, file)
+            reduction.dump((function, args), file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        error.add_note("start_method='spawn' needs a function and arguments that can be pickled.")
+        raise
+    finally:
+        context.set_spawning_popen(None)
+    return child.descriptors
+
+
+def _is_in_main(function: Callable[..., object]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) == "__main__"

@@ -1,0 +1,121 @@
+"""The agent's process of a run that another Python process has started."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from elastic_launch.config import LaunchConfig
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.process import exiting
+from elastic_launch.secret import Token
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+    from elastic_agents.agent import LocalElasticAgent
+
+__all__ = ["Order", "main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the caller wants.
+
+    Attributes:
+        config: without its token, which is never pickled.
+        token: its text.
+        caller: the caller's pid.
+        level: of the agent's own lines on the console; None: as LOGLEVEL says.
+    """
+
+    config: LaunchConfig
+    token: str | None
+    caller: int
+    level: int | None
+
+
+def main(order: int, report: int) -> None:
+    """Run the agent and report how it ended.
+
+    Args:
+        order: descriptor of a pickled Order, which the caller has written.
+        report: descriptor that gets the report, as JSON.
+    """
+    for descriptor in (order, report):
+        os.set_inheritable(descriptor, False)
+    with open(order, "rb") as file:
+        file.seek(0)
+        ordered: Order = pickle.load(file)
+    _end_with(ordered.caller)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    config = ordered.config
+    if ordered.token is not None:
+        config = replace(config, token=Token(ordered.token, "the caller's"))
+    exiting(lambda: _run(config, ordered.level, report))
+
+
+def _end_with(caller: int) -> None:
+    """Get SIGTERM when the thread ends that started this process, as if its process is killed (prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != caller:
+        os._exit(128 + signal.SIGTERM)
+
+
+def _run(config: LaunchConfig, level: int | None, report: int) -> int:
+    from elastic_agents.main import run
+
+    told: dict[str, Any] = {}
+
+    def ended(agent: LocalElasticAgent, result: RunResult) -> None:
+        told.update(_ended(config, agent, result))
+
+    try:
+        code = run(config, level=level, ended=ended)
+    except ElasticLaunchError as error:
+        code = type(error).exit_code  # one of this project's own, whatever the process is to exit with
+        told = {"code": code, "cause": str(error)}
+    with open(report, "w") as file:
+        json.dump(told, file)
+    return code
+
+
+def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) -> dict[str, Any]:
+    outcome, failure = agent.outcome, agent.outcome.failure
+    told: dict[str, Any] = {
+        "code": int(outcome.code),
+        "cause": outcome.cause,
+        "restarts": outcome.restarts,
+        "round": agent.finished_round,
+        "ranks": [worker.global_rank for worker in agent.get_worker_group().workers],
+        "failures": [
+            {
+                "rank": rank,
+                "local_rank": failed.local_rank,
+                "pid": failed.pid,
+                "exitcode": failed.exitcode,
+                "error_file": failed.error_file,
+            }
+            for rank, failed in result.failures.items()
+        ],
+    }
+    if failure is not None:
+        told["root"] = {
+            "rank": failure.rank,
+            "local_rank": failure.local_rank,
+            "pid": failure.pid,
+            "exitcode": failure.exit_code,
+            "message": failure.message,
+            "detail": failure.detail,
+            "at": int(time.time() - failure.ago),
+            "here": failure.node_id == config.node_id,
+        }
+    return told

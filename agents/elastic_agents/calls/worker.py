@@ -1,0 +1,98 @@
+"""A worker that calls a function: what stands between its interpreter's start and the function.
+
+It is what ``multiprocessing`` does in a process that it has spawned, see :mod:`multiprocessing.spawn`. Of this
+project's packages nothing is imported that is heavy.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from multiprocessing import process, resource_tracker, spawn
+from typing import Any
+
+from elastic_agents.warm.ending import ERROR_FILE, record
+
+__all__ = ["HEADER", "call", "main"]
+
+HEADER = struct.Struct("<Q")
+"""What stands before a pickled result: the number of the round."""
+
+ROUND = "ELASTIC_LAUNCH_ROUND"
+"""The variable with the round's number (elastic_launch.contract.ENV_ROUND)."""
+
+
+def main(text: str, local_rank: str) -> None:
+    """Call the function; the worker's main function.
+
+    Args:
+        text: as JSON the descriptors of the call, of each worker's result, and of multiprocessing's resource tracker.
+    """
+    settings = json.loads(text)
+    mine = settings["results"].pop(int(local_rank))
+    for descriptor in settings["results"]:
+        os.close(descriptor)
+    for descriptor in (settings["call"], mine):
+        os.set_inheritable(descriptor, False)
+    if settings["tracker"] is not None:
+        vars(resource_tracker._resource_tracker)["_fd"] = settings["tracker"]
+
+    def load() -> tuple[Callable[..., object], tuple[object, ...]]:
+        with mmap.mmap(settings["call"], 0, access=mmap.ACCESS_READ) as data:
+            process.current_process()._inheriting = True  # type: ignore[attr-defined]
+            try:
+                spawn.prepare(pickle.load(data))
+                function, args = pickle.load(data)
+            finally:
+                del process.current_process()._inheriting  # type: ignore[attr-defined]
+        os.close(settings["call"])
+        return function, args
+
+    call(load, local_rank, mine)
+
+
+def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], local_rank: str, result: int) -> None:
+    """Call a function, and leave what it returns where the caller looks for it.
+
+    An exception is left as torch's ``@record`` leaves it, since torch's launcher wraps every function in that.
+
+    Args:
+        load: gets the function and its arguments.
+        result: the descriptor for what it returns.
+    """
+    if sys.stderr is not None:
+        faulthandler.enable()
+    try:
+        function, args = load()
+        # As torch: in texts a placeholder stands for the local rank.
+        filled = [x.replace("${local_rank}", local_rank) if isinstance(x, str) else x for x in args]
+        _leave(_returned(function, filled), result)
+    except BaseException as error:
+        while (tb := error.__traceback__) is not None and tb.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = tb.tb_next
+        record(error, os.environ.get(ERROR_FILE, ""))
+        raise
+
+
+def _returned(function: Callable[..., object], args: list[Any]) -> object:
+    try:
+        return function(*args)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+        return None
+
+
+def _leave(value: object, descriptor: int) -> None:
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "wb") as file:
+        file.write(HEADER.pack(int(os.environ[ROUND])))
+        file.write(data)

@@ -1,0 +1,354 @@
+"""Runs from Python: what ``torch.distributed.launcher.api`` has, by this project's agent.
+
+::
+
+    from elastic_launch.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d")
+    results = elastic_launch(config, train)(0.1)  # {0: ..., 1: ...}
+    elastic_launch(config, "train.py")("--lr", "0.1")
+
+``LaunchConfig`` is torch's own class. What differs from torch's launcher is in docs/reference/python.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.launcher.api import launch_agent as launch_torchs_agent
+
+from elastic_agents.calls.caller import Ended, run_agent
+from elastic_agents.calls.function import FunctionCall, name_of
+from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
+from elastic_launch.cli import check_directory
+from elastic_launch.config import LaunchConfig as OwnConfig
+from elastic_launch.config import Limits
+from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.output_flags import make_run_directory
+from elastic_launch.process import check_kernel
+from elastic_launch.rendezvous.handler import TorchrunHandler
+from elastic_launch.secret import Token
+from elastic_launch.torch_options import TorchOptions
+
+__all__ = ["LaunchConfig", "LocalElasticAgent", "elastic_launch", "launch_agent"]
+
+log = logging.getLogger(__name__)
+
+AnyConfig = LaunchConfig | OwnConfig
+
+
+class elastic_launch:
+    """Launches a function or a program on this node's workers, as part of a run.
+
+    Called with the entry point's arguments, it waits for the run's end and returns what each of this node's workers has
+    returned, by global rank; nothing for a program.
+
+    Args:
+        config: torch's ``LaunchConfig``, or :class:`elastic_launch.config.LaunchConfig`, whose command is not used.
+        entrypoint: a function, a program, or a Python script.
+        health_check_server: of torch's; stopped at the end.
+    """
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        entrypoint: Entrypoint | None,
+        health_check_server: HealthCheckServer | None = None,
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
+
+    def __call__(self, *args: object) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+
+
+def launch_agent(
+    config: AnyConfig,
+    entrypoint: Entrypoint | None,
+    args: list[Any],
+    health_check_server: HealthCheckServer | None = None,
+) -> dict[int, Any]:
+    """Run this node's part of a run, and return what its workers have returned, by global rank.
+
+    Raises:
+        ValueError: if the configuration or the entry point cannot be a launch.
+        ChildFailedError: if workers have failed, and no restart was left.
+        SignalException: if a signal has ended it, or this node has left the run because of a notice or on request.
+        RendezvousTimeoutError: if too few nodes came, or were left.
+        RendezvousConnectionError: if the rendezvous was lost, or refuses this node.
+    """
+    if entrypoint is None:
+        raise ValueError("There is no entry point. Give a function or the path of a program.")
+    try:
+        found = own(config) if isinstance(config, OwnConfig) else from_torch(config)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    if found.foreign is not None:
+        return _run_foreign(config, entrypoint, args, health_check_server)
+    if isinstance(config, LaunchConfig) and config.metrics_cfg:
+        log.warning("metrics_cfg has no effect: this project's agent records no metrics of torch's.")
+    result = _run(found, entrypoint, args, health_check_server)
+    if result.is_failed():
+        raise ChildFailedError(name=_name(entrypoint), failures=result.failures)
+    return result.return_values
+
+
+class LocalElasticAgent(ElasticAgent):
+    """torch's ``LocalElasticAgent``, with this project's agent behind it.
+
+    Args:
+        spec: whose ``rdzv_handler`` is this project's, as ``rdzv_registry.get_rendezvous_handler`` makes it for the
+            backends ``elastic-c10d`` and ``elastic-etcd``.
+        logs_specs: where the workers' output goes.
+        start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter.
+        exit_barrier_timeout: no effect: the run ends when all its workers have.
+        log_line_prefix_template: of streams that are shown beside their file.
+        shutdown_timeout: seconds from SIGTERM to SIGKILL.
+        health_check_server: stopped at the end.
+        uninterruptible_state_timeout: no effect.
+
+    Raises:
+        ValueError: if the spec cannot be a launch.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: int = 30,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
+    ) -> None:
+        handler = spec.rdzv_handler
+        if not isinstance(handler, TorchrunHandler):
+            raise ValueError(
+                f"spec.rdzv_handler is a {type(handler).__name__}, whose rounds only torch's own LocalElasticAgent can "
+                "run. Have rdzv_registry make one for the backend elastic-c10d or elastic-etcd."
+            )
+        self._group = WorkerGroup(spec)
+        self._health_check_server = health_check_server
+        self._began = time.monotonic()
+        limits = handler.config.limits
+        try:
+            config = replace(
+                handler.config,
+                limits=Limits(limits.min_nodes, limits.max_nodes, spec.max_restarts),
+                nproc=spec.local_world_size,
+                role=spec.role,
+                local_addr=spec.local_addr or handler.config.local_addr,
+                shutdown_timeout=float(shutdown_timeout),
+                options=TorchOptions(
+                    event_log_handler=spec.event_log_handler,
+                    numa_binding=spec.numa_options.affinity_mode.value if spec.numa_options else None,
+                    virtual_local_rank=spec.virtual_local_rank,
+                    start_method=start_method,
+                ),
+                output=replace(
+                    handler.config.output,
+                    stdout_filters=tuple(spec.duplicate_stdout_filters or ()),
+                    stderr_filters=tuple(spec.duplicate_stderr_filters or ()),
+                    header=log_line_prefix_template or handler.config.output.header,
+                ),
+            )
+            self._config = with_logs(own(config), logs_specs)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """Return this node's workers; their ranks are those of the last round, once :meth:`run` has returned."""
+        return self._group
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Take part in the run until it ends.
+
+        Returns:
+            what the workers have returned, or how they have failed, by global rank.
+
+        Raises:
+            as :func:`launch_agent`, but for ChildFailedError.
+        """
+        spec = self._group.spec
+        assert spec.entrypoint is not None
+        self._group.state = WorkerState.HEALTHY
+        try:
+            result = _run(self._config, spec.entrypoint, spec.args, self._health_check_server, self._group)
+        except SignalException:
+            self._group.state = WorkerState.STOPPED
+            raise
+        self._group.state = result.state
+        return result
+
+    def get_event_succeeded(self) -> Event:
+        """Return torch's event for an agent that has ended as it should."""
+        return self._event("SUCCEEDED", None)
+
+    def get_event_failed(self) -> Event:
+        """Return torch's event for an agent that ends by the exception that is being handled."""
+        import traceback
+
+        return self._event("FAILED", traceback.format_exc())
+
+    def _event(self, state: str, error: str | None) -> Event:
+        spec = self._group.spec
+        metadata: dict[str, Any] = {
+            "run_id": self._config.run_id,
+            "global_rank": None,
+            "group_rank": self._group.group_rank,
+            "worker_id": None,
+            "role": spec.role,
+            "hostname": socket.getfqdn(),
+            "state": state,
+            "total_run_time": int(time.monotonic() - self._began),
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": error,
+            "metadata": json.dumps({"entry_point": _name(spec.entrypoint or "")}),
+        }
+        return Event(f"torchelastic.worker.status.{state}", source=EventSource.AGENT, metadata=metadata)
+
+
+def _run_foreign(
+    config: AnyConfig, entrypoint: Entrypoint, args: list[Any], health_check_server: HealthCheckServer | None
+) -> dict[int, Any]:
+    """Run under a rendezvous of another package's: by torch's own agent, in this process."""
+    if isinstance(config, OwnConfig):
+        from elastic_agents.foreign import torch_config
+
+        config = torch_config(config)
+    log.warning(
+        "rdzv_backend %s is torch's, not this project's: torch's own agent runs the workers, without drains, memory "
+        "snapshots, elasticctl and a restart budget of the run",
+        config.rdzv_backend,
+    )
+    # Older versions of torch have no place for one.
+    more = () if health_check_server is None else (health_check_server,)
+    found: dict[int, Any] = launch_torchs_agent(config, entrypoint, args, *more)
+    return found
+
+
+def _run(
+    config: OwnConfig,
+    entrypoint: Entrypoint,
+    args: Sequence[Any],
+    health_check_server: HealthCheckServer | None,
+    group: WorkerGroup | None = None,
+) -> RunResult:
+    call: FunctionCall | None = None
+    try:
+        try:
+            check_kernel()
+            check_directory()
+            if isinstance(entrypoint, str):
+                command = of_strings(entrypoint, args)
+            else:
+                call = _call(config, entrypoint, args)
+                command = call.command
+            config = make_run_directory(replace(config, command=command, announce=False))
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        if config.alone and config.token is None:
+            config = replace(config, token=Token.made(), own_token=True)
+        return _result(run_agent(config), call, group)
+    finally:
+        if call is not None:
+            call.close()
+        if health_check_server is not None:
+            health_check_server.stop()
+
+
+def _call(config: OwnConfig, function: Callable[..., object], args: Sequence[Any]) -> FunctionCall:
+    if config.options.start_method == "fork":
+        raise UsageError(
+            "start_method='fork' is not supported: workers are not children of this process.",
+            "Use spawn (the default) or forkserver, with a function that can be imported.",
+        )
+    return FunctionCall(function, args, config.nproc)
+
+
+def _name(entrypoint: Entrypoint) -> str:
+    return entrypoint if isinstance(entrypoint, str) else name_of(entrypoint)
+
+
+def _result(ended: Ended, call: FunctionCall | None, group: WorkerGroup | None) -> RunResult:
+    """Return what torch's agent would, or raise what it would."""
+    report = ended.report
+    if ended.signal:
+        number = signal.Signals(ended.signal)
+        raise SignalException(f"The process got {number.name}, and this node has left the run.", sigval=number)
+    if not report:
+        raise RuntimeError(f"The agent's process, pid {ended.pid}, ended with {ended.exit_code} and without a report.")
+    code, cause = int(report["code"]), str(report["cause"])
+    if code == ExitCode.DONE:
+        return RunResult(WorkerState.SUCCEEDED, return_values=_returned(report, call, group))
+    if failures := _failures(report):
+        return RunResult(WorkerState.FAILED, failures=failures)
+    if code == ExitCode.TOO_FEW_NODES:
+        raise RendezvousTimeoutError(cause)
+    if code == ExitCode.RENDEZVOUS:
+        raise RendezvousConnectionError(cause)
+    if code == ExitCode.USAGE:
+        raise ValueError(cause)
+    if code > 128:
+        raise SignalException(f"This node has left the run: {cause}", sigval=signal.Signals(code - 128))
+    raise RuntimeError(f"The run has ended with exit code {code}: {cause}")
+
+
+def _returned(report: dict[str, Any], call: FunctionCall | None, group: WorkerGroup | None) -> dict[int, Any]:
+    """Return the results of this node's workers; none if they were not in the last round, as those of a spare."""
+    number = int(report["round"])
+    if not number:
+        return {}
+    if group is not None:
+        for worker, rank in zip(group.workers, report["ranks"], strict=True):
+            worker.global_rank = rank
+    if call is None:
+        return {}
+    return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(report["ranks"])}
+
+
+def _failures(report: dict[str, Any]) -> dict[int, ProcessFailure]:
+    """Return the workers' failures by rank, the run's root cause first, and with the first time.
+
+    The root cause may be another node's: what it has said is in its message.
+    """
+    found = {
+        int(failed.pop("rank")): ProcessFailure(**failed)
+        for failed in [dict(failed) for failed in report.get("failures", ())]
+    }
+    root = report.get("root")
+    if root is None:
+        return found
+    rank = int(root["rank"])
+    failure = found.pop(rank, None)
+    if failure is None:
+        failure = ProcessFailure(root["local_rank"], root["pid"], root["exitcode"], error_file="")
+        extra = {"py_callstack": "\n".join(root["detail"]) or root["message"], "timestamp": str(root["at"])}
+        message: Any = {"message": root["message"], "extraInfo": extra}
+        failure.message = message
+        failure.timestamp = root["at"]
+    failure.timestamp = min([failure.timestamp, *(other.timestamp for other in found.values())])
+    return {rank: failure, **found}

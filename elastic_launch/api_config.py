@@ -1,0 +1,162 @@
+"""From what a Python program asks for to a configuration: torch's ``LaunchConfig`` and ``LogsSpecs``, and functions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from torch.distributed.elastic.multiprocessing import Std as TorchStd
+from torch.distributed.launcher.api import LaunchConfig as TorchConfig
+
+from elastic_launch.cli import build, read_command
+from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.errors import UsageError
+from elastic_launch.flags import Line, Values
+from elastic_launch.output import Std, Streams
+from elastic_launch.settings import default_node_id
+from elastic_launch.torch_options import STOP_SIGNALS
+
+__all__ = ["Entrypoint", "from_torch", "of_strings", "own", "with_logs", "without_own_flags"]
+
+log = logging.getLogger(__name__)
+
+Entrypoint = Callable[..., object] | str
+
+TORCHS_TIMEOUT = 900
+"""What torch's ``LaunchConfig`` adds to the settings of every rendezvous, and only older handlers heed."""
+
+TORCHS_SIGNALS = ",".join(number.name for number in STOP_SIGNALS)
+
+
+def from_torch(config: TorchConfig) -> LaunchConfig:
+    """Return what torch's configuration asks for; what is to run is still to be said.
+
+    Raises:
+        UsageError: on what cannot be a launch; it names the flags of ``elastic-launch`` for it.
+    """
+    given = {
+        "--nnodes": [f"{config.min_nodes}:{config.max_nodes}"],
+        "--nproc": [str(config.nproc_per_node)],
+        "--max-restarts": [str(config.max_restarts)],
+        "--rdzv-backend": [config.rdzv_backend],
+        "--shutdown-timeout": [str(config.shutdown_timeout)],
+        "--no-python": [""],
+    }
+    endpoint = config.rdzv_endpoint
+    if not endpoint and config.rdzv_backend == "c10d" and config.max_nodes > 1:
+        endpoint = "localhost"  # torch's default; processes of one host can meet there
+    conf = {key: value for key, value in config.rdzv_configs.items() if value is not None}
+    if conf.get("timeout") == TORCHS_TIMEOUT:
+        del conf["timeout"]
+    rank = conf.pop("rank", None)
+    texts = {
+        "--rdzv-endpoint": endpoint,
+        "--rdzv-id": config.run_id or _fresh_id(config.max_nodes),
+        "--rdzv-conf": ",".join(f"{key}={value}" for key, value in conf.items()),
+        "--node-rank": "" if rank is None or int(rank) < 0 else str(rank),
+        "--role": config.role,
+        "--local-addr": config.local_addr or "",
+        "--log-line-prefix-template": config.log_line_prefix_template or "",
+        "--event-log-handler": config.event_log_handler if config.event_log_handler != "null" else "",
+        "--numa-binding": config.numa_options.affinity_mode.value if config.numa_options else "",
+        # Those that are ignored stay so unless they are named: nohup is meant.
+        "--signals-to-handle": config.signals_to_handle if config.signals_to_handle != TORCHS_SIGNALS else "",
+    }
+    given |= {name: [text] for name, text in texts.items() if text}
+    if config.virtual_local_rank:
+        given["--virtual-local-rank"] = [""]
+    found = build(Line(given, sys.executable), Values(given, without_own_flags(os.environ)))
+    output = replace(
+        found.output,
+        stdout_filters=tuple(config.duplicate_stdout_filters or ()),
+        stderr_filters=tuple(config.duplicate_stderr_filters or ()),
+    )
+    options = replace(found.options, start_method=config.start_method, monitor_interval=config.monitor_interval)
+    assert config.logs_specs is not None
+    return with_logs(replace(found, output=output, options=options), config.logs_specs)
+
+
+def without_own_flags(environ: os._Environ[str]) -> dict[str, str]:
+    """Return an environment without ``PET_*``: a Python call says itself what it wants, as torch's does."""
+    return {name: value for name, value in environ.items() if not name.startswith("PET_")}
+
+
+def _fresh_id(max_nodes: int) -> str:
+    """A name for a run that was given none."""
+    run_id = str(uuid.uuid4().int)
+    if max_nodes > 1:
+        log.warning("the configuration has no run_id; this node's is %s, and others cannot know it", run_id)
+    return run_id
+
+
+def own(config: LaunchConfig) -> LaunchConfig:
+    """Return a configuration of this project's with names that were not chosen made unique."""
+    if config.run_id == LaunchConfig.run_id and config.endpoint is None:
+        config = replace(config, run_id=_fresh_id(1))
+    if config.node_id == LaunchConfig.node_id:
+        config = replace(config, node_id=default_node_id())
+    return config
+
+
+def with_logs(config: LaunchConfig, specs: LogsSpecs) -> LaunchConfig:
+    """Return a configuration whose workers' output goes where torch's specs say.
+
+    Raises:
+        UsageError: if they are of a class that the agent's process cannot import.
+    """
+    if type(specs) is not DefaultLogsSpecs:
+        if type(specs).__module__ == "__main__":
+            raise UsageError(
+                f"logs_specs is a {type(specs).__name__}, which is defined in __main__.",
+                "Define it in a module: the agent's process must be able to import it.",
+            )
+        return replace(config, output=replace(config.output, specs=specs))
+    directory = specs.root_log_dir
+    keep = directory != os.devnull
+    output = replace(
+        config.output,
+        redirects=_streams(specs._redirects),
+        tee=_streams(specs._tee),
+        local_ranks=frozenset(specs._local_ranks_filter or ()),
+        keep=keep,
+        layout="torchrun",
+    )
+    name = f"{config.run_id}_{secrets.token_hex(4)}"
+    if not keep:
+        return replace(config, output=output, log_name=name)
+    return replace(config, output=output, log_name=name, log_dir=Path(os.path.abspath(directory)), link_dir=None)
+
+
+def _streams(std: TorchStd | dict[int, TorchStd]) -> Streams:
+    if isinstance(std, dict):
+        return Streams(ranks=tuple((rank, Std(int(one))) for rank, one in std.items()))
+    return Streams(Std(int(std)))
+
+
+def of_strings(entrypoint: str, args: Sequence[object]) -> Command:
+    """Return what workers execute if the entry point is a path: a program, or Python and a script or module.
+
+    A Python script that is not executable is run by this interpreter.
+
+    Raises:
+        UsageError: if it cannot be executed.
+    """
+    texts = tuple(map(str, args))
+    values = Values({}, without_own_flags(os.environ))
+    if entrypoint == sys.executable and texts[:1] == ("-u",) and len(texts) > 1:
+        if texts[1] == "-m" and len(texts) > 2:
+            given = {"--module": [""]}
+            return read_command(Line(given, texts[2], texts[3:]), Values(given, values.environ))
+        if not texts[1].startswith("-"):
+            return read_command(Line({}, texts[1], texts[2:]), values)
+    if entrypoint.endswith(".py") and os.path.isfile(entrypoint) and not os.access(entrypoint, os.X_OK):
+        return read_command(Line({}, entrypoint, texts), values)
+    given = {"--no-python": [""]}
+    return read_command(Line(given, entrypoint, texts), Values(given, values.environ))

@@ -1,0 +1,83 @@
+"""Functions that tests have workers call; those that spawn workers import this file by its name, and it no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def describe(*args: Any) -> dict[str, Any]:
+    """Return the arguments, and what a worker knows of its place; the last rank ends a while after the others."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK")
+    names = (*names, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    found = {name: os.environ[name] for name in (*names, "TORCHELASTIC_RUN_ID")}
+    if int(found["RANK"]) + 1 == int(found["WORLD_SIZE"]):
+        time.sleep(0.5)
+    return {**found, "args": args}
+
+
+def fail(rank: str, text: str, calls: str) -> None:
+    """Raise in one rank; the others would sleep. Each call leaves a line in a file."""
+    with open(calls, "a") as file:
+        file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
+    if os.environ["RANK"] == rank:
+        raise ValueError(text)
+    time.sleep(600)
+
+
+def fail_once() -> str:
+    """Raise in the first round."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("once")
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def end_with(how: str) -> None:
+    """End in another way than by returning."""
+    if how == "SystemExit(0)":
+        sys.exit(0)
+    if how == "os._exit(0)":
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lock_of_pickles() -> object:
+    """Return what cannot be pickled."""
+    return open(os.devnull)
+
+
+def put(queue: Any, value: Any) -> None:
+    """Put this rank and a value into a queue of multiprocessing's."""
+    queue.put((os.environ["RANK"], value))
+
+
+def linger(directory: str) -> None:
+    """Say that this worker is there, and sleep; say by which signal it is asked to end."""
+    here = Path(directory) / os.environ["RANK"]
+
+    def note(number: int, frame: object) -> None:
+        here.with_suffix(".signal").write_text(signal.Signals(number).name)
+        sys.exit(3)
+
+    signal.signal(signal.SIGTERM, note)
+    here.with_suffix(".new").write_text(str(os.getpid()))
+    here.with_suffix(".new").replace(here)
+    time.sleep(600)
+
+
+def too_late_once(directory: str) -> str:
+    """Let a timer of torch's expire in one rank of the first round; leave why there was another one."""
+    from torch.distributed.elastic import timer
+
+    timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+    with timer.expires(after=600):
+        pass
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        with timer.expires(after=0.3 if os.environ["RANK"] == "1" else 600, scope="step"):
+            time.sleep(600)
+    (Path(directory) / "reason").write_text(os.environ["ELASTIC_LAUNCH_START_REASON"])
+    return "done"

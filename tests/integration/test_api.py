@@ -1,0 +1,319 @@
+"""Runs that a Python program starts: elastic_launch.api."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import called
+import pytest
+from etcd_servers import cluster, endpoints
+from harness import SCRIPTS, SLOWNESS, alive, free_port, tree, wait_for
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from elastic_launch.api import LaunchConfig, LocalElasticAgent, elastic_launch
+from elastic_launch.config import LaunchConfig as OwnConfig
+from elastic_launch.config import Limits
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the files of each run in the test's own directory, and workers find the functions of ``called``."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def configured(directory: Path, **options: Any) -> LaunchConfig:
+    given: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "rdzv_backend": "c10d"}
+    given |= {"max_restarts": 0, "logs_specs": DefaultLogsSpecs(log_dir=str(directory / "logs"))}
+    return LaunchConfig(**{**given, **options})
+
+
+def test_a_function_returns_to_its_caller_who_finds_all_as_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)]
+
+    def own() -> tuple[object, ...]:
+        handlers = [signal.getsignal(number) for number in numbers]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        limits = Path("/proc/self/limits").read_text()
+        return dict(os.environ), os.getcwd(), list(sys.path), handlers, mask, limits, os.getpriority(os.PRIO_PROCESS, 0)
+
+    before = own()
+    results = elastic_launch(configured(tmp_path), called.describe)("a", {"b": (1, 2)}, "rank ${local_rank}")
+    assert own() == before
+    assert sorted(results) == [0, 1]
+    for rank, found in results.items():
+        assert found["args"] == ("a", {"b": (1, 2)}, f"rank {rank}")
+        assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert (found["ROLE_NAME"], found["ROLE_RANK"], found["ROLE_WORLD_SIZE"]) == ("default_role", str(rank), "2")
+    # A run without a name has one that others do not have; nothing is printed unless this process logs.
+    assert len({found["TORCHELASTIC_RUN_ID"] for found in results.values()}) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failure_is_torchs_and_restarts_are_exhausted_first(tmp_path: Path) -> None:
+    calls, began = tmp_path / "calls", int(time.time())
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(configured(tmp_path, max_restarts=1), called.fail)("1", "no way", str(calls))
+    assert sorted({line.split()[1] for line in calls.read_text().splitlines()}) == ["0", "1"]
+    assert caught.value.name == "fail"
+    assert list(caught.value.failures) == [1]
+    rank, failure = caught.value.get_first_failure()
+    assert (rank, failure.local_rank, failure.exitcode) == (1, 1, 1)
+    assert isinstance(failure.message, dict)
+    assert failure.message["message"] == "ValueError: no way"
+    assert "in fail" in failure.message["extraInfo"]["py_callstack"]
+    assert "elastic_agents" not in failure.message["extraInfo"]["py_callstack"]
+    assert began <= failure.timestamp <= time.time() + 1
+    # It stays where the caller's own @record looks for it.
+    assert json.loads(Path(failure.error_file).read_text())["message"] == failure.message
+    assert Path(failure.error_file).is_relative_to(tmp_path / "logs")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_named_by_its_signal(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(configured(tmp_path, nproc_per_node=1), called.end_with)("SIGKILL")
+    failure = caught.value.failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert failure.message == f"Signal 9 (SIGKILL) received by PID {failure.pid}"
+
+
+@pytest.mark.slow
+def test_results_are_those_of_the_last_round(tmp_path: Path) -> None:
+    config = OwnConfig(limits=Limits(1, 1, 1), nproc=2)
+    assert elastic_launch(config, called.fail_once)() == {0: "1", 1: "1"}
+
+
+@pytest.mark.slow
+def test_ways_to_end_without_a_result(tmp_path: Path) -> None:
+    config = configured(tmp_path, nproc_per_node=1)
+    assert elastic_launch(config, called.end_with)("SystemExit(0)") == {0: None}
+    with pytest.raises(RuntimeError, match="exit code 0 before end_with returned"):
+        elastic_launch(config, called.end_with)("os._exit(0)")
+    with pytest.raises(ChildFailedError, match="cannot pickle"):
+        elastic_launch(config, called.lock_of_pickles)()
+
+
+@pytest.mark.slow
+def test_a_queue_of_multiprocessings_reaches_the_workers(tmp_path: Path) -> None:
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    try:
+        elastic_launch(configured(tmp_path), called.put)(queue, 7)
+        assert sorted([queue.get(), queue.get()]) == [("0", 7), ("1", 7)]
+    finally:
+        queue.close()
+        del queue
+        gc.collect()
+        multiprocessing.resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_script_a_program_and_a_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text("import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(sys.argv[2])\n")
+    assert elastic_launch(configured(tmp_path), str(script))(f"{out}-a-", 1) == {}
+    assert elastic_launch(configured(tmp_path), sys.executable)("-u", str(script), f"{out}-b-", "${local_rank}") == {}
+    found: list[object] = []
+    start = elastic_launch(configured(tmp_path, nproc_per_node=1), "sh")
+    thread = threading.Thread(target=lambda: found.append(start("-c", f"echo $RANK > {out}-c")))
+    thread.start()
+    thread.join(60 * SLOWNESS)
+    assert found == [{}]
+    assert "signals to this process do not reach the workers" in caplog.text
+    texts = {path.name: path.read_text().strip() for path in tmp_path.glob("out-*")}
+    assert texts == {"out-a-0": "1", "out-a-1": "1", "out-b-0": "0", "out-b-1": "1", "out-c": "0"}
+
+
+def test_an_agent_is_made_of_torchs_worker_spec(tmp_path: Path) -> None:
+    parameters = RendezvousParameters("elastic-c10d", "", "spec", 1, 1)
+    handler = get_rendezvous_handler(parameters)
+    spec = WorkerSpec("trainer", 2, handler, entrypoint=called.describe, args=("a",), max_restarts=0)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs")))
+    result = agent.run()
+    assert (result.state, result.failures) == (WorkerState.SUCCEEDED, {})
+    assert [result.return_values[rank]["ROLE_NAME"] for rank in (0, 1)] == ["trainer", "trainer"]
+    assert [worker.global_rank for worker in agent.get_worker_group().workers] == [0, 1]
+    assert agent.get_event_succeeded().metadata["run_id"] == "spec"
+    assert handler.shutdown()
+
+
+@pytest.mark.slow
+def test_a_rendezvous_that_ends_without_enough_nodes(tmp_path: Path) -> None:
+    conf, endpoint = {"min_wait": 0.5, "is_host": 1}, f"127.0.0.1:{free_port()}"
+    config = configured(tmp_path, min_nodes=2, max_nodes=2, rdzv_endpoint=endpoint, rdzv_configs=conf)
+    with pytest.raises(RendezvousTimeoutError):
+        elastic_launch(config, called.describe)()
+
+
+class Caller:
+    """A program that launches a function of its own ``__main__``."""
+
+    def __init__(self, directory: Path, function: str, *args: str, **options: Any) -> None:
+        given = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "rdzv_backend": "c10d", "max_restarts": 0}
+        command = [sys.executable, str(SCRIPTS / "calling.py"), function, json.dumps({**given, **options}), *args]
+        env = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "TMPDIR": str(directory)}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    def said(self) -> str:
+        output, _ = self.process.communicate(timeout=90 * SLOWNESS)
+        return output
+
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.said().removeprefix("results "))
+        return found
+
+
+@pytest.fixture
+def callers() -> Iterator[list[Caller]]:
+    made: list[Caller] = []
+    yield made
+    for caller in made:
+        caller.process.kill()
+        caller.process.communicate()
+
+
+def test_two_programs_meet_and_each_gets_its_own_results(tmp_path: Path, callers: list[Caller]) -> None:
+    where = {"max_nodes": 2, "min_nodes": 2, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "run_id": "two"}
+    for role, workers in (("reader", 1), ("trainer", 2)):
+        callers.append(Caller(tmp_path, "place", role, **where, role=role, nproc_per_node=workers))
+    reader, trainer = (caller.results() for caller in callers)
+    assert sorted([*reader, *trainer]) == ["0", "1", "2"]
+    assert (len(reader), len(trainer)) == (1, 2)
+    # Functions of __main__ are found as multiprocessing finds them.
+    assert list(reader.values()) == [["reader", "__mp_main__", next(iter(reader)), "3", "reader", "0", "1"]]
+    assert [found[4:] for _, found in sorted(trainer.items())] == [["trainer", "0", "2"], ["trainer", "1", "2"]]
+
+
+def lingering(directory: Path) -> list[int]:
+    """Wait until both workers sleep; return their pids."""
+    wait_for("both workers", lambda: len([path for path in directory.iterdir() if path.name in ("0", "1")]) == 2, 60)
+    return [int((directory / rank).read_text()) for rank in "01"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_caller_ends_the_workers_and_is_raised(tmp_path: Path, callers: list[Caller]) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    callers.append(Caller(tmp_path, "sleep", str(there)))
+    workers = lingering(there)
+    callers[0].process.send_signal(signal.SIGTERM)
+    assert callers[0].said() == f"raised SignalException {signal.SIGTERM} True\n"
+    assert [(there / f"{rank}.signal").read_text() for rank in "01"] == ["SIGTERM", "SIGTERM"]
+    assert not any(map(alive, workers))
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_caller_that_is_killed(tmp_path: Path, callers: list[Caller]) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    callers.append(Caller(tmp_path, "sleep", str(there)))
+    workers = lingering(there)
+    below = [pid for pid in tree(callers[0].process.pid) if pid != callers[0].process.pid]
+    assert set(workers) < set(below)
+    callers[0].process.kill()
+    wait_for("the end of agent, guard and workers", lambda: not any(map(alive, below)))
+    assert (there / "0.signal").read_text() == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_a_worker_whose_timer_expires_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "timers"))
+    config = configured(tmp_path, max_restarts=1)
+    assert elastic_launch(config, called.too_late_once)(str(tmp_path)) == {0: "done", 1: "done"}
+    why = "its timer 'step' expired: signal 9 (SIGKILL)"
+    assert re.fullmatch(rf"rank 1 on node \S+: {re.escape(why)}", (tmp_path / "reason").read_text())
+    assert not (tmp_path / "timers").exists()
+
+
+@pytest.mark.slow
+def test_a_run_on_etcd(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    with cluster(tmp_path / "etcd") as servers:
+        config = configured(tmp_path, rdzv_backend="etcd", rdzv_endpoint=endpoints(servers), run_id="once")
+        assert sorted(elastic_launch(config, called.describe)("x")) == [0, 1]
+
+
+def test_what_cannot_be_a_launch_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def refused(entrypoint: Any, **options: Any) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what is tested
+            elastic_launch(configured(tmp_path, **options), entrypoint)()
+        return re.sub(r"\s+", " ", str(caught.value))
+
+    assert "There is no entry point" in refused(None)
+    assert "is not supported" in refused(called.describe, rdzv_backend="carrier-pigeon")
+    assert "leaves no room" in refused(called.describe, rdzv_configs={"dead_after": 0.5, "beat": 1})
+    assert "there is no such program" in refused("no-such-program")
+    assert "--start-method never is none" in refused(called.describe, start_method="never")
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        elastic_launch(configured(tmp_path), lambda: None)()
+    assert caught.value.__notes__ == ["start_method='spawn' needs a function and arguments that can be pickled."]
+
+
+@pytest.mark.slow
+def test_a_function_in_a_main_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    code = (
+        "from elastic_launch.api import *\ndef f(): pass\n"
+        "elastic_launch(LaunchConfig(1, 1, 1, rdzv_backend='c10d'), f)()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert "ValueError: f is defined in a __main__ that is no file" in done.stderr
+
+
+def test_a_worker_spec_with_another_handler_is_refused(tmp_path: Path) -> None:
+    handler = get_rendezvous_handler(RendezvousParameters("static", "127.0.0.1:29500", "x", 1, 1, rank=0))
+    spec = WorkerSpec("trainer", 1, handler, entrypoint=called.describe)
+    with pytest.raises(ValueError, match="StaticTCPRendezvous, whose rounds only torch's own"):
+        LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_an_exception_of_the_callers_own_ends_the_run(tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(number: int, frame: object) -> None:
+        raise Enough
+
+    there = tmp_path / "there"
+    there.mkdir()
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        watch = threading.Thread(target=lambda: (lingering(there), os.kill(os.getpid(), signal.SIGALRM)))
+        watch.start()
+        with pytest.raises(Enough):
+            elastic_launch(configured(tmp_path), called.linger)(str(there))
+        watch.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(map(alive, lingering(there)))
+
+
+def test_a_signal_that_is_caught_is_raised_here(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    watch = threading.Thread(target=lambda: (lingering(there), os.kill(os.getpid(), signal.SIGINT)))
+    watch.start()
+    with pytest.raises(SignalException) as caught:
+        elastic_launch(configured(tmp_path), called.linger)(str(there))
+    watch.join()
+    assert caught.value.sigval == signal.SIGINT
