@@ -18,14 +18,16 @@ an object whose keys start with ``$`` (and so is a dict that has such a key):
 ``{"$bytes": "aGk="}``                           bytes, in base64
 ==============================================  =====================================================
 
-``tree`` adds what torch and NumPy have. Nothing is imported, and nothing called, by a name that a file holds, but for
-the class of a named tuple that the process has loaded.
+``small`` has paths, times, exact numbers, ranges and enums; ``tree`` adds what torch and NumPy have. Nothing is
+imported, and nothing called, by a name that a file holds, but for the class of a named tuple or an enum that is
+loaded.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import enum
 import json
 import math
 import sys
@@ -33,9 +35,9 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from inspect import getattr_static
-from types import ModuleType
 from typing import Any, NoReturn
 
+from elastic_launch.snapshot import small
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 
 __all__ = ["MAX_DEPTH", "Decoder", "Encoder", "Path", "base64_bytes", "show", "type_name"]
@@ -59,6 +61,7 @@ _BESIDE = {
     "$defaultdict": ("factory",),
     "$named": ("fields", "type"),
     "$deque": ("maxlen",),
+    small.MEMBER: ("name", "type"),
 }
 """Keys that an object may have beside the one that tells its kind."""
 
@@ -94,6 +97,10 @@ class Encoder:
 
     def _rare(self, value: Any, path: Path) -> Any:
         kind = type(value)
+        if isinstance(value, enum.Enum):
+            return self._member(value, path)
+        if kind is small.UnknownMember:  # read, and now given to another process
+            return {small.MEMBER: self.encode(value.value, (*path, "value")), "name": value.name, "type": value.type}
         if kind is complex:
             return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
         if kind in (set, frozenset):
@@ -113,7 +120,17 @@ class Encoder:
         if isinstance(value, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
             items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
             return {"$named": items, "fields": list(kind._fields), "type": f"{kind.__module__}:{kind.__qualname__}"}
+        if (coded := small.written(value)) is not None:
+            return {coded[0]: coded[1]}
         return self.other(value, path)
+
+    def _member(self, value: enum.Enum, path: Path) -> dict[str, Any]:
+        name = f"{type(value).__module__}:{type(value).__qualname__}"
+        coded = {small.MEMBER: self.encode(value.value, (*path, "value")), "name": value.name or "", "type": name}
+        if small.member(name, value.name or "", value.value) is not value:
+            what = f"{type(value).__qualname__}.{value.name}, a member of an enum that is not found by its name"
+            self.refuse(what, path, "Define the enum at the top level of a module, or save the member's value.")
+        return coded
 
     def other(self, value: Any, path: Path) -> Any:
         """Turn a value of another kind into JSON.
@@ -146,7 +163,7 @@ class Encoder:
             f"A checkpoint cannot hold {what}, found at {show(path)}.",
             hint
             or "It holds tensors, NumPy arrays and scalars, dicts, lists, tuples, sets, deques, strings, bytes, "
-            "numbers and None: convert it in state_dict() and load_state_dict().",
+            "numbers, None, enums, paths and times: convert it in state_dict() and load_state_dict().",
         )
 
 
@@ -189,7 +206,22 @@ class Decoder:
             "$complex": self._complex,
             "$float": lambda tree, path: _float(tree["$float"], path),
             "$bytes": lambda tree, path: base64_bytes(tree["$bytes"], path),
+            small.MEMBER: self._member,
+            **dict.fromkeys(small.READERS, self._small),
         }
+
+    def _small(self, tree: dict[str, Any], path: Path) -> Any:
+        ((tag, value),) = tree.items()
+        try:
+            return small.READERS[tag](value)
+        except small.ERRORS as error:
+            raise MalformedError(f"no {tag[1:]} at {show(path)}") from error
+
+    def _member(self, tree: dict[str, Any], path: Path) -> Any:
+        name, kind = tree.get("name"), tree.get("type")
+        if not isinstance(name, str) or not isinstance(kind, str):
+            raise MalformedError(f"no member of an enum at {show(path)}")
+        return small.member(kind, name, self.decode(tree[small.MEMBER], (*path, "value")))
 
     def _items(self, items: Any, path: Path) -> list[Any]:
         decoded: list[Any] = self.decode(_list(items, path), path)
@@ -264,10 +296,7 @@ def type_name(value: Any) -> str:
 
 def _loaded_class(name: str, fields: tuple[str, ...]) -> Any:
     """Return a class of named tuples that is loaded and has these fields; None if there is none."""
-    module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    found = small.find_class(name)
     made_by = getattr_static(found, "_make", None) if isinstance(found, type) and issubclass(found, tuple) else None
     return found if isinstance(made_by, classmethod) and getattr(found, "_fields", None) == fields else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -9,6 +10,8 @@ from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import tree
+from elastic_launch.snapshot.plain import Path, show
+from elastic_launch.snapshot.small import UnknownMember
 from elastic_launch.training.matching import class_of, differences, module_differences
 
 __all__ = ["Group", "Stateful", "TrainingState"]
@@ -136,10 +139,30 @@ class TrainingState:
                 f"Give {names} as an argument (scheduler=, scaler=) or by run.register(), as when it was made, or "
                 "start in another directory: Checkpoint(directory).",
             )
+        _check_members(state, origin, ())
         for name, part in self._parts.items():
             _load(name, part, state[name], origin, classes or {})
         for function in self._on_restore:
             function()
+
+
+def _check_members(saved: Any, origin: str, path: Path) -> None:
+    """Refuse a state with a member of an enum that this script has not, or has with another value.
+
+    Raises:
+        UsageError: naming its place.
+    """
+    if isinstance(saved, UnknownMember):
+        raise UsageError(
+            f"{origin} has {saved} at {show(path)}, and this script has no such member of an enum.",
+            "Define the enum as when it was made, before the state is restored, or save the member's value.",
+        )
+    if isinstance(saved, Mapping):
+        for key, item in saved.items():
+            _check_members(item, origin, (*path, key))
+    elif isinstance(saved, list | tuple | deque | set | frozenset):
+        for index, item in enumerate(saved):
+            _check_members(item, origin, (*path, index))
 
 
 def _load(name: str, part: Stateful, saved: Any, origin: str, classes: Mapping[str, str]) -> None:

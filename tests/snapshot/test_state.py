@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import math
@@ -9,9 +10,14 @@ import os
 import random
 import re
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from pathlib import Path
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -26,6 +32,7 @@ from elastic_launch.snapshot.dtypes import DTYPES
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.files import write_all
 from elastic_launch.snapshot.manifest import parse_json
+from elastic_launch.snapshot.small import READERS, UnknownMember
 
 
 def through_the_format(state: Any) -> Any:
@@ -64,6 +71,58 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 class Pair(NamedTuple):
     left: Any
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    HALF = torch.float16
+    ALIAS = WARM
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Mode(str, enum.Enum):  # noqa: UP042 - as many scripts have it
+    A = "a"
+
+
+class Word(enum.StrEnum):
+    B = "b"
+
+
+class Parts(enum.Flag):
+    HEAD = enum.auto()
+    TAIL = enum.auto()
+
+
+class Spot(Pair, enum.Enum):
+    HERE = (1,)
+
+
+SMALL: list[Any] = [
+    Path("runs/a"),
+    datetime(2026, 1, 2, 3, 4, 5, 6),
+    datetime(2026, 1, 2, tzinfo=timezone(timedelta(hours=2))),
+    date(2026, 1, 2),
+    time(3, 4),
+    timedelta(days=-1, microseconds=3),
+    Decimal("-0.10"),
+    Decimal("NaN"),
+    Fraction(1, 3),
+    range(0, 9, 2),
+    slice(None, 9),
+    Phase.WARM,
+    Phase.HALF,
+    Level.HIGH,
+    Mode.A,
+    Word.B,
+    Parts.HEAD,
+    Parts.HEAD | Parts.TAIL,
+    Parts(0),
+    Spot.HERE,
+]
 
 
 ARRAYS: list[Any] = [
@@ -270,7 +329,7 @@ class Text(str):
         (np.random.default_rng(0), "numpy.random._generator.Generator"),
         (object(), "object"),
         (print, "builtin_function_or_method"),
-        (re.IGNORECASE, "re.RegexFlag"),
+        (re.compile("a"), "re.Pattern"),
         (Text("a"), "Text"),
         (defaultdict(lambda: 0), "a defaultdict with the default_factory <lambda>"),
         (bytearray(b"a"), "bytearray"),
@@ -299,6 +358,54 @@ def test_a_named_tuple_comes_back_as_its_class_or_as_one_like_it() -> None:
         assert type(other) is not Point
     with pytest.raises(MalformedError, match="no named tuple at state"):
         tree.decode({**encoded, "fields": ["x"]}, {})
+
+
+@pytest.mark.parametrize("value", SMALL, ids=repr)
+def test_small_values_come_back_as_they_were(value: Any) -> None:
+    back = through_the_format({"a": [value], "b": {value} if not isinstance(value, slice) else None})
+    assert type(back["a"][0]) is type(value)
+    assert repr(back["a"][0]) == repr(value)
+    if isinstance(value, enum.Enum):
+        assert back["a"][0] is value
+
+
+def test_what_would_not_come_back_is_refused_with_its_place() -> None:
+    class Local(enum.Enum):
+        A = 1
+
+    class Mine(Decimal):
+        pass
+
+    zone, fold = datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC")), datetime(2026, 10, 25, 2, 30, fold=1)
+    for odd in (
+        Local.A,
+        Mine("1"),
+        zone,
+        fold,
+        slice("a", 2),
+        PurePosixPath("a"),
+        bytearray(b"a"),
+        Decimal("1" * 5000),
+    ):
+        with pytest.raises(UnsupportedStateError, match=r"found at state\['a'\]\['b'\]"):
+            tree.encode({"a": {"b": odd}})
+
+
+def test_a_member_of_an_enum_that_has_changed_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by its name and value; of what is not there nothing is imported."""
+    coded = tree.encode([Level.HIGH, Parts.HEAD | Parts.TAIL])[1]
+    module = sys.modules[Level.__module__]
+    monkeypatch.setattr(module, "Level", enum.IntEnum("Level", {"LOW": 1, "HIGH": 3}))
+    monkeypatch.setattr(module, "Parts", enum.Flag("Parts", {"HEAD": 1}))
+    back = tree.decode(coded, {})
+    assert [type(value) for value in back] == [UnknownMember] * 2
+    assert str(back[0]) == f"{Level.__module__}.Level.HIGH with the value 2"
+    assert tree.encode(back)[1] == coded, "it can be given to another process"
+    monkeypatch.delattr(module, "Level")
+    assert tree.decode(coded, {})[0] == UnknownMember(f"{__name__}:Level", "HIGH", 2)
+    assert tree.decode({"$enum": 1, "name": "x", "type": "this.is.not:There"}, {}) == UnknownMember(
+        "this.is.not:There", "x", 1
+    )
 
 
 def test_an_array_is_stored_under_its_own_dtype_and_comes_back_alone(tmp_path: Path) -> None:
@@ -355,6 +462,8 @@ JSON = st.recursive(
                         "$scalar",
                         "$size",
                         "$device",
+                        "$enum",
+                        *READERS,
                         "$",
                         "dtype",
                     ]
@@ -394,6 +503,14 @@ JSON = st.recursive(
 @example({"$scalar": "AAA=", "dtype": "O"})
 @example({"$named": [1], "fields": ["class"], "type": "a:b"})
 @example({"$named": [1], "fields": ["a"], "type": "os:path"})
+@example({"$enum": [], "name": "IGNORECASE", "type": "re:RegexFlag"})
+@example({"$enum": 2, "name": "", "type": "os:path"})
+@example({"$fraction": [1, 0]})
+@example({"$timedelta": [2**70, 0, 0]})
+@example({"$range": [0, 1, 0]})
+@example({"$decimal": "1e"})
+@example({"$datetime": 3})
+@example({"$slice": [1]})
 def test_no_tree_does_more_than_be_refused(hostile: Any) -> None:
     for stored in ({}, {"a": torch.ones(4)}, {"a": torch.ones(0)}):
         try:

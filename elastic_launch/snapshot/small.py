@@ -1,0 +1,139 @@
+"""Small values of the standard library as JSON, and back: paths, times, exact numbers, ranges and members of enums.
+
+==========================================================  ========================================================
+``{"$path": "runs/a"}``                                      a ``pathlib.Path``
+``{"$datetime": "2026-01-02T03:04:05"}``, ``$date``, ``$time``  of ``datetime``; a time zone is a fixed offset
+``{"$timedelta": [days, seconds, microseconds]}``            a timedelta
+``{"$decimal": "0.10"}``, ``{"$fraction": [1, 3]}``          a Decimal, a Fraction
+``{"$range": [0, 9, 2]}``, ``{"$slice": [null, 9, null]}``   a range, a slice of integers and None
+``{"$enum": 1, "name": "WARM", "type": "__main__:Phase"}``   a member of an enum, by its value
+==========================================================  ========================================================
+
+A member of an enum comes back if its class is loaded and has one of that name and value; else an
+:class:`UnknownMember` stands for it, which a training refuses to go on from. No class is imported.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["ERRORS", "MEMBER", "READERS", "UnknownMember", "find_class", "member", "written"]
+
+MEMBER = "$enum"
+"""The tag of a member of an enum, of which the encoder and the decoder know how its value is written."""
+
+_MOST_DIGITS = 4000
+"""Of a Decimal: as many as Python parses of an integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownMember:
+    """Stands for a member of an enum that this process does not know.
+
+    Attributes:
+        type: of the enum: module and qualified name.
+        name, value: of the member.
+    """
+
+    type: str
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.type.replace(':', '.')}.{self.name} with the value {self.value!r}"
+
+
+def _iso(kind: Any) -> Callable[[Any], Any]:
+    return lambda text: kind.fromisoformat(_text(text))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MOST_DIGITS:
+        raise ValueError("no text")
+    return value
+
+
+def _integers(value: Any, count: int, *, none: bool = False) -> list[Any]:
+    kinds = (int, type(None)) if none else (int,)
+    if not isinstance(value, list) or len(value) != count or any(type(x) not in kinds for x in value):
+        raise ValueError(f"not {count} integers")
+    return value
+
+
+_WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    type(Path()): ("$path", str),
+    datetime.datetime: ("$datetime", lambda value: value.isoformat()),
+    datetime.date: ("$date", lambda value: value.isoformat()),
+    datetime.time: ("$time", lambda value: value.isoformat()),
+    datetime.timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    Decimal: ("$decimal", str),
+    Fraction: ("$fraction", lambda value: [value.numerator, value.denominator]),
+    range: ("$range", lambda value: [value.start, value.stop, value.step]),
+    slice: ("$slice", lambda value: [value.start, value.stop, value.step]),
+}
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "$path": lambda value: Path(_text(value)),
+    "$datetime": _iso(datetime.datetime),
+    "$date": _iso(datetime.date),
+    "$time": _iso(datetime.time),
+    "$timedelta": lambda value: datetime.timedelta(*_integers(value, 3)),
+    "$decimal": lambda value: Decimal(_text(value)),
+    "$fraction": lambda value: Fraction(*_integers(value, 2)),
+    "$range": lambda value: range(*_integers(value, 3)),
+    "$slice": lambda value: slice(*_integers(value, 3, none=True)),
+}
+"""What makes a value from the one that its tag has."""
+
+ERRORS = (ValueError, OverflowError, ZeroDivisionError, InvalidOperation)
+"""What these raise for what no writer of ours has written."""
+
+
+def written(value: Any) -> tuple[str, Any] | None:
+    """Return a value's tag and what is written; None if it would not come back as it is."""
+    if type(value) not in _WRITERS:
+        return None
+    tag, write = _WRITERS[type(value)]
+    try:
+        text = write(value)
+        same = repr(READERS[tag](text)) == repr(value)
+    except ERRORS:
+        return None
+    return (tag, text) if same else None
+
+
+def find_class(name: str) -> Any:
+    """Return what a loaded module has under a name such as ``module:Class.Inner``; None if there is none."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    return found
+
+
+def member(kind: str, name: str, value: Any) -> enum.Enum | UnknownMember:
+    """Return the member of an enum that is loaded; or what stands for it, if there is none of that name and value.
+
+    Of a Flag any combination of members is one, by its value.
+    """
+    known = find_class(kind)
+    if not isinstance(known, enum.EnumType):
+        return UnknownMember(kind, name, value)
+    found: Any = None
+    if issubclass(known, enum.Flag):
+        with suppress(ValueError, TypeError, KeyError):
+            found = known(value)
+    else:
+        found = vars(known)["_member_map_"].get(name)
+    same = type(found) is known and found.name == (name or None) and type(found.value) is type(value)
+    return found if same and repr(found.value) == repr(value) else UnknownMember(kind, name, value)
