@@ -16,7 +16,9 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.small import UnknownMember
 from elastic_launch.training.session import Run
+from elastic_launch.training.state import TrainingState
 from elastic_launch.training.world import World
 
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
@@ -180,3 +182,19 @@ def test_another_class_of_optimizers_is_known_by_its_settings_where_no_name_was_
             optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
             schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]),
         )
+
+
+def test_a_member_of_an_enum_that_the_script_has_not_is_refused_with_its_place() -> None:
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    state = TrainingState()
+    state.register("extra", Part())
+    member = UnknownMember("train:Phase", "WARM", 1)
+    message = r"has train.Phase.WARM with the value 1 at state\['extra'\]\['phases'\]\[1\], and this script has no such"
+    with pytest.raises(UsageError, match=message):
+        state.restore({"extra": {"phases": [0, member]}}, "The checkpoint of step 3")
