@@ -18,7 +18,10 @@ from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
 from elastic_launch.training.buffer_rules import Buffer, advice, buffers_of
 
-__all__ = ["Buffers"]
+__all__ = ["BY_VALUE", "Buffers"]
+
+BY_VALUE = 100
+"""Steps after which buffers that have no rule are compared by their values once more."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -211,8 +214,9 @@ class Buffers:
 class _Watched:
     """A buffer that may not change in a micro-batch.
 
-    A change is seen by the tensor's version, and in the first step by its values: writing by way of ``.data`` leaves no
-    other trace, but to compare them takes time, and a GPU must be waited for.
+    A change is seen by the tensor's version, and in every ``BY_VALUE``-th step of a process, from the first one on, by
+    its values: writing by way of ``.data`` leaves no other trace, but to compare them takes time, and a GPU must be
+    waited for.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -220,11 +224,13 @@ class _Watched:
         self.start = buffer.tensor.detach()
         self._version = -1
         self._by_value = True
+        self._steps = 0
 
     def begin(self) -> None:
         """Start a step."""
-        self._by_value = self._version < 0
-        if self.buffer.tensor._version != self._version:
+        self._by_value = self._steps % BY_VALUE == 0
+        self._steps += 1
+        if self._by_value or self.buffer.tensor._version != self._version:
             self.start = self.buffer.tensor.detach().clone()
             self._version = self.buffer.tensor._version
 

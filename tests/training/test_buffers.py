@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
-from elastic_launch.training.buffers import Buffers
+from elastic_launch.training.buffers import BY_VALUE, Buffers
 from elastic_launch.training.loader import ElasticLoader
 from elastic_launch.training.session import Run
 from elastic_launch.training.world import World
@@ -128,6 +128,23 @@ def test_a_change_that_no_rule_explains_is_refused_by_name(
     with pytest.raises(UsageError, match=rf"buffer '{name}' changed in a micro-batch") as caught:
         _after(Model(name, start.clone(), change), None, exact)
     assert f'buffers={{"{name}": "{guess}"}}' in caught.value.hint
+
+
+def test_a_change_without_a_trace_is_found_by_value_now_and_then() -> None:
+    """What the script itself changes so between steps is none of a micro-batch's."""
+    model = Model("found", torch.zeros(2), lambda model, x: None)
+    buffers = Buffers(model, 1)
+    refused = []
+    for step in range(2 * BY_VALUE + 1):
+        buffers.begin(BatchPlan((), 2, ()))
+        if step > 0:
+            model.found.data.add_(1)
+        try:
+            buffers.take(0)
+        except UsageError:
+            refused.append(step)
+        model.found.data.add_(1)
+    assert refused == [BY_VALUE, 2 * BY_VALUE]
 
 
 @pytest.mark.parametrize("exact", [False, True])
