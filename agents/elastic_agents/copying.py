@@ -26,6 +26,8 @@ from elastic_launch.snapshot.slot import Header, Slot
 
 __all__ = ["copy", "main"]
 
+_log = logging.getLogger(__name__)
+
 SILENCE = 1.0
 """Seconds between two words on the progress."""
 
@@ -72,11 +74,12 @@ def copy(
         if newest is not None and (newest.round, newest.step) >= (header.round, header.step):
             done.update(path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
             return {**done, "seconds": time.monotonic() - began}
+        meta = parse_json(slot.meta(header))
         info = write_parts(
             order["directory"],
             split or slot.tensor_parts(header),
             slot.state(header),
-            parse_json(slot.meta(header)),
+            meta,
             **numbers,
             may_commit=may_commit,
             owner=order["owner"],
@@ -84,6 +87,9 @@ def copy(
         )
         done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
         there({**done, "seconds": time.monotonic() - began, "pruning": True})
+        if isinstance(meta, dict) and meta.get("compared") is False:
+            text = "the checkpoint of step %d is newer than the last comparison of the ranks, and says so"
+            _log.warning(text, header.step)
         prune(order["directory"], order["keep"], header.round)
     except (NotCommittedError, TakenError) as error:
         done.update(error=error.message, hint=error.hint, final=True)

@@ -32,7 +32,7 @@ COPYING_EVERY = 10.0
 """Seconds after which workers are told again that a copy goes on."""
 
 CATCH_UP = 60.0
-"""Seconds for which a copy of several nodes that comes late waits for the next snapshot that all of them know of."""
+"""Seconds for which a copy that comes late waits for the next snapshot that is taken to be copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,10 @@ class _Order:
 class Keeper:
     """The snapshots of one node, through all rounds; its thread copies one at a time, the newest there is.
 
-    What several nodes copy together is the snapshot that was to be copied, the same on all of them, and never a newer
-    one. A first node that is too busy for it asks its workers to have all nodes keep another; the others let it be.
+    Before a snapshot is taken to be copied the workers compare their states, and not before others. So a node that was
+    too busy for it, and has a newer one by now, asks its workers for another; where there are none, the newest is
+    copied, and its meta tells that it was not compared. What several nodes copy together is always the very snapshot
+    that was to be copied; those behind the first node let it be if they are late.
 
     Args:
         may_commit: whether this node is still a member of the run; asked, from any thread, before a copy appears.
@@ -80,6 +82,7 @@ class Keeper:
         self._given_up = 0  # that could not be copied, after all attempts
         self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
         self._busy = False
+        self._reading = False  # what is pinned is being copied
         self._closing = False
         self._ended = False  # of the thread
         self._copier: Copier | None = None
@@ -117,6 +120,8 @@ class Keeper:
             if stored.durable and stored.directory:
                 order = replace(order, sequence=stored.sequence, shares=stored.shares)
                 self._order = replace(order, share=stored.share, nonce=stored.nonce)
+                if not self._reading:
+                    self._book.pin()
                 self._changed.notify_all()
             return self._book.use
 
@@ -267,7 +272,7 @@ class Keeper:
             if order.share:
                 self._copy_share(order)
             with self._changed:
-                self._book.unpin()
+                self._let_go()
                 self._busy = False
                 closing = self._closing
                 if copied is not None and not closing:
@@ -284,9 +289,14 @@ class Keeper:
             return order if self._busy else None
 
     def _caught_up(self, order: _Order) -> _Order:
-        """Return an order that all nodes still can carry out, if there will be one."""
+        """Return an order whose snapshot is still there, if there will be one."""
         newest = self.newest
-        if order.share or order.shares == 1 or newest is None or newest.sequence == order.sequence:
+        with self._changed:
+            if self._order is not None:
+                order, self._order = self._order, None
+            pinned = self._book.pinned
+        there = order.sequence in [held.sequence for held in (newest, pinned) if held is not None]
+        if order.share or order.last or newest is None or there:
             return order
         if not self._tell(Save()):
             return order
@@ -295,10 +305,24 @@ class Keeper:
             order, self._order = self._order or order, None
             return order
 
+    def _take(self, order: _Order) -> Held | None:
+        """Keep the snapshot of an order while it is copied, or the newest if that is gone."""
+        with self._changed:
+            if self._book.pinned is None or self._book.pinned.sequence != order.sequence:
+                self._book.pin()
+            self._reading = self._book.pinned is not None
+            return self._book.pinned
+
+    def _let_go(self) -> None:
+        """A copy has ended; what the next order is to copy stays."""
+        self._reading = False
+        pinned = self._book.pinned
+        if pinned is not None and (self._order is None or pinned.sequence != self._order.sequence):
+            self._book.unpin()
+
     def _copy_share(self, order: _Order) -> None:
         """Copy this node's share, once: the first node writes what does not come."""
-        with self._changed:
-            held = self._book.pin()
+        held = self._take(order)
         if held is None or held.sequence != order.sequence:
             return
         answer = self._ask(order, held)
@@ -309,13 +333,14 @@ class Keeper:
         """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
         pause = PAUSE
         for attempt in range(1, ATTEMPTS + 1):
-            with self._changed:
-                self._book.unpin()
-                held = self._book.pin()
+            order = self._caught_up(order) if attempt > 1 else order
+            held = self._take(order)
             if held is None:
                 return None
             together = order.shares > 1 and attempt == 1 and held.sequence == order.sequence
             copied, final = self._copy_once(order if together else replace(order, shares=1), held)
+            with self._changed:
+                self._let_go()
             if copied.path:
                 self._copied = held.sequence
             if copied.path or not order.owner.startswith(" "):

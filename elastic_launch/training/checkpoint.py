@@ -71,6 +71,8 @@ class Resumed:
         worlds: world sizes of the rounds so far.
         origin: which checkpoint it was, for errors.
         classes: of those parts that need the same one.
+        compared: False if the ranks were compared, but not in this state.
+        equal: step after which they were last the same then.
     """
 
     step: int = 0
@@ -79,12 +81,15 @@ class Resumed:
     worlds: list[int] = field(default_factory=list)
     origin: str = ""
     classes: dict[str, str] = field(default_factory=dict)
+    compared: bool = True
+    equal: int = 0
 
     @staticmethod
     def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
         """Take what is to be known of a state from its meta."""
         worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
-        return Resumed(step, state, dict(meta["identity"]), worlds, origin, dict(classes))
+        compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
+        return Resumed(step, state, dict(meta["identity"]), worlds, origin, dict(classes), compared, int(equal))
 
 
 class Checkpoint:

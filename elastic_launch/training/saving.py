@@ -37,11 +37,13 @@ class Saver:
     Attributes:
         failure: why nothing at all could be saved, if so.
         seconds: that the last saving took.
+        compares: whether the ranks' states are compared in the present training, see ``replicas``.
     """
 
     def __init__(self, world: World, link: AgentLink | None) -> None:
         self.failure: snapshot.CheckpointError | None = None
         self.seconds = 0.0
+        self.compares = False
         self._world = world
         self._link = link
         self._memory = MemorySnapshots(link, world) if link is not None else None
@@ -78,11 +80,14 @@ class Saver:
         self.finish(wait=True)
         self._checkpoint = checkpoint
         self._training += 1
+        self.compares, self._equal = False, (0, 0)
         kept = newest(self._memory, self._world, self._training) if self._world.round else None
         resumed: Resumed | None = None
         if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
             resumed = checkpoint.open(self._world, identity, above=None if kept is None else kept.position)
             self._branch = checkpoint.branch
+        if resumed is not None and resumed.state is not None:
+            self._judge(resumed)
         if resumed is None and kept is not None:
             resumed = self._from_memory(kept, checkpoint, identity, state)
         elif resumed is None:
@@ -109,9 +114,24 @@ class Saver:
             saved, ago = meta.get("saved", (step, 0.0))
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
             self._branch = checkpoint.branch
+        if self._equal == kept.position:
+            self.equal_after(step)  # of this branch, too
+        if checkpoint is not None:
             worlds = [*resumed.worlds, self._world.world_size]
             self._uncertain = partial(self._save_again, step, identity, state, worlds)
         return resumed
+
+    def _judge(self, resumed: Resumed) -> None:
+        """Say so if a checkpoint was made of a state that differed from rank to rank, for all that is known."""
+        if resumed.compared:
+            self.equal_after(resumed.step)
+        elif self._world.rank == 0:
+            _log.warning(
+                "%s was not compared among the ranks before it was saved, as its run failed; they were last the same "
+                "after step %d. If the memory of one has failed since then, the state may be wrong",
+                resumed.origin,
+                resumed.equal,
+            )
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
         """Return what this rank wants, each wish once: the first rank's clock and costs count for all."""
@@ -192,6 +212,8 @@ class Saver:
         if self._world.world_size == 1:
             self.equal_after(step)
         meta["equal"] = self._equal
+        if self.compares or self._world.world_size == 1:
+            meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:

@@ -394,6 +394,7 @@ class Run:
         """Compare what must be the same on all ranks at the step boundaries from now on; None: nothing any more."""
         self._replicas = None
         if named is not None and self.world_size > 1:
+            self._saver.compares = True
             if self._agreement is None:
                 self._agreement = Agreement(self.world_size, self._timeout)
             assert self._agreement.group is not None

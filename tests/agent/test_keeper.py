@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import alive, wait_for
+from harness import SLOWNESS, alive, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +59,7 @@ class Node:
         self.member = True
         self.told: list[Copied] = []
         self.asked = self.going_on = 0
+        self.workers = True
         self.size = 1000
         self.may_commit = lambda: self.member
         self.keeper = Keeper(lambda: self.may_commit(), self._tell)
@@ -74,7 +75,7 @@ class Node:
         self.going_on += isinstance(told, Copying)
         if isinstance(told, Copied):
             self.told.append(told)
-        return True
+        return self.workers
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
         self.sequence += 1
@@ -86,7 +87,7 @@ class Node:
         self.use = self.keeper.stored(target.stored(self.use, self.sequence, step, round, 8000))
 
     def copied(self) -> list[int]:
-        assert self.keeper.wait(30)
+        assert self.keeper.wait(30 * SLOWNESS)
         return [info.step for info in snapshot.find(self.directory)]
 
 
@@ -173,6 +174,33 @@ def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypat
     node.store(1)
     assert node.copied() == [1]
     assert killed
+
+
+def test_what_was_to_be_copied_is_and_not_a_newer_one(node: Node) -> None:
+    """Before a snapshot is taken to be copied the workers compare their states, and not before others."""
+    node.store(1)
+    node.store(2, durable=False)
+    node.store(3, durable=False)
+    assert node.copied() == [1]
+    assert not node.asked
+
+
+@pytest.mark.parametrize("workers", [True, False])
+def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, workers: bool) -> None:
+    """Without workers that could take another, the newest is copied."""
+    asked, goes_on = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or goes_on.wait(60)
+    node.store(1)
+    assert asked.wait(60)
+    node.workers = workers
+    node.store(2)
+    for step in (3, 4):
+        node.store(step, durable=False)
+    goes_on.set()
+    if workers:
+        wait_for("the question", lambda: node.asked)
+        node.store(5)
+    assert node.copied() == [5 if workers else 4, 1]
 
 
 def test_a_copying_process_that_cannot_be_started_is_tried_again(

@@ -1,6 +1,7 @@
 """A worker that changes one bit of one rank's state in the middle of a run, in its first start alone."""
 
 import argparse
+import time
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--at", type=int, default=-1, help="step after which the bit is changed")
 parser.add_argument("--what", default="0.weight")
+parser.add_argument("--fail-at", type=int, default=-1, help="step in which the first rank fails by another error")
+parser.add_argument("--sleep", type=float, default=0.0, help="seconds a step")
 parser.add_argument("--always", action="store_true", help="in every start")
 arguments = parser.parse_args()
 
@@ -30,7 +33,10 @@ with el.session() as run:
     for step in run.steps(loader, model, optimizer, until=until, exact=arguments.exact, checkpoint=checkpoint):
         for x, y in step:
             step.backward(nn.functional.mse_loss(step.model(x), y))
+        if run.rank == 0 and step.number == arguments.fail_at:
+            raise ValueError("another error")
         step.update()
+        time.sleep(arguments.sleep)
         here = run.rank == arguments.rank and step.number == arguments.at
         if here and (arguments.always or run.start_reason == "first"):
             value = model.state_dict()[arguments.what]

@@ -101,3 +101,27 @@ def test_ranks_that_always_differ_end_the_run_and_nothing_wrong_is_saved(job: Jo
     assert agent.wait(100) == 91, agent.output
     assert "the ranks do not have the same parameter '2.bias': ranks 0, 1 differ." in agent.output
     assert all(info.step < 20 for info in snapshot.find(saved))
+
+
+@pytest.mark.slow
+def test_a_state_that_was_not_compared_before_the_run_failed_says_so_when_it_is_resumed(
+    job: Job, tmp_path: Path
+) -> None:
+    """One rank's memory has failed, and the run ends by another error before that is found."""
+    saved = tmp_path / "saved"
+    flags = ["--steps", "30", "--every", "1h", "--sleep", "0.05", "--checkpoint", str(saved)]
+    fault = ["--at", "16", "--fail-at", "18"]
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[SCRIPT, *flags, *fault])
+    assert agent.wait(100) == 1, agent.output
+    (info,) = snapshot.find(saved)
+    assert info.meta["compared"] is False
+    said = f"the checkpoint of step {info.step} is newer than the last comparison of the ranks"
+    assert said in agent.output
+    again = job.launch("--standalone", "--nproc", "2", name="again", command=[SCRIPT, *flags])
+    assert again.wait(100) == 0, again.output
+    assert f"The checkpoint of step {info.step} in {info.path} was not compared among the ranks" in again.output
+    newest = snapshot.find(saved)[0]
+    assert (newest.step, newest.meta["compared"]) == (30, True)
+    third = job.launch("--standalone", "--nproc", "2", name="third", command=[SCRIPT, *flags])
+    assert third.wait(100) == 0, third.output
+    assert "was not compared" not in third.output
