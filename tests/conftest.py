@@ -150,6 +150,6 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     """Launches whose workers must not outlive the test."""
-    yield from job_in(tmp_path)
+    yield from job_in(tmp_path, executed=request.node.get_closest_marker("executed") is not None)

@@ -1,16 +1,28 @@
 """Agents that are forked from a process that has imported all that an agent needs.
 
-An agent's imports, torch above all, cost four fifths of a short run's processor time. What follows the imports is the
-same code as in an agent that is executed: each is a process of its own, with its own session, environment, standard
-streams and exit. The tests of how a launch begins execute theirs.
+An agent's imports, and those of its warm server, torch above all, cost four fifths of a short run's processor time.
+What follows the imports is the same code as in an agent that is executed: each is a process of its own, with its own
+session, environment, command, standard streams and exit.
+
+An agent executes itself anew to import torch for both itself and the warm server (``elastic_agents.warm.anew``). A
+forked one is made what it would be after that, with torch imported: signals, environment, path, arguments and logging
+are those of a new interpreter. From there it forks its server, and the server its workers, as always. What differs:
+
+- Modules that the script would have come to import, or not, are there already: ``MODULES``. What their imports set in
+  the environment is not.
+- What an import would read of the environment it has read of the tests' own. ``OMP_NUM_THREADS`` is followed; where
+  another such variable is given the agent is executed, see ``harness.Job.launch``.
+- What ``/proc`` has as a process' environment is that of the process that forks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -19,9 +31,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 MODULES = (
     "elastic_launch.cli",
@@ -34,7 +48,24 @@ MODULES = (
     "elastic_launch.rendezvous.elected",
     "elastic_launch.rendezvous.hosting",
     "elastic_launch.rendezvous.static",
+    "elastic_agents.warm.anew",
+    "elastic_agents.warm.parting",
+    "torch._dynamo",
+    "torch.distributed.algorithms.join",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "sklearn.datasets",
+    "elastic_launch.training.trainer",
+    "elastic_launch.training.session",
+    "elastic_launch.training.checkpoint",
+    "elastic_launch.training.loader",
+    "elastic_launch.training.dist",
 )
+"""What agents import, and what warm servers import for the scripts of tests and examples."""
+
+ROOM = 8192
+"""Bytes of a command that a forked process can show."""
 
 
 class Process:
@@ -95,22 +126,26 @@ class Forks:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), " " * ROOM],
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
 
-    def start(self, arguments: Sequence[str], output: int, env: Mapping[str, str], cwd: Path | None) -> Process:
+    def start(
+        self, arguments: Sequence[str], output: int, env: Mapping[str, str], cwd: Path | None, network: str = ""
+    ) -> Process:
         """Fork an agent.
 
         Args:
             arguments: of ``python -m elastic_launch``.
             output: descriptor of the file for its output.
+            network: name of the network namespace that it is in, as by ``ip netns exec``; "" for that of the tests.
         """
         status, theirs = os.pipe()
-        order = {"arguments": list(arguments), "env": dict(env), "cwd": os.fspath(cwd or Path.cwd())}
+        where = {"cwd": os.fspath(cwd or Path.cwd()), "network": network}
+        order = {"arguments": list(arguments), "env": dict(env), **where}
         try:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [output, theirs])
         finally:
@@ -158,22 +193,110 @@ def _serve(orders: socket.socket) -> Callable[[], None]:
             selector.register(descriptor, selectors.EVENT_READ)
 
 
+class _Anew(BaseException):
+    """Unwinds a process that would have begun anew by an exec.
+
+    Args:
+        argument: what it would have been given.
+        env: its environment.
+    """
+
+    def __init__(self, argument: str, env: Mapping[str, str]) -> None:
+        super().__init__()
+        self.argument, self.env = argument, dict(env)
+
+    def begin(self, path: Sequence[str]) -> None:
+        """Be what the process would be, with torch imported; return at its end."""
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(self.env)
+        sys.path[:] = path
+        log = logging.getLogger("elastic_launch")
+        log.handlers.clear()
+        log.propagate = True
+        log.setLevel(logging.NOTSET)
+        if threads := self.env.get("OMP_NUM_THREADS"):
+            importlib.import_module("torch").set_num_threads(int(threads))
+        importlib.import_module("elastic_agents.warm.parting").part(self.argument)()
+
+
+def _alone() -> bool:
+    """Whether this process has no other threads; the kernel may take a moment to end those that were joined."""
+    deadline = time.monotonic() + 5.0
+    while len(os.listdir("/proc/self/task")) > 1:
+        if threading.active_count() > 1 or time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _begins_anew() -> Callable[..., NoReturn]:
+    """Return what stands for ``os.execve`` where an agent begins anew, and is that everywhere else."""
+    execve = os.execve
+    entered = importlib.import_module("elastic_agents.warm.server").entered
+    code = entered("from elastic_agents.warm.parting import part", "part(sys.argv[1])()")
+
+    def stand_in(path: str, argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+        if [*argv[1:4]] != ["-u", "-c", code] or not _alone():
+            execve(path, argv, env)
+        os.execve = execve
+        settings = json.loads(argv[4])
+        for name in ("kept", "health"):  # which are closed as this unwinds
+            if settings[name] is not None:
+                settings[name] = os.dup(settings[name])
+        raise _Anew(json.dumps(settings), env)
+
+    return stand_in
+
+
+def _enter(network: str) -> None:
+    """Be in a network namespace, with a ``/sys`` that shows it (ip-netns(8))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: object) -> None:
+        if getattr(libc, name)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{name} for network namespace {network}")
+
+    new_mounts, new_network = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET
+    recursive, slave, detach = 0x4000, 0x80000, 2  # MS_REC, MS_SLAVE, MNT_DETACH
+    with open(f"/run/netns/{network}", "rb") as namespace:
+        call("setns", namespace.fileno(), new_network)
+    call("unshare", new_mounts)
+    call("mount", b"", b"/", b"none", ctypes.c_ulong(slave | recursive), None)
+    call("umount2", b"/sys", detach)
+    call("mount", network.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None)
+
+
 def _become(order: dict[str, object], output: int) -> None:
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    arguments, env, cwd = order["arguments"], order["env"], order["cwd"]
+    arguments, env, cwd, network = order["arguments"], order["env"], order["cwd"], order["network"]
     assert isinstance(arguments, list)
     assert isinstance(env, dict)
     assert isinstance(cwd, str)
+    assert isinstance(network, str)
+    if network:
+        _enter(network)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    path = [*sys.path]
     sys.path.insert(0, cwd)  # as -m does
     sys.argv[:] = ["", *arguments]
     sys.orig_argv[:] = [sys.executable, "-m", "elastic_launch", *arguments]
-    runpy.run_module("elastic_launch", run_name="__main__", alter_sys=True)
+    importlib.import_module("elastic_agents.warm.become").show(sys.orig_argv)
+    # It has torch, and nothing comes of it that it has.
+    importlib.import_module("elastic_agents.warm.anew")._is_plain = lambda: True
+    os.execve = _begins_anew()
+    try:
+        runpy.run_module("elastic_launch", run_name="__main__", alter_sys=True)
+    except _Anew as error:
+        anew = error
+    anew.begin(path)
 
 
 def main() -> None:

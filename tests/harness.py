@@ -35,8 +35,6 @@ SLOWNESS = 3.0
 _INTERPRETERS = re.compile("PYTHON|LD_|TORCH_|OMP_|PATH$")
 """Variables that matter as an interpreter begins, or as torch is imported."""
 
-_TORCH = re.compile(r"^\s*(import|from)\b.*\b(torch|elastic_launch)\b", re.MULTILINE)
-
 T = TypeVar("T")
 
 
@@ -119,7 +117,10 @@ def forks() -> Forks:
 
 
 class Agent:
-    """One ``elastic-launch`` process, executed; or forked, if the program is ``elastic-launch`` as it is."""
+    """One ``elastic-launch`` process, executed; or forked, if the program is ``elastic-launch`` as it is.
+
+    See :mod:`forked` for what that leaves out; the mark ``executed`` of a test has all of its agents executed.
+    """
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Agent:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         with self.output_path.open("wb") as output:
             if forked:
-                self.process = forks().start(arguments, output.fileno(), environ, cwd)
+                self.process = forks().start(arguments, output.fileno(), environ, cwd, network_of(prefix))
                 return
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, *program, *arguments],
@@ -211,21 +212,26 @@ def _state(stat: Path) -> str:
         return "X"
 
 
-def _needs_torch(word: str) -> bool:
-    """Whether a word of a command is a script that may import torch."""
-    return word.endswith(".py") and os.path.isfile(word) and bool(_TORCH.search(Path(word).read_text()))
+def network_of(prefix: Sequence[str]) -> str:
+    """Return the network namespace that a prefix is to run a command in; "" if it does anything else."""
+    return prefix[3] if len(prefix) == 4 and (*prefix[:3],) == ("ip", "netns", "exec") else ""
 
 
 class Job:
-    """A run of the worker script ``loop.py`` (or another command) on any number of agents on this host."""
+    """A run of the worker script ``loop.py`` (or another command) on any number of agents on this host.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        executed: whether agents are executed from the command line; False: forked where that makes no difference.
+    """
+
+    def __init__(self, directory: Path, *, executed: bool = False) -> None:
         self.directory = directory
         self.work = directory / "work"
         self.work.mkdir()
         self.logs = directory / "logs"
         self.agents: list[Agent] = []
         self.port = free_port()
+        self.executed = executed
 
     def launch(
         self,
@@ -241,14 +247,16 @@ class Job:
         """Start an agent; by default its workers run ``loop.py``.
 
         Args:
-            executed: whether its interpreter is to begin, too, and not to be forked; None: only where that may matter,
-                for workers that import torch, which they share with the agent, or for the environment.
+            prefix: what runs the command; an agent is forked where it only enters a network namespace.
+            executed: whether its interpreter is to begin, too, and not to be forked; None: as the job says, and where
+                the environment has what interpreters and imports read.
         """
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
         if executed is None:
-            executed = bool(prefix) or any(map(_INTERPRETERS.match, env or {})) or any(map(_needs_torch, command))
-        lean = LEAN if {STEPS, MEETING} & {*command} else ()
+            beside = bool(prefix) and not network_of(prefix)
+            executed = self.executed or beside or any(map(_INTERPRETERS.match, env or {}))
+        lean = LEAN if executed and {STEPS, MEETING} & {*command} else ()
         arguments = ["--log-dir", str(self.logs), *lean, *flags, *command]
         agent = Agent(arguments, self.directory, name, env, cwd, prefix, forked=not executed)
         self.agents.append(agent)
@@ -363,9 +371,9 @@ def round_of(worker: dict[str, Any]) -> int:
     return int(worker["env"]["ELASTIC_LAUNCH_ROUND"])
 
 
-def job_in(directory: Path) -> Iterator[Job]:
+def job_in(directory: Path, *, executed: bool = False) -> Iterator[Job]:
     """A job whose workers must not outlive it."""
-    job = Job(directory)
+    job = Job(directory, executed=executed)
     try:
         yield job
     finally:

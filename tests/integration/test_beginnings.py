@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from harness import LEAN, LOOP, Agent, Job, asked, free_port, tree, wait_for
 
+pytestmark = pytest.mark.executed
+
 TOKEN = "0123456789abcdef-a-token-of-tests"
 WAYS = ((LEAN, "import torch"), (("--no-warm",), "import yaml"))
 """Flags, and what the script imports: workers that are forked, and workers that are executed."""

@@ -67,6 +67,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
 @each("accelerate", "deepspeed", "lightning", "transformers")
+@pytest.mark.executed
 def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
     script = FRAMEWORKS / name / "train.py"
     assert not re.search(r"^\s*(import|from)\s+elastic", script.read_text(), re.MULTILINE)
@@ -135,6 +136,7 @@ def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @each("accelerate")
+@pytest.mark.executed
 def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     job.tell("slow")
     job.tell("go-1")

@@ -15,6 +15,7 @@ from elastic_launch.faults import WAYS, FaultPlan
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.executed
 def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: str) -> None:
     """This one stands for the slow ones in make test."""
     changes = Changes(job)
@@ -152,6 +153,7 @@ def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job, undisturbed: str) -> None:
     """Training is over then; all that is left to do is what the dead node was about."""
     checkpoints = job.directory / "checkpoints"

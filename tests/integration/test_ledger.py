@@ -66,7 +66,6 @@ def test_a_drain_and_a_killed_worker_are_told_with_what_they_cost(job: Job) -> N
         parts = [incident[name] for name in PARTS]
         assert all(part is not None and part >= 0 for part in parts), incident
         assert incident["still_s"] == pytest.approx(sum(parts), abs=1e-4)
-        assert incident["start_s"] > incident["form_s"], "processes import torch"
     assert ledger["steps"] == counts[3][1]
     assert 0 < ledger["goodput"] < 1
 
@@ -95,6 +94,7 @@ def test_a_plain_script_gets_a_summary_without_steps(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_node_that_comes_before_the_end_waits_when_a_resize_would_not_pay(job: Job) -> None:
     """Its last steps take much longer than those before; so what is left seems short, whenever the node comes."""
     gate = job.directory / "go-on"

@@ -72,6 +72,7 @@ def _snapshot(job: Job) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_node_alone_without_time_for_two_steps_saves_the_snapshot_that_it_has(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     command = [DIGITS, "--step-time", "4", "--checkpoint", str(checkpoints), "--every", "100000"]

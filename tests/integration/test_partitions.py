@@ -75,6 +75,7 @@ def cut(host: Host, end: str = "switch") -> Iterator[None]:
         host.mend(end)
 
 
+@pytest.mark.executed
 def test_nodes_on_hosts_of_one_name_meet_by_their_addresses(c10d: Run) -> None:
     for name in "abc":
         c10d.start(name, nnodes="3")

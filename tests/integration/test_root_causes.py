@@ -84,6 +84,7 @@ def test_an_executed_worker_without_a_process_group_that_had_printed_a_traceback
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.executed
 def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tmp_path: Path) -> None:
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=script(tmp_path, SLOW_EXIT))
     assert agent.wait(60) == 1

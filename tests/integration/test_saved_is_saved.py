@@ -12,6 +12,7 @@ from changes import Changes, ctl
 from harness import Job
 
 
+@pytest.mark.executed
 def test_a_run_that_is_drained_has_saved_its_state_when_it_says_so(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     changes = Changes(job, "--checkpoint", str(checkpoints))

@@ -27,6 +27,7 @@ def test_two_nodes_form_one_world(job: Job) -> None:
     assert (a.wait(), b.wait()) == (0, 0)
 
 
+@pytest.mark.executed
 def test_a_dead_worker_takes_its_round_down_on_every_node(job: Job) -> None:
     a, b = job.node("a", nnodes="2"), job.node("b", nnodes="2")
     first = job.world(2)

@@ -72,6 +72,7 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.executed
 def test_where_each_node_has_a_directory_of_its_own_it_writes_all_of_it_there(job: Job) -> None:
     changes = Changes(job, "--checkpoint", "checkpoints", "--every", "100", "--split", "1")
     changes.hurry()

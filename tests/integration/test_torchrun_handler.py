@@ -81,6 +81,7 @@ def nodes(job: Job, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
             nodes.close()
 
 
+@pytest.mark.executed
 def test_two_nodes_survive_a_killed_worker(nodes: Nodes) -> None:
     nodes.start("2")
     nodes.start("2")

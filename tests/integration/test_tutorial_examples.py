@@ -109,6 +109,7 @@ def held(job: Job, number: int, hold: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.executed
 def test_a_killed_worker_costs_the_series_the_steps_since_its_snapshot(job: Job) -> None:
     snapshot = str(job.directory / "snapshot.pt")
     command = gated(job, 9, "fault_tolerant.py", "4", "1", "--batch_size", "256", "--snapshot", snapshot)

@@ -1,10 +1,18 @@
-"""Stand still at the n-th sleep of a script's main thread until a file is there: ``halted.py N FILE SCRIPT ...``."""
+"""Stand still at the n-th sleep of a script's main thread until a file is there: ``halted.py N FILE SCRIPT ...``.
+
+See ``paced.py`` for its imports.
+"""
 
 import os
 import runpy
 import sys
 import threading
 import time
+
+import torch  # noqa: F401
+from sklearn.datasets import load_digits  # noqa: F401
+
+import elastic_launch  # noqa: F401
 
 count, gate, script, *arguments = sys.argv[1:]
 really_sleep = time.sleep

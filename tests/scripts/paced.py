@@ -1,9 +1,17 @@
-"""Run a script whose steps sleep, until a file is there: ``paced.py FILE SCRIPT [ARGUMENT ...]``."""
+"""Run a script whose steps sleep, until a file is there: ``paced.py FILE SCRIPT [ARGUMENT ...]``.
+
+It imports what the scripts do, of which the launcher reads nothing in here: so their workers are forked.
+"""
 
 import os
 import runpy
 import sys
 import time
+
+import torch  # noqa: F401
+from sklearn.datasets import load_digits  # noqa: F401
+
+import elastic_launch  # noqa: F401
 
 gate, script, *arguments = sys.argv[1:]
 really_sleep = time.sleep

@@ -167,6 +167,7 @@ def test_another_training_is_refused_by_the_name_of_what_differs(
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_each_node_may_have_a_directory_of_its_own(job: Job, trained: tuple[Path, str]) -> None:
     """The same relative path means another place on each; who has a checkpoint gives it to who has none."""
     result = job.directory / "result.json"

@@ -101,6 +101,7 @@ def test_the_timeout_of_a_group_that_is_there_already_is_its_own(monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_collective_that_a_rank_does_not_come_to_fails_after_the_timeout(job: Job) -> None:
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[SETTINGS, "hang"])
     assert agent.wait(60) == 1, agent.output
