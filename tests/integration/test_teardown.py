@@ -18,6 +18,7 @@ def _ends(job: Job, ending: str, code: int, timeout: float = 30.0) -> None:
     assert "import for themselves" not in agent.output, "the workers were not forked"
 
 
+@pytest.mark.executed
 def test_groups_that_are_destroyed_before_what_uses_them_are_freed(job: Job) -> None:
     """Before, about one in five of the destructors that this comes to did not return."""
     _ends(job, "often", 0, timeout=60.0)
@@ -54,14 +55,14 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 5])
-def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(code: int, job: Job, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(job: Job, tmp_path: Path) -> None:
+    """Both codes at once: each hangs for as long as workers may."""
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
-    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[str(script), str(code)])
-    assert agent.wait(60.0) == code, agent.output
-    if code == 0:
-        assert "was killed after its script had ended with exit code 0" in agent.output
+    flags = ["--standalone", "--nproc", "2", "--max-restarts", "0"]
+    agents = {code: job.launch(*flags, command=[str(script), str(code)], name=f"of {code}") for code in (0, 5)}
+    assert {agent.wait(60.0): code for code, agent in agents.items()} == {0: 0, 5: 5}, agents[0].output
+    assert "was killed after its script had ended with exit code 0" in agents[0].output
 
 
 LOCKED = """
@@ -79,25 +80,18 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.slow
-def test_an_executed_worker_that_is_its_nodes_only_one_is_killed_once_another_node_has_finished(
-    job: Job, tmp_path: Path
-) -> None:
-    script = tmp_path / "locked.py"
-    script.write_text(LOCKED)
-    flags = ["--max-restarts", "0", "--no-warm"]
-    agents = [job.node(name, *flags, nnodes="2:2", command=[str(script)]) for name in "ab"]
-    assert [agent.wait(90.0) for agent in agents] == [128 + 9] * 2, agents[0].output + agents[1].output
-    said = "hangs in its interpreter's lock, and is killed: others have finished"
-    assert sum(said in agent.output for agent in agents) == 1
-
-
-@pytest.mark.slow
 def test_an_executed_worker_that_hangs_in_pythons_lock_is_killed_once_others_have_finished(
     job: Job, tmp_path: Path
 ) -> None:
+    """At once, as each hangs for as long as workers may: one beside another of its node, and its node's only one."""
     script = tmp_path / "locked.py"
     script.write_text(LOCKED)
-    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", "--no-warm", command=[str(script)])
-    assert agent.wait(90.0) == 128 + 9, agent.output
-    assert "rank 0" in agent.output
-    assert "hangs in its interpreter's lock, and is killed: others have finished" in agent.output
+    flags = ["--max-restarts", "0", "--no-warm"]
+    beside = job.launch("--standalone", "--nproc", "2", *flags, command=[str(script)], name="beside")
+    alone = [job.node(name, *flags, nnodes="2:2", command=[str(script)]) for name in "ab"]
+    said = "hangs in its interpreter's lock, and is killed: others have finished"
+    assert beside.wait(90.0) == 128 + 9, beside.output
+    assert "rank 0" in beside.output
+    assert said in beside.output
+    assert [agent.wait(90.0) for agent in alone] == [128 + 9] * 2, alone[0].output + alone[1].output
+    assert sum(said in agent.output for agent in alone) == 1
