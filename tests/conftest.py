@@ -50,9 +50,10 @@ def _descriptors() -> set[str]:
 
 
 def _shared() -> set[str]:
-    # Semaphores of multiprocessing have random names and live for moments: they may be those of other programs.
-    # podman's lock stays for as long as the machine is up.
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "libpod"))}
+    # None of our own programs has semaphores. Those of multiprocessing live for moments, but one stays where a process
+    # is killed as it makes one: under a random name by which sem_open(3) first has it. podman's lock stays for as long
+    # as the machine is up.
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "libpod"))}
 
 
 def _open_gpu() -> None:

@@ -31,7 +31,8 @@ class Run:
 
     def __init__(self, job: Job, servers: list[Member], nnodes: str) -> None:
         self.job = job
-        self.flags = ["--nnodes", nnodes, "--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
+        self.flags = ["--nnodes", nnodes, *where, "--shutdown-timeout", "120"]  # who leaves waits for who takes over
 
     def node(self, name: str, *flags: str, nproc: int = 1) -> Agent:
         paced = [str(SCRIPTS / "paced.py"), str(self.job.directory / "hurry"), DIGITS, "--exact", "--epochs", "3"]
@@ -108,6 +109,7 @@ def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_who_leaves_when_nobody_waits_does_not_stay(job: Job, servers: list[Member]) -> None:
     """The limit is an hour: it would be seen."""
     agent = Run(job, servers, "1").node("a", "--shutdown-timeout", "3600")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import struct
+import threading
 from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec.asyn
 import numpy as np
 import torch
 
@@ -114,3 +118,19 @@ def together(place: Any, state: Any, count: int, *, step: int, round: int = 0, n
     for index in range(1, count):
         share(place, state, count, index, step=step, round=round, nonce=nonce)
     return commit(place, state, count, step=step, round=round, nonce=nonce)
+
+
+def start_threads_of_fsspec() -> None:
+    """Start all threads that fsspec will ever have: they stay for good, and are no test's.
+
+    For calls that block its loop has an executor, which starts one more whenever none of its threads is idle yet.
+    """
+    count = 4
+    executor, all_there = ThreadPoolExecutor(count), threading.Barrier(count)
+
+    async def use() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(executor)
+        await asyncio.gather(*(loop.run_in_executor(None, all_there.wait, 60) for _ in range(count)))
+
+    fsspec.asyn.sync(fsspec.asyn.get_loop(), use)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +20,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from s3_server import BUCKET, s3_server
 from safetensors.torch import load_file
-from snapshot_helpers import NONCE, commit, division_of, refuse, same, share, state_of, together
+from snapshot_helpers import (
+    NONCE,
+    commit,
+    division_of,
+    refuse,
+    same,
+    share,
+    start_threads_of_fsspec,
+    state_of,
+    together,
+)
 
 from elastic_launch import snapshot
 from elastic_launch.snapshot import remote, saving, shares
@@ -42,8 +51,7 @@ STATE = layers(3.0)
 
 @pytest.fixture(scope="module", autouse=True)
 def s3() -> Iterator[None]:
-    # The thread of fsspec and one of its loop's own stay for good: here, they are no test's.
-    fsspec.asyn.sync(fsspec.asyn.get_loop(), asyncio.to_thread, int)
+    start_threads_of_fsspec()
     with s3_server() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.env.items():
             patch.setenv(name, value)

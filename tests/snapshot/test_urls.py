@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import s3fs
 import torch
 from s3_server import BUCKET, S3Server, s3_server
-from snapshot_helpers import refuse, same, state_of
+from snapshot_helpers import refuse, same, start_threads_of_fsspec, state_of
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
@@ -27,8 +26,7 @@ from elastic_launch.training.checkpoint import Checkpoint
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[S3Server]:
-    # The thread of fsspec and one of its loop's own stay for good: here, they are no test's.
-    fsspec.asyn.sync(fsspec.asyn.get_loop(), asyncio.to_thread, int)
+    start_threads_of_fsspec()
     with s3_server() as running:
         yield running
 

@@ -21,11 +21,15 @@ def _result(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def _train(job: Job, nproc: int, *options: str, name: str = "run") -> tuple[Agent, Path]:
-    """Start a training; steps that are to take a while do so until :func:`_hurry`."""
+def _train(job: Job, nproc: int, *options: str, name: str = "run", halted: bool = False) -> tuple[Agent, Path]:
+    """Start a training.
+
+    Args:
+        halted: whether it stands still behind the 15th of its 23 steps until :func:`_go_on`.
+    """
     result = job.directory / f"{name}.json"
-    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry")]
-    command = [*paced, DIGITS, *SHORT, "--result", str(result), *options]
+    by = [str(SCRIPTS / "halted.py"), "15", str(job.directory / "go-on")] if halted else []
+    command = [*by, DIGITS, *SHORT, "--result", str(result), *options]
     return job.launch("--standalone", "--nproc", str(nproc), command=command, name=name), result
 
 
@@ -65,8 +69,8 @@ def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
     assert _result(path)["weights_sha256"] != alone["weights_sha256"]
 
 
-def _hurry(job: Job) -> None:
-    (job.directory / "hurry").touch()
+def _go_on(job: Job) -> None:
+    (job.directory / "go-on").touch()
 
 
 def _pids(job: Job) -> list[int]:
@@ -79,12 +83,13 @@ def _saved(checkpoints: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
-    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", "--step-time", "0.7")
+    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", halted=True)
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     os.kill(_pids(job)[1], signal.SIGKILL)
-    _hurry(job)
+    _go_on(job)
     assert agent.wait(100) == 0, agent.output
     result = _result(path)
     assert result["weights_sha256"] == alone["weights_sha256"]
@@ -97,9 +102,11 @@ def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -
 def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", str(checkpoints), "--every", "5"]
-    first, _ = _train(job, 3, *options, "--step-time", "0.7", name="first")
+    first, _ = _train(job, 3, *options, name="first", halted=True)
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     first.signal(signal.SIGTERM)
+    first.says("the workers stop after the same step")
+    _go_on(job)
     assert first.wait() == 143
     second, path = _train(job, 2, *options, name="second")
     assert second.wait(100) == 0, second.output
