@@ -196,13 +196,22 @@ def _status(options: argparse.Namespace, address: Address) -> int:
         except RunEndedError as error:
             if not seen:
                 raise
-            print(json.dumps({"ended": error.code}) if options.json else plain(error.message), flush=True)
-            return ExitCode.DONE
+            return _ended(error, as_json=options.json)
         except RendezvousError:
             lost_at = time.monotonic() if lost_at is None else lost_at
             if not seen or time.monotonic() - lost_at > LOST_FOR:
                 raise
+            # The leader's last word may be lost with the link; the file by which the run was found has it, too.
+            options.rdzv_id = address.run_id
+            address, found = _address(options, os.environ)
+            if found is not None and found.code is not None:
+                return _ended(RunEndedError(found.run_id, found.code, found.cause), as_json=options.json)
             time.sleep(0.5)
+
+
+def _ended(error: RunEndedError, *, as_json: bool) -> int:
+    print(json.dumps({"ended": error.code}) if as_json else plain(error.message), flush=True)
+    return ExitCode.DONE
 
 
 def _drain(options: argparse.Namespace, address: Address) -> int:

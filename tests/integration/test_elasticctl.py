@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from etcd_servers import cluster, endpoints
-from harness import SCRIPTS, Agent, Job, free_port, wait_for
+from harness import SCRIPTS, SLOWNESS, Agent, Job, free_port, wait_for
 
 from elastic_launch.config import parse_endpoint
 from elastic_launch.rendezvous import messages as m
@@ -111,6 +111,7 @@ def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_run_that_is_drained_exits_with_143_everywhere_and_goes_on_where_it_was(job: Job) -> None:
     nodes = [job.node(name, command=digits(job)) for name in "ab"]
     trains(job, 2)
@@ -186,7 +187,9 @@ def test_a_run_of_one_node_obeys_its_user_alone(job: Job) -> None:
     assert not path.with_name("token").exists()
 
 
-def test_watching_ends_with_the_run(job: Job) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told by the leader", "found in the file"])
+def test_watching_ends_with_the_run(job: Job, told: bool) -> None:
+    """The leader's word may be lost with its link."""
     agent = job.launch("--standalone", "--rdzv-id", "seen")
     job.world(1)
     command = [sys.executable, "-m", "elastic_launch.ctl", "status", "--watch", "--json", "--log-dir", str(job.logs)]
@@ -195,9 +198,16 @@ def test_watching_ends_with_the_run(job: Job) -> None:
             assert watcher.stdout is not None
             seen = [json.loads(watcher.stdout.readline()) for _ in range(2)]
             assert {status["run_id"] for status in seen} == {"seen"}
-            job.finish()
-            assert agent.wait(60) == 0
-            *_, last = watcher.communicate(timeout=30)[0].splitlines()
+            if told:
+                job.finish()
+                assert agent.wait(60) == 0
+            else:
+                (path,) = job.logged("run.json")
+                file = RunFile(path.parent)
+                file.write(Whereabouts(**json.loads(path.read_text())))
+                file.end(0, "finished")
+                agent.kill()
+            *_, last = watcher.communicate(timeout=30 * SLOWNESS)[0].splitlines()
         finally:
             watcher.kill()
     assert json.loads(last) == {"ended": 0}
