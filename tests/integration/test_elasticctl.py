@@ -268,17 +268,22 @@ def test_the_leader_on_etcd_can_be_drained_and_an_ended_run_tells_its_end(job: J
     with cluster(directory) as members:
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(members), "--rdzv-id", "run"]
         command = digits(job)
-        nodes = {
-            name: job.launch("--nnodes", "1:3", "--node-id", name, *where, name=name, command=command) for name in "ab"
-        }
+
+        def node(name: str, rank: str) -> Agent:
+            flags = ["--nnodes", "1:2", "--join-settle", "100", "--node-id", name, "--node-rank", rank, *where]
+            return job.launch(*flags, name=name, command=command)
+
+        nodes = {"a": node("a", "0")}
+        nodes["a"].says("leads the run")  # and has what is to be saved: of those that go, the first node saves
+        nodes["b"] = node("b", "1")
         trains(job, 2)
         leader = json.loads(ctl("status", "--json", *where).stdout)["leader"]
         done = ctl("drain", leader, *where)
         assert done.returncode == 0, done
         found = re.search(r"it was drained after step (\d+); ", done.stdout)
         assert found, done
-        assert list((job.directory / "checkpoints").glob(f"step-{found[1]}.*"))
         assert nodes.pop(leader).wait(30) == 143
+        assert list((job.directory / "checkpoints").glob(f"step-{found[1]}.*"))
         trains(job, 1)
         (left,) = nodes
         assert json.loads(ctl("status", "--json", *where).stdout)["leader"] == left

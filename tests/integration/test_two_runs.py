@@ -17,7 +17,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 
 def digits(job: Job, directory: str, *options: str) -> list[str]:
     """A command that is slow until :func:`hurry`."""
-    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS, "--epochs", "8", "--step-time", "0.2"]
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS, "--epochs", "8", "--step-time", "0.5"]
     result = ["--result", str(job.directory / "result.json")]
     return [*paced, "--checkpoint", directory, "--every", "4", *result, *options]
 

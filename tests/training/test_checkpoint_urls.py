@@ -36,7 +36,7 @@ def s3(server: S3Server) -> S3Server:
 
 def digits(job: Job, url: str, *options: str) -> list[str]:
     """A command that is slow until :func:`hurry`."""
-    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS, *SHORT, "--step-time", "0.2"]
+    paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS, *SHORT, "--step-time", "0.5"]
     return [*paced, "--checkpoint", url, "--result", str(job.directory / "result.json"), *options]
 
 

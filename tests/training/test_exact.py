@@ -105,7 +105,7 @@ def test_a_run_stopped_at_three_and_resumed_at_two_changes_nothing(job: Job, alo
     first, _ = _train(job, 3, *options, name="first", halted=True)
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     first.signal(signal.SIGTERM)
-    first.says("the workers stop after the same step")
+    first.says("round 1 drains")
     _go_on(job)
     assert first.wait() == 143
     second, path = _train(job, 2, *options, name="second")
