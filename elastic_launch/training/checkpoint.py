@@ -73,6 +73,7 @@ class Resumed:
         classes: of those parts that need the same one.
         compared: False if the ranks were compared, but not in this state.
         equal: step after which they were last the same then.
+        orders: names of the parameters of optimizers.
     """
 
     step: int = 0
@@ -83,13 +84,15 @@ class Resumed:
     classes: dict[str, str] = field(default_factory=dict)
     compared: bool = True
     equal: int = 0
+    orders: dict[str, list[list[str]]] = field(default_factory=dict)
 
     @staticmethod
     def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
         """Take what is to be known of a state from its meta."""
         worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
         compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
-        return Resumed(step, state, dict(meta["identity"]), worlds, origin, dict(classes), compared, int(equal))
+        identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
+        return Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders)
 
 
 class Checkpoint:

@@ -7,13 +7,14 @@ nor the part in what it does refuse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["class_of", "differences", "module_differences"]
+__all__ = ["class_of", "differences", "module_differences", "reordered"]
 
 _SHOWN = 4  # Names in a message.
 
@@ -55,6 +56,28 @@ def differences(part: object, saved: Any, kind: str) -> str:
         if lacking := part.defaults.keys() - old.keys() - _LATER:
             return f"it is of another class of optimizers than the {mine} here: it has no {_some(sorted(lacking))}"
     return _other_shapes(part, saved)
+
+
+def reordered(saved: Any, there: list[list[str]], here: list[list[str]]) -> tuple[Any, str]:
+    """Return an optimizer's state with its parameters in the order of this process, and in what they differ, if so.
+
+    Torch goes by the order alone, and a script that takes parameters from a set has another one in each process.
+
+    Args:
+        there, here: names of the parameters by group, when it was saved and now.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    alike = [list(map(len, names)) for names in (there, here)]
+    if there == here or groups is None or alike[0] != alike[1] or set(chain(*there)) != set(chain(*here)):
+        return saved, ""  # other names may be those of a model that has been renamed
+    moved = []
+    for number, (group, old, new) in enumerate(zip(groups, there, here, strict=True)):
+        if lacking := sorted(set(new) - set(old)):
+            return saved, f"its param_groups[{number}] has no {_some(lacking)}, and here it has"
+        places = [old.index(name) for name in new]
+        lists = {key: group[key] for key in ("params", "param_names") if key in group}
+        moved.append({**group, **{key: [values[place] for place in places] for key, values in lists.items()}})
+    return {**saved, "param_groups": moved}, ""
 
 
 def _other_shapes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:

@@ -231,8 +231,11 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
         for name, buffer in model.named_buffers():
             if name not in left_out:
                 yield f"buffer {name!r}", buffer
-        parameters = [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]
-        for number, parameter in enumerate(parameters):
+        places = enumerate(p for group in getattr(optimizer, "param_groups", []) for p in group["params"])
+        numbers = {id(parameter): (number, parameter) for number, parameter in places}
+        # In the model's order: a script that takes them from a set has another order on each rank.
+        ordered = [numbers.pop(which) for which in names if which in numbers]
+        for number, parameter in [*ordered, *numbers.values()]:
             name = repr(names[id(parameter)]) if id(parameter) in names else f"parameter {number} of the optimizer"
             if id(parameter) not in names:
                 yield name, parameter

@@ -94,7 +94,7 @@ class Saver:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
         if resumed.state is not None:
-            state.restore(resumed.state, resumed.origin, resumed.classes)
+            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
         if self._memory is not None:
             self._memory.rhythm.begin(resumed.step)
         return resumed
@@ -208,7 +208,8 @@ class Saver:
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        meta = meta_of(dict(identity), worlds) | {"branch": self._branch.meta(run_id()), "classes": state.classes()}
+        meta = meta_of(dict(identity), worlds)
+        meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
         if self._world.world_size == 1:
             self.equal_after(step)
         meta["equal"] = self._equal

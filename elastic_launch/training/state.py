@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import tree
 from elastic_launch.snapshot.plain import Path, show
 from elastic_launch.snapshot.small import UnknownMember
-from elastic_launch.training.matching import class_of, differences, module_differences
+from elastic_launch.training.matching import class_of, differences, module_differences, reordered
 
 __all__ = ["Group", "Stateful", "TrainingState"]
 
@@ -102,6 +104,31 @@ class TrainingState:
         """
         tree.encode({name: part.state_dict() for name, part in self._parts.items()})
 
+    def orders(self) -> dict[str, list[list[str]]]:
+        """Return the names of each optimizer's parameters by group; those of no part are numbered."""
+        names = {
+            id(parameter): f"{part}.{name}"
+            for part, module in self._parts.items()
+            if isinstance(module, nn.Module)
+            for name, parameter in module.named_parameters()
+        }
+
+        def order(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+            others = count()
+            return [
+                [names[id(p)] if id(p) in names else f"other parameter {next(others)}" for p in group["params"]]
+                for group in optimizer.param_groups
+            ]
+
+        return {name: order(part) for name, part in self._members() if isinstance(part, torch.optim.Optimizer)}
+
+    def _members(self) -> Iterator[tuple[str, Stateful]]:
+        """Yield all parts, and the members of groups as ``part/member``."""
+        for name, part in self._parts.items():
+            yield name, part
+            if isinstance(part, Group):
+                yield from ((f"{name}/{key}", member) for key, member in part.members.items())
+
     def described(self) -> str:
         """Return the names of all parts, with their classes where a state fits no other one."""
         classes = self.classes()
@@ -110,18 +137,21 @@ class TrainingState:
 
     def classes(self) -> dict[str, str]:
         """Return the classes of those parts whose states fit no other one; of groups by ``part/member``."""
-        found: dict[str, str] = {}
-        for name, part in self._parts.items():
-            members = part.members.items() if isinstance(part, Group) else ()
-            found |= {name: class_of(part)} | {f"{name}/{key}": class_of(member) for key, member in members}
-        return {name: kind for name, kind in found.items() if kind}
+        return {name: kind for name, part in self._members() if (kind := class_of(part))}
 
-    def restore(self, state: dict[str, Any], origin: str, classes: Mapping[str, str] | None = None) -> None:
+    def restore(
+        self,
+        state: dict[str, Any],
+        origin: str,
+        classes: Mapping[str, str] | None = None,
+        orders: Mapping[str, list[list[str]]] | None = None,
+    ) -> None:
         """Give the parts their states, and tell all.
 
         Args:
             origin: which checkpoint it is, for errors.
-            classes: as :meth:`classes` were when it was saved; of what is not there they are not known.
+            classes, orders: as :meth:`classes` and :meth:`orders` were when it was saved; of what is not there they are
+                not known.
 
         Raises:
             UsageError: naming the parts, if they are not the same, or what of them differs.
@@ -140,8 +170,10 @@ class TrainingState:
                 "start in another directory: Checkpoint(directory).",
             )
         _check_members(state, origin, ())
+        here, there = self.orders(), orders or {}
+        known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
         for name, part in self._parts.items():
-            _load(name, part, state[name], origin, classes or {})
+            _load(name, part, state[name], origin, classes or {}, known)
         for function in self._on_restore:
             function()
 
@@ -165,8 +197,18 @@ def _check_members(saved: Any, origin: str, path: Path) -> None:
             _check_members(item, origin, (*path, index))
 
 
-def _load(name: str, part: Stateful, saved: Any, origin: str, classes: Mapping[str, str]) -> None:
+def _load(
+    name: str,
+    part: Stateful,
+    saved: Any,
+    origin: str,
+    classes: Mapping[str, str],
+    orders: Mapping[str, tuple[list[list[str]], list[list[str]]]],
+) -> None:
     """Give a part its state.
+
+    Args:
+        orders: names of an optimizer's parameters, when it was saved and now.
 
     Raises:
         UsageError: if it is not that part's.
@@ -177,8 +219,12 @@ def _load(name: str, part: Stateful, saved: Any, origin: str, classes: Mapping[s
             found = ", ".join(map(repr, there)) if there else "one without a name"
             _refuse(name, origin, f"it is of {found}, and here are {', '.join(map(repr, part.members))}")
         for key, member in part.members.items():
-            _load(f"{name}/{key}", member, saved[key], origin, classes)
+            _load(f"{name}/{key}", member, saved[key], origin, classes, orders)
         return
+    if name in orders:
+        saved, found = reordered(saved, *orders[name])
+        if found:
+            _refuse(name, origin, found)
     if found := differences(part, saved, classes.get(name, "")):
         _refuse(name, origin, found)
     try:
