@@ -259,6 +259,11 @@ class BucketedReduction:
                 f"{self._names[which]} gets a sparse gradient, and no module says so.",
                 "Use nn.Embedding or nn.EmbeddingBag with sparse=True for it, or make its gradient dense.",
             )
+        if gradient.layout is torch.strided:
+            raise UsageError(
+                f"{self._names[which]} is the weight of an embedding with sparse=True, and gets a dense gradient.",
+                "Build the embedding with sparse=False: something else uses its weight, too.",
+            )
         known = self._sparse_sums.get(which)
         self._sparse_sums[which] = gradient if known is None else known + gradient
         self._present[which] = True

@@ -21,6 +21,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
         value = tensor.detach()
         if not value.numel():
             continue
+        for dimension in reversed(range(value.dim())):
+            if value.stride(dimension) == 0:  # expanded: all along it are one in memory
+                value = value.select(dimension, 0)
         # Bytes: not every backend knows every dtype, and none takes gaps.
         dense = value.contiguous().reshape(-1).view(torch.uint8)
         dist.broadcast(dense, src=source)

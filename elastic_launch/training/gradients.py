@@ -166,7 +166,8 @@ class Gradients:
         if self._taking and gradient is not None:
             parameter.grad = None
             self._took = True
-            self._reduction.put(which, gradient)
+            # With create_graph=True it is part of a graph, to which sums would be added.
+            self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
 
     @property
     def whole(self) -> bool:

@@ -36,6 +36,9 @@ __all__ = ["Loop", "LoopOptions"]
 
 _log = logging.getLogger(__name__)
 
+OWN = "parameters"
+"""Name of that part of the state that holds the optimizer's parameters which are not the model's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
@@ -89,7 +92,7 @@ class Loop:
         self._parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
-            self._parts["parameters"] = own
+            self._parts[OWN] = own
         self._state: TrainingState = run.state.extended(self._parts)
         self._step = options.start
         if options.exact:
@@ -129,7 +132,7 @@ class Loop:
                                 f"step {step.number} ended without step.update().", "Call it once for each step."
                             )
                         self._step += 1
-                        stopped = self._boundary()
+                        stopped = self._boundary(gradients)
                         if stopped:
                             break
         finally:
@@ -207,8 +210,12 @@ class Loop:
             self._loader.go_on(resumed.identity, resumed.origin)
         return resumed
 
-    def _boundary(self) -> bool:
+    def _boundary(self, gradients: Gradients) -> bool:
         """Save what is due; return whether all are to stop here."""
+        if gradients.parameters.extra and OWN not in self._parts:
+            # The optimizer had none when the loop began.
+            self._parts[OWN] = OwnParameters(self._model, self._optimizer)
+            self._state = self._run.state.extended(self._parts)
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity

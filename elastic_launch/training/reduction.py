@@ -108,6 +108,11 @@ class ExactReduction:
 
     def _add_to_lefts(self, leaf: _Leaf, which: int, value: Tensor) -> None:
         part, place = self._places[which]
+        if value.layout is not torch.strided:
+            raise UsageError(
+                f"{self._names[which]} gets a sparse gradient, which cannot be added in a fixed order.",
+                "Have it made dense (sparse=False), or leave out exact=True.",
+            )
         if value.stride() != place.stride:
             # Sums over all elements, a norm for example, depend on the order in memory to the bit.
             value = place.new(part).copy_(value)

@@ -187,6 +187,8 @@ class Step:
                 "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
                 "Let the error end this process, or use exact=True and step.give_up().",
             )
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"step.backward() got a loss of type {type(loss).__name__}.", "Give a tensor.")
         _check_scalar("loss", loss)
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.

@@ -56,12 +56,17 @@ def as_optimizer(
     """Return an optimizer, or several by name as one object.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if it is neither, or one whose step needs a closure.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    return Optimizers(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    for each in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+        if isinstance(each, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS goes through the batch several times in a step, and here an optimizer has one pass.",
+                "Use another optimizer, or a loop of your own with run.resume() and run.boundary().",
+            )
+    return Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
 
 
 def as_part(part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:

@@ -6,6 +6,7 @@ trains that alone.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,9 +155,46 @@ class Sparse(Case):
         return nn.functional.mse_loss(self.model((x > 0).long()), y)
 
 
+class Graph(Case):
+    """A gradient that is part of a graph itself; and a buffer of which all elements are one in memory."""
+
+    def make(self) -> None:
+        self.model.register_buffer("mask", torch.ones(1).expand(4), persistent=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        (super().loss(x, y) * 0.1 * len(x) / SIZE).backward(create_graph=True)
+        return super().loss(x, y)
+
+
+class AnyOrder(Case):
+    """An optimizer whose parameters come in another order on each rank, as from a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parameters = list(self.model.parameters())
+        turn = int(os.environ.get("RANK", "0"))
+        self.optimizer = torch.optim.SGD([*parameters[turn:], *parameters[:turn]], lr=0.1, momentum=0.9)
+
+    def values(self) -> list[float]:
+        return [float(value) for p in self.model.parameters() for value in p.detach().flatten()]
+
+
 CASES: dict[str, type[Case]] = {
     case.__name__: case
-    for case in (PlainModel, LossWeight, Unfrozen, Grown, Branches, Clipped, Zeroed, Complex, InParts, Sparse)
+    for case in (
+        PlainModel,
+        LossWeight,
+        Unfrozen,
+        Grown,
+        Branches,
+        Clipped,
+        Zeroed,
+        Complex,
+        InParts,
+        Sparse,
+        Graph,
+        AnyOrder,
+    )
 }
 
 

@@ -16,6 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
+from elastic_launch.errors import UsageError
+from elastic_launch.training.buckets import BucketedReduction
+from elastic_launch.training.reduction import ExactReduction
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import NonFiniteLossError
 from elastic_launch.training.world import World
@@ -110,6 +113,42 @@ def test_a_parameter_of_the_optimizer_alone_is_saved_and_restored(tmp_path: Path
     _weighted(tmp_path / "resumed", 4)
     assert _weighted(tmp_path / "resumed", 6) == undisturbed
     assert undisturbed[-1] != 0
+
+
+def _tempered(directory: Path, until: int, at: int) -> list[float]:
+    """Train with a temperature that the optimizer gets at a step, or has from the start if that is done."""
+    torch.manual_seed(0)
+    model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = el.ElasticLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), el.GlobalBatch(4, micro=2))
+    run = Run(World(), torch.device("cpu"))
+    if at == 0:
+        optimizer.add_param_group({"params": [temperature]})
+    for step in run.steps(loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(directory)):
+        if at and step.position.step == at:
+            optimizer.add_param_group({"params": [temperature]})
+        for (x,) in step:
+            step.backward(((model(x) - temperature) ** 2).mean())
+        step.update()
+    return [float(value) for p in (*model.parameters(), temperature) for value in p.detach().flatten()]
+
+
+def test_a_parameter_that_only_the_optimizer_gets_in_the_middle_is_saved(tmp_path: Path) -> None:
+    undisturbed = _tempered(tmp_path / "undisturbed", 6, at=2)
+    _tempered(tmp_path / "resumed", 4, at=2)
+    assert _tempered(tmp_path / "resumed", 6, at=0) == undisturbed
+
+
+def test_gradients_that_no_reduction_takes_are_named() -> None:
+    """A weight that an embedding and something else use; a sparse gradient in exact mode, which no module announces."""
+    weight = nn.Parameter(torch.ones(4, 2))
+    buckets = BucketedReduction([weight], ["tied"], frozenset([0]), rank=0, overlap=True)
+    with pytest.raises(UsageError, match=r"tied is the weight of an embedding with sparse=True, and gets a dense"):
+        buckets.put(0, torch.ones(4, 2))
+    exact = ExactReduction([weight], 2, 0, names=["weight"])
+    exact.begin(0)
+    with pytest.raises(UsageError, match="weight gets a sparse gradient"):
+        exact.put(0, torch.ones(4, 2).to_sparse(1))
 
 
 def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> None:
