@@ -80,9 +80,10 @@ class _Failures:
 
 
 LONG = (
-    *("frameworks", "two_runs", "etcd", "planned_exact", "drains", "teardown", "checkpoint_urls", "partitions"),
-    *("kubernetes", "torch", "clouds", "exact", "etcd_bad_input", "elasticctl", "leavers_serve", "benchmarks"),
-    *("trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "tutorial_examples", "token"),
+    *("frameworks", "kubernetes", "containers", "benchmarks", "teardown", "drains", "elasticctl", "planned_exact"),
+    *("two_runs", "etcd", "exact", "clouds", "memory_snapshots", "checkpoint_urls", "partitions", "leavers_serve"),
+    *("tutorial_examples", "takeover_midpoints", "examples", "first_second", "newest_state", "ledger", "torch"),
+    *("etcd_bad_input", "trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "token"),
     *("beginnings", "several_nodes", "one_node", "keeper", "bad_input", "options", "server", "front_ends", "console"),
 )
 """The files that take longest, of make test-all and of make test, in this order."""

@@ -47,11 +47,12 @@ class Run:
         return dict(json.loads((self.job.directory / "result.json").read_text()))
 
 
-def undisturbed(directory: Path) -> str:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after three epochs in one process."""
-    result = directory / "undisturbed.json"
+    result = tmp_path_factory.mktemp("undisturbed") / "result.json"
     command = [sys.executable, DIGITS, "--exact", "--epochs", "3", "--result", str(result)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
     return str(json.loads(result.read_text())["weights_sha256"])
 
 
@@ -64,7 +65,7 @@ def steps(job: Job, number: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [False, True], ids=["no token", "token"])
 def test_a_spare_goes_on_from_the_memory_of_the_node_whose_place_it_takes(
-    job: Job, servers: list[Member], token: bool
+    job: Job, servers: list[Member], undisturbed: str, token: bool
 ) -> None:
     (job.directory / "token").write_text("0123456789abcdef0123456789abcdef\n")
     (job.directory / "token").chmod(0o600)
@@ -84,13 +85,13 @@ def test_a_spare_goes_on_from_the_memory_of_the_node_whose_place_it_takes(
     result = run.result()
     assert result["resumed_step"] == drained["step"]
     assert result["worlds"] == [2, 1]
-    assert result["weights_sha256"] == undisturbed(job.directory)
+    assert result["weights_sha256"] == undisturbed
     assert f"the snapshot of step {drained['step']} was fetched from 127.0.0.1" in spare.output
     assert f"the snapshot of step {drained['step']} went to 127.0.0.1" in first.output
 
 
 @pytest.mark.slow
-def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member]) -> None:
+def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member], undisturbed: str) -> None:
     run = Run(job, servers, "2")
     old = [run.node(name) for name in "ab"]
     wait_for("a step", lambda: steps(job, 1), 60)
@@ -105,7 +106,7 @@ def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member]) ->
     (drained,) = job.events("round_drained")
     result = run.result()
     assert result["resumed_step"] == drained["step"]
-    assert result["weights_sha256"] == undisturbed(job.directory)
+    assert result["weights_sha256"] == undisturbed
 
 
 @pytest.mark.slow

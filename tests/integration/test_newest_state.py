@@ -33,6 +33,7 @@ class Pair:
         self._flags = ["--nnodes", "1:2", "--nproc", "1", *where, *timing]
         self.a = self.node("a")
         self.a.says("leads the run")
+        wait_for("the first node", lambda: job.events("node_joined"))  # which may lead before it has joined
         self.b = self.node("b")
 
     def node(self, name: str) -> Agent:

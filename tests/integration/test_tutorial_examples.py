@@ -133,7 +133,7 @@ def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
     places = {name: job.directory / f"disk-{name}" for name in "abc"}
     for place in places.values():
         place.mkdir()
-    host = job.node("a", command=command, nnodes="2", cwd=places["a"])
+    host = job.node("a", "--node-rank", "0", command=command, nnodes="2", cwd=places["a"])
     host.says("hosts the run")
     lost = job.node("b", command=command, nnodes="2", cwd=places["b"])
     held(job, 1, 9)

@@ -139,9 +139,9 @@ def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job:
     for disk in disks:
         disk.mkdir()
     command = digits(job, "checkpoints")
-    host = job.node("a", nnodes="2:2", command=command, cwd=disks[0])
+    host = job.node("a", "--node-rank", "0", nnodes="2:2", command=command, cwd=disks[0])
     host.says("hosts the run")
-    member = job.node("b", nnodes="2:2", command=command, cwd=disks[1])
+    member = job.node("b", "--node-rank", "1", nnodes="2:2", command=command, cwd=disks[1])
     own = disks[1] / "checkpoints"
     wait_for("a checkpoint of the second node", lambda: saved(own), 60)
     wait_for("the end of its copy", lambda: not _copier(member), 60)
