@@ -134,7 +134,12 @@ class Membership:
     @property
     def cut_off(self) -> bool:
         """Whether the others may go on without this node by now."""
-        return self._most_nodes > 1 and self._hearing.cut_off(self._clock.now())
+        return self._replaceable and self._hearing.cut_off(self._clock.now())
+
+    @property
+    def _replaceable(self) -> bool:
+        """Whether others may train without this node: with etcd a spare may lead, also of a run of one node."""
+        return self._most_nodes > 1 or self._config.backend == "etcd"
 
     def stopped(self, report: m.Stopped) -> None:
         """The round's workers are reaped; the node is ready for the next round."""
@@ -268,7 +273,7 @@ class Membership:
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
         found = self._found
-        if self._most_nodes == 1 or found is None:
+        if found is None or not self._replaceable:
             return
         leads = found.incarnation == self._side.hello.incarnation
         if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):

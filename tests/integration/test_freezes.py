@@ -131,12 +131,15 @@ def test_on_etcd_a_node_that_froze_alone_does_not_train_on_beside_its_successor(
     assert "never retrieved" not in first.output
 
 
-def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(job: Job, servers: list[Member]) -> None:
-    several = ["--nnodes", "1:4", "--nproc", "1", "--node-id", "a", "--rdzv-id", "run"]
+@pytest.mark.parametrize(("nnodes", "often"), [("1:4", 2), ("1", 1)])
+def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(
+    job: Job, servers: list[Member], nnodes: str, often: int
+) -> None:
+    several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", "a", "--rdzv-id", "run"]
     where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
     agent = job.launch(*several, *where, *TIMING, name="a")
     number = 0
-    for times in (1, 2):  # the second time as soon as a round began anew
+    for times in range(1, often + 1):  # the second time as soon as a round began anew
         before = job.world(1, after=number)[0]
         servers[0].freeze()
         agent.says("the store has not shown for", times=times)
@@ -147,15 +150,3 @@ def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(job: Job, ser
     job.finish()
     assert agent.wait() == 0
     assert not job.events("restart_charged")
-
-
-def test_a_node_that_may_only_train_alone_trains_on_while_etcd_is_out_of_reach(job: Job, servers: list[Member]) -> None:
-    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
-    agent = job.launch("--nnodes", "1", "--nproc", "1", *where, *TIMING, name="a")
-    job.world(1)
-    servers[0].freeze()
-    agent.says("the control record cannot be read, training goes on", 60)
-    servers[0].thaw()
-    job.finish()
-    assert agent.wait(60) == 0
-    assert len(job.started()) == 1

@@ -150,6 +150,22 @@ def test_on_etcd_a_node_alone_that_is_cut_off_is_killed_before_another_trains(et
     etcd.finish()
 
 
+def test_on_etcd_a_run_of_one_node_that_is_cut_off_is_killed_before_its_spare_trains(etcd: Run) -> None:
+    job = etcd.job
+    first = etcd.start("a", nnodes="1")
+    number = job.trained(1)
+    worker = job.started()[0]
+    etcd.start("b", nnodes="1")
+    first.says("1 spare")
+    with cut(etcd.hosts["a"]):
+        first.says("the store has not shown for")
+        wait_for("the worker's end", lambda: not alive(worker["pid"]))
+        alone = job.trained(1, after=number)
+    job.assert_nothing_done("a", number, job.first_step(alone))
+    assert {x["node"] for x in job.noted("steps.jsonl", number=alone)} == {"b"}
+    etcd.finish()
+
+
 def test_training_goes_on_while_etcd_is_cut_off(etcd: Run, hosts: list[Host]) -> None:
     job = etcd.job
     leader = etcd.start("a")
