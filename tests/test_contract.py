@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import textwrap
 from dataclasses import asdict, fields
 
@@ -177,7 +178,7 @@ def test_every_message_has_an_example() -> None:
         (stored(directory="/a\0b"), "not a path"),
         (stored(directory="/\ud800"), "not a path"),
         (stored(nonce="../../x"), "Stored.nonce is '../../x', not hexadecimal"),
-        (b"[" * 50_000, "nested too deeply"),
+        (b"[" * 50_000, "nested too deeply" if sys.version_info < (3, 14) else "Expecting value"),
         (b" " * (c.MAX_LINE + 1), "a line of 65537 bytes"),
     ],
     ids=lambda value: value[:40] if isinstance(value, bytes) else "",

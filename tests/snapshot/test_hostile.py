@@ -236,7 +236,7 @@ def test_a_manifest_or_state_too_large_to_read(info: CheckpointInfo) -> None:
         b"NaN",
         b"[1e999]",
         b"[" * 100_000,
-        b'{"a":' * 3000 + b"1" + b"}" * 3000,
+        b'{"a":' * 150_000 + b"1" + b"}" * 150_000,  # Python 3.14 reads a third of that
         b"1" * 5000,
         b"[1] 2",
     ],
