@@ -34,6 +34,7 @@ from elastic_agents.http_server import Request, _parse
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.notice import Trouble
+from elastic_agents.watchdog import read_request
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Limits, parse_endpoint, parse_health_port
@@ -309,6 +310,9 @@ TARGETS = {
     "record": Target((RECORD.encode(),), ControlRecord.parse, (ProtocolError,), ControlRecord.encode),
     "sealed record": Target(SEALED, sealed, (ProtocolError, RefusedError)),
     "run.json": Target((json.dumps(asdict(w.Whereabouts("run", "c10d", "a:1", "a", "a:2"))).encode(),), run_file),
+    "timer": Target(
+        (b'{"pid": 7, "scope_id": "a", "expiration_time": 1.5, "signal": 9}',), read_request, (ValueError,)
+    ),
     "worker": Target(tuple(c.pack(one) for one in WORKERS), c.unpack, (ValueError,), c.pack),
     "manifest": Target(
         (MANIFEST, SPLIT), manifest, (MalformedError, UnknownFormatError), lambda found: found.dumps()[0]

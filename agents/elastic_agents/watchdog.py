@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from elastic_launch.errors import UsageError
 from elastic_launch.threads import VitalThread
 
-__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "Timers", "watchdog"]
+__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "TimerRequest", "Timers", "read_request", "watchdog"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -35,7 +34,9 @@ ENV_FILE = "TORCHELASTIC_TIMER_FILE"
 
 MOST_TIMERS = 10_000
 
-_NOT_READ = "a timer in {} is not understood, and not set: {!r} (said once)"
+LONGEST_NAME = 4096
+
+_NOT_READ = "a timer in {} is not understood, and not set ({}): {!r} (said once)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +53,56 @@ class TimerExpired:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class TimerRequest:
+    """What a worker writes.
+
+    Attributes:
+        expires: by the wall clock; below 0: the timer is released.
+        number: of a signal; 0 for none.
+    """
+
+    pid: int
+    scope: str
+    expires: float
+    number: int
+
+
+def read_request(line: bytes) -> TimerRequest:
+    """Read a line, whoever wrote it.
+
+    Raises:
+        ValueError: if it is no request.
+    """
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    pid, scope, expires, number = (value.get(name) for name in ("pid", "scope_id", "expiration_time", "signal"))
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(scope, str) or len(scope) > LONGEST_NAME:
+        raise ValueError("no process or no name")
+    if not isinstance(expires, int | float) or not abs(expires) < 2**53:
+        raise ValueError("no time")
+    if type(number) is not int or (number > 0 and number not in signal.valid_signals()):
+        raise ValueError("no signal")
+    return TimerRequest(pid, scope, float(expires), max(number, 0))
+
+
 class Timers:
     """The timers that are set, by process and name."""
 
     def __init__(self) -> None:
         self._set: dict[tuple[int, str], tuple[float, int]] = {}
 
-    def read(self, line: bytes) -> bool:
-        """Set or release a timer as a worker asks; return False if that is not understood."""
-        try:
-            value = json.loads(line)
-            key = int(value["pid"]), str(value["scope_id"])
-            expires, number = float(value["expiration_time"]), int(value["signal"])
-        except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
-            return False
-        if key[0] <= 0 or math.isnan(expires) or (number > 0 and number not in signal.valid_signals()):
-            return False
-        if expires < 0:
+    def change(self, request: TimerRequest) -> None:
+        """Set or release a timer as a worker asks."""
+        key = request.pid, request.scope
+        if request.expires < 0:
             self._set.pop(key, None)
         elif len(self._set) < MOST_TIMERS:
-            self._set[key] = (expires, max(number, 0))
-        return True
+            self._set[key] = (request.expires, request.number)
 
     def expired(self, now: float) -> list[TimerExpired]:
         """Return the processes whose timers have expired, each once, and release these.
@@ -154,9 +184,12 @@ def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], obje
         if source in found:
             *lines, pending = (pending + os.read(source, 65536)).split(b"\n")
             for line in lines:
-                if not timers.read(line) and not told:
+                try:
+                    timers.change(read_request(line))
+                except ValueError as error:
+                    if not told:
+                        _log.warning("%s", _NOT_READ.format(path, error, line[:200]))
                     told = True
-                    _log.warning("%s", _NOT_READ.format(path, line[:200]))
             pending = pending[:65536]
         for expired in timers.expired(time.time()):
             put(expired)

@@ -9,12 +9,13 @@ import signal
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import SLOWNESS
 from torch.distributed.elastic.timer import FileTimerClient
 
-from elastic_agents.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, watchdog
+from elastic_agents.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, read_request, watchdog
 from elastic_launch.errors import UsageError
 
 
@@ -22,13 +23,17 @@ def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:
     return json.dumps({"pid": pid, "scope_id": scope, "expiration_time": expires, "signal": number}).encode()
 
 
+def change(timers: Timers, *asked: Any) -> None:
+    timers.change(read_request(line(*asked)))
+
+
 def test_a_timer_expires_once_unless_it_is_released() -> None:
     timers = Timers()
     assert timers.wait(0.0) is None
-    assert timers.read(line(7, "a", 10.0))
-    assert timers.read(line(7, "b", 20.0))
+    change(timers, 7, "a", 10.0)
+    change(timers, 7, "b", 20.0)
     assert (timers.wait(4.0), timers.expired(9.9)) == (6.0, [])
-    assert timers.read(line(7, "a", -1, 0))
+    change(timers, 7, "a", -1, 0)
     assert timers.expired(15.0) == []
     assert timers.expired(20.0) == [TimerExpired(7, "b", 9)]
     assert timers.expired(30.0) == []
@@ -37,8 +42,8 @@ def test_a_timer_expires_once_unless_it_is_released() -> None:
 def test_of_a_processs_timers_the_first_with_a_signal_counts() -> None:
     timers = Timers()
     for scope, expires, number in (("c", 3.0, 15), ("a", 1.0, 0), ("b", 2.0, 9)):
-        assert timers.read(line(7, scope, expires, number))
-    assert timers.read(line(8, "x", 1.0, -1))
+        change(timers, 7, scope, expires, number)
+    change(timers, 8, "x", 1.0, -1)
     assert timers.expired(5.0) == [TimerExpired(7, "b", 9), TimerExpired(8, "x", 0)]
 
 
@@ -46,14 +51,19 @@ def test_of_a_processs_timers_the_first_with_a_signal_counts() -> None:
     "text",
     [
         *(b"", b"{", b"[]", b"7", b'{"pid": 1}', b"\xff", b"[" * 100_000),
-        *(line(0, "a", 1.0), line(-1, "a", 1.0), line(7, "a", 1.0, 99), line(7, "a", float("nan"))),
+        *(
+            line(0, "a", 1.0),
+            line(-1, "a", 1.0),
+            line(7, "a", 1.0, 99),
+            line(7, "a", float("nan")),
+            line(10**30, "a", 1.0),
+        ),
         b'{"pid": "x", "scope_id": 1, "expiration_time": 1, "signal": 1}',
     ],
 )
 def test_what_is_no_timer_sets_none(text: bytes) -> None:
-    timers = Timers()
-    assert not timers.read(text)
-    assert timers.expired(1e12) == []
+    with pytest.raises(ValueError):  # noqa: PT011 - of JSON's decoder, too
+        read_request(text)
 
 
 def test_torchs_client_reaches_the_watchdog(
