@@ -57,6 +57,7 @@ def test_of_a_processs_timers_the_first_with_a_signal_counts() -> None:
             line(7, "a", 1.0, 99),
             line(7, "a", float("nan")),
             line(10**30, "a", 1.0),
+            line(7, "a" * 5000, 1.0),
         ),
         b'{"pid": "x", "scope_id": 1, "expiration_time": 1, "signal": 1}',
     ],

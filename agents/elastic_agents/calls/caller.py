@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import spawn
 from types import FrameType
@@ -55,12 +55,12 @@ def run_agent(config: LaunchConfig) -> Ended:
     afterwards. If an exception ends the wait, as another handler of the caller's may raise one, the process is ended
     first.
     """
+    caught: list[int] = []
     with ExitStack() as stack:
         order, report = (_memory(name, stack) for name in ("order", "report"))
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
             pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level()), file)
-        caught: list[int] = []
         agent: list[_Process] = []
 
         def catch(number: int, frame: FrameType | None) -> None:
@@ -78,7 +78,8 @@ def run_agent(config: LaunchConfig) -> Ended:
         finally:
             process.end(config.shutdown_timeout + MARGIN)
         told = os.pread(report, os.fstat(report).st_size, 0)
-        return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
+    # Only now, when no signal is caught any more: none is lost.
+    return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
 
 
 class _Process:
@@ -115,7 +116,8 @@ class _Process:
     def signal(self, number: int) -> None:
         """Pass a signal on; from a signal's handler, too."""
         if self._popen.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, number)
+            with suppress(ProcessLookupError):  # it has just been reaped
+                signal.pidfd_send_signal(self._descriptor, number)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; return whether it has come. Signal handlers run meanwhile."""
