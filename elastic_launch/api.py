@@ -39,7 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.launcher.api import launch_agent as launch_torchs_agent
 
 from elastic_agents.calls.caller import Ended, run_agent
-from elastic_agents.calls.function import FunctionCall, name_of
+from elastic_agents.calls.function import ForkedCall, FunctionCall, Results, name_of
 from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
 from elastic_launch.cli import check_directory
 from elastic_launch.config import LaunchConfig as OwnConfig
@@ -122,7 +122,7 @@ class LocalElasticAgent(ElasticAgent):
         spec: whose ``rdzv_handler`` is this project's, as ``rdzv_registry.get_rendezvous_handler`` makes it for the
             backends ``elastic-c10d`` and ``elastic-etcd``.
         logs_specs: where the workers' output goes.
-        start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter.
+        start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter, or ``fork``.
         exit_barrier_timeout: no effect: the run ends when all its workers have.
         log_line_prefix_template: of streams that are shown beside their file.
         shutdown_timeout: seconds from SIGTERM to SIGKILL.
@@ -257,7 +257,7 @@ def _run(
     health_check_server: HealthCheckServer | None,
     group: WorkerGroup | None = None,
 ) -> RunResult:
-    call: FunctionCall | None = None
+    call: FunctionCall | ForkedCall | None = None
     try:
         try:
             check_kernel()
@@ -272,7 +272,7 @@ def _run(
             raise ValueError(str(error)) from error
         if config.alone and config.token is None:
             config = replace(config, token=Token.made(), own_token=True)
-        return _result(run_agent(config), call, group)
+        return _result(run_agent(config, call if isinstance(call, ForkedCall) else None), call, group)
     finally:
         if call is not None:
             call.close()
@@ -280,20 +280,22 @@ def _run(
             health_check_server.stop()
 
 
-def _call(config: OwnConfig, function: Callable[..., object], args: Sequence[Any]) -> FunctionCall:
-    if config.options.start_method == "fork":
+def _call(config: OwnConfig, function: Callable[..., object], args: Sequence[Any]) -> FunctionCall | ForkedCall:
+    if config.options.start_method != "fork":
+        return FunctionCall(function, args, config.nproc)
+    if config.options.numa_binding is not None:
         raise UsageError(
-            "start_method='fork' is not supported: workers are not children of this process.",
-            "Use spawn (the default) or forkserver, with a function that can be imported.",
+            "numa_options: a worker that is forked from this process cannot be bound before it starts.",
+            "Use start_method='spawn', or no numa_options.",
         )
-    return FunctionCall(function, args, config.nproc)
+    return ForkedCall(function, args, config.nproc)
 
 
 def _name(entrypoint: Entrypoint) -> str:
     return entrypoint if isinstance(entrypoint, str) else name_of(entrypoint)
 
 
-def _result(ended: Ended, call: FunctionCall | None, group: WorkerGroup | None) -> RunResult:
+def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> RunResult:
     """Return what torch's agent would, or raise what it would."""
     report = ended.report
     if ended.signal:
@@ -317,7 +319,7 @@ def _result(ended: Ended, call: FunctionCall | None, group: WorkerGroup | None) 
     raise RuntimeError(f"The run has ended with exit code {code}: {cause}")
 
 
-def _returned(report: dict[str, Any], call: FunctionCall | None, group: WorkerGroup | None) -> dict[int, Any]:
+def _returned(report: dict[str, Any], call: Results | None, group: WorkerGroup | None) -> dict[int, Any]:
     """Return the results of this node's workers; none if they were not in the last round, as those of a spare."""
     number = int(report["round"])
     if not number:

@@ -95,6 +95,39 @@ def test_a_worker_that_is_killed_is_named_by_its_signal(tmp_path: Path) -> None:
     assert failure.message == f"Signal 9 (SIGKILL) received by PID {failure.pid}"
 
 
+def test_forked_workers_have_what_the_caller_has(tmp_path: Path) -> None:
+    shared = {"a": [1, 2]}
+    fails = tmp_path / "failed"
+
+    def work(more: Any) -> tuple[object, ...]:
+        if os.environ["RANK"] == "1" and not fails.exists():
+            fails.touch()
+            raise ValueError("once")
+        return shared, more(), os.environ["TORCHELASTIC_RESTART_COUNT"], signal.getsignal(signal.SIGTERM)
+
+    config = configured(tmp_path, start_method="fork", max_restarts=1)
+    found = elastic_launch(config, work)(lambda: 3)
+    assert found == {rank: (shared, 3, "1", signal.getsignal(signal.SIGTERM)) for rank in (0, 1)}
+
+
+@pytest.mark.slow
+def test_a_forked_worker_fails_and_ends_as_a_spawned_one(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    config = configured(tmp_path, start_method="fork")
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config, called.fail)("1", "no way", os.devnull)
+    message: Any = caught.value.failures[1].message
+    assert message["message"] == "ValueError: no way"
+    assert "elastic_agents" not in message["extraInfo"]["py_callstack"]
+    watch = threading.Thread(target=lambda: (lingering(there), os.kill(os.getpid(), signal.SIGTERM)))
+    watch.start()
+    with pytest.raises(SignalException):
+        elastic_launch(config, called.linger)(str(there))
+    watch.join()
+    assert not any(map(alive, lingering(there)))
+
+
 @pytest.mark.slow
 def test_results_are_those_of_the_last_round(tmp_path: Path) -> None:
     config = OwnConfig(limits=Limits(1, 1, 1), nproc=2)

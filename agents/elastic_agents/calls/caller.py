@@ -14,10 +14,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import spawn
 from types import FrameType
 from typing import Any
 
+from elastic_agents.calls.forking import fork_agent
+from elastic_agents.calls.function import ForkedCall
 from elastic_agents.calls.process import Order
 from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import given_limit
@@ -26,6 +29,9 @@ from elastic_launch.error_file import ENV_ERROR_FILE
 __all__ = ["Ended", "run_agent"]
 
 _log = logging.getLogger("elastic_launch")
+
+UNKNOWN = 255
+"""Exit code of a process whose own is lost."""
 
 MARGIN = 10.0
 """Seconds that an agent gets beyond its workers' shutdown timeout before it is killed, if the caller cannot wait."""
@@ -41,19 +47,22 @@ class Ended:
         pid: of the process.
     """
 
-    def __init__(self, report: dict[str, Any], number: int, exit_code: int, pid: int) -> None:
+    def __init__(self, report: dict[str, Any], number: int, exit_code: int | None, pid: int) -> None:
         self.report = report
         self.signal = number
         self.exit_code = exit_code
         self.pid = pid
 
 
-def run_agent(config: LaunchConfig) -> Ended:
+def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
     """Run this node's part of a run in an agent's process, and wait for its end.
 
     In the main thread, signals that make an agent leave go to that process until then; handlers are as before
     afterwards. If an exception ends the wait, as another handler of the caller's may raise one, the process is ended
     first.
+
+    Args:
+        forked: what the workers call if they are forked from this process.
     """
     caught: list[int] = []
     with ExitStack() as stack:
@@ -61,20 +70,22 @@ def run_agent(config: LaunchConfig) -> Ended:
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
             pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level()), file)
-        agent: list[_Process] = []
+        # Before signals are handled here: a forked worker has the handlers that the caller has given this process.
+        if forked is None:
+            process = _executed([order, report, *config.command.inherit], order, report)
+        else:
+            process = _forked(forked, order, report)
 
         def catch(number: int, frame: FrameType | None) -> None:
             caught.append(number)
-            for process in agent:
-                process.signal(number)
+            process.signal(number)
 
-        stack.enter_context(_handling(config.signals.leave, catch))
-        process = _Process([order, report, *config.command.inherit], order, report)
         try:
-            agent.append(process)
-            for number in caught:  # before there was a process
-                process.signal(number)
-            process.wait()
+            with _handling(config.signals.leave, catch):
+                try:
+                    process.wait()
+                finally:
+                    process.end(config.shutdown_timeout + MARGIN)
         finally:
             process.end(config.shutdown_timeout + MARGIN)
         told = os.pread(report, os.fstat(report).st_size, 0)
@@ -83,39 +94,25 @@ def run_agent(config: LaunchConfig) -> Ended:
 
 
 class _Process:
-    """The agent's process."""
+    """The agent's process, a child of this one.
 
-    def __init__(self, inherit: Sequence[int], order: int, report: int) -> None:
-        # Behind the interpreter's own path: nothing of the caller's stands for the standard library's.
-        path = [os.path.abspath(entry) for entry in sys.path if entry]
-        code = (
-            f"import sys; sys.path += [entry for entry in {path!r} if entry not in sys.path]; "
-            f"from elastic_agents.calls.process import main; main({order}, {report})"
-        )
-        # What the caller's own launcher is told by its error file is the caller's to say.
-        env = {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
-        with given_limit():
-            self._popen = subprocess.Popen(
-                [os.fsdecode(spawn.get_executable()), "-P", "-c", code],
-                env=env,
-                pass_fds=inherit,
-                start_new_session=True,  # a terminal's signals reach it through the caller only
-            )
-        self.pid = self._popen.pid
+    Attributes:
+        exit_code: -N for signal N; None while it runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exit_code: int | None = None
         try:
-            self._descriptor = os.pidfd_open(self.pid)
+            self._descriptor = os.pidfd_open(pid)
         except OSError:
-            self._popen.kill()
-            self._popen.wait()
+            os.kill(pid, signal.SIGKILL)
+            self._reap()
             raise
-
-    @property
-    def exit_code(self) -> int:
-        return int(self._popen.returncode)
 
     def signal(self, number: int) -> None:
         """Pass a signal on; from a signal's handler, too."""
-        if self._popen.returncode is None:
+        if self.exit_code is None:
             with suppress(ProcessLookupError):  # it has just been reaped
                 signal.pidfd_send_signal(self._descriptor, number)
 
@@ -127,6 +124,8 @@ class _Process:
 
     def end(self, timeout: float) -> None:
         """End it if it still runs: by SIGTERM, after a time by SIGKILL, when the guard ends its workers."""
+        if self.exit_code is not None:
+            return
         try:
             if not self.wait(0):
                 self.signal(signal.SIGTERM)
@@ -136,8 +135,46 @@ class _Process:
             self.signal(signal.SIGKILL)
             raise
         finally:
-            self._popen.wait()
+            self._reap()
             os.close(self._descriptor)
+
+    def _reap(self) -> None:
+        try:
+            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            self.exit_code = UNKNOWN  # somebody else in this process has waited for it
+
+
+def _command(order: int, report: int, *server: int) -> list[str]:
+    # Behind the interpreter's own path: nothing of the caller's stands for the standard library's.
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    code = (
+        f"import sys; sys.path += [entry for entry in {path!r} if entry not in sys.path]; "
+        f"from elastic_agents.calls.process import main; main{(order, report, *server)}"
+    )
+    return [os.fsdecode(spawn.get_executable()), "-P", "-c", code]
+
+
+def _environment() -> dict[str, str]:
+    """Return the agent's: what the caller's own launcher finds in its error file is the caller's to say."""
+    return {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
+
+
+def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
+    with given_limit():
+        started = subprocess.Popen(
+            _command(order, report),
+            env=_environment(),
+            pass_fds=inherit,
+            start_new_session=True,  # a terminal's signals reach it through the caller only
+        )
+    started.returncode = UNKNOWN  # from now on it is not Popen's to wait for
+    return _Process(started.pid)
+
+
+def _forked(forked: ForkedCall, order: int, report: int) -> _Process:
+    command = partial(_command, order, report)
+    return _Process(fork_agent(command, _environment(), [order, report], forked.function, forked.args, forked.results))
 
 
 @contextmanager

@@ -17,10 +17,63 @@ from elastic_agents.calls.worker import HEADER
 from elastic_agents.warm.server import entered
 from elastic_launch.config import Command
 
-__all__ = ["FunctionCall", "name_of"]
+__all__ = ["ForkedCall", "FunctionCall", "Results", "name_of"]
 
 
-class FunctionCall:
+class Results:
+    """What the workers of a call return, by local rank.
+
+    Args:
+        name: of the function.
+        results: descriptors that the workers write it to.
+    """
+
+    def __init__(self, name: str, results: Sequence[int]) -> None:
+        self.name = name
+        self.results = results
+
+    def result(self, local_rank: int, round_number: int) -> Any:
+        """Return what a worker has returned in a round that has succeeded.
+
+        Raises:
+            RuntimeError: if it has left nothing, as after ``os._exit(0)``.
+            Exception: whatever unpickling raises.
+        """
+        descriptor = self.results[local_rank]
+        found = os.pread(descriptor, HEADER.size, 0)
+        if len(found) < HEADER.size or HEADER.unpack(found) != (round_number,):
+            raise RuntimeError(
+                f"local rank {local_rank} ended with exit code 0 before {self.name} returned: it has no result."
+            )
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+            data.seek(HEADER.size)
+            return pickle.load(data)
+
+
+class ForkedCall(Results):
+    """A function that workers call which are forked from this process.
+
+    Args:
+        nproc: how many workers there are on this node.
+    """
+
+    def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
+        self.function, self.args = function, tuple(args)
+        with ExitStack() as stack:
+            super().__init__(name_of(function), [_memory("result", stack) for _ in range(nproc)])
+            self._stack = stack.pop_all()
+
+    @property
+    def command(self) -> Command:
+        """What stands for a worker's command: it executes nothing."""
+        python = os.fsdecode(spawn.get_executable())
+        return Command((python, "-c", self.name, "${local_rank}"), ("--function", self.name))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class FunctionCall(Results):
     """A function that every worker calls, pickled as :mod:`multiprocessing` does it for a process that it spawns.
 
     Args:
@@ -32,10 +85,9 @@ class FunctionCall:
     """
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
-        self._name = name_of(function)
         with ExitStack() as stack:
             self._call = _memory("call", stack)
-            self._results = [_memory("result", stack) for _ in range(nproc)]
+            super().__init__(name_of(function), [_memory("result", stack) for _ in range(nproc)])
             self._shared = _pickle(function, tuple(args), self._call)
             self._stack = stack.pop_all()
         self._tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
@@ -43,31 +95,14 @@ class FunctionCall:
     @property
     def command(self) -> Command:
         """What a worker executes."""
-        settings = {"call": self._call, "results": self._results, "tracker": self._tracker}
+        settings = {"call": self._call, "results": self.results, "tracker": self._tracker}
         code = entered("from elastic_agents.calls.worker import main", "main(*sys.argv[1:])")
         tracker = () if self._tracker is None else (self._tracker,)
         return Command(
             (os.fsdecode(spawn.get_executable()), "-u", "-c", code, json.dumps(settings), "${local_rank}"),
-            ("--function", self._name),
-            inherit=tuple(sorted({self._call, *self._results, *self._shared, *tracker})),
+            ("--function", self.name),
+            inherit=tuple(sorted({self._call, *self.results, *self._shared, *tracker})),
         )
-
-    def result(self, local_rank: int, round_number: int) -> Any:
-        """Return what a worker has returned in a round that has succeeded.
-
-        Raises:
-            RuntimeError: if it has left nothing, as after ``os._exit(0)``.
-            Exception: whatever unpickling raises.
-        """
-        descriptor = self._results[local_rank]
-        found = os.pread(descriptor, HEADER.size, 0)
-        if len(found) < HEADER.size or HEADER.unpack(found) != (round_number,):
-            raise RuntimeError(
-                f"local rank {local_rank} ended with exit code 0 before {self._name} returned: it has no result."
-            )
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-            data.seek(HEADER.size)
-            return pickle.load(data)
 
     def close(self) -> None:
         self._stack.close()
@@ -107,7 +142,7 @@ def _pickle(function: Callable[..., object], args: tuple[object, ...], descripto
     if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and _is_in_main(function):
         raise ValueError(
             f"{name_of(function)} is defined in a __main__ that is no file, where a new process cannot find it. "
-            "Define it in a module."
+            "Define it in a module, or use start_method='fork'."
         )
     context.set_spawning_popen(child)  # type: ignore[arg-type]
     try:

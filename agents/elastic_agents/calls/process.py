@@ -7,10 +7,12 @@ import json
 import os
 import pickle
 import signal
+import socket
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from elastic_agents.warm.parting import Begun, Forked, Parted
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.process import exiting
@@ -43,12 +45,14 @@ class Order:
     level: int | None
 
 
-def main(order: int, report: int) -> None:
+def main(order: int, report: int, server: int = 0, orders: int = -1, source: int = -1) -> None:
     """Run the agent and report how it ended.
 
     Args:
         order: descriptor of a pickled Order, which the caller has written.
         report: descriptor that gets the report, as JSON.
+        server, orders, source: pid of the process that forks the workers, and the descriptors of the socket to it and
+            of the pipe from it; 0 for none.
     """
     for descriptor in (order, report):
         os.set_inheritable(descriptor, False)
@@ -60,7 +64,12 @@ def main(order: int, report: int) -> None:
     config = ordered.config
     if ordered.token is not None:
         config = replace(config, token=Token(ordered.token, "the caller's"))
-    exiting(lambda: _run(config, ordered.level, report))
+    begun = None
+    if server:
+        for descriptor in (orders, source):
+            os.set_inheritable(descriptor, False)
+        begun = Begun([], parted=Parted(Forked(server), socket.socket(fileno=orders), source))
+    exiting(lambda: _run(config, ordered.level, report, begun))
 
 
 def _end_with(caller: int) -> None:
@@ -70,7 +79,7 @@ def _end_with(caller: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def _run(config: LaunchConfig, level: int | None, report: int) -> int:
+def _run(config: LaunchConfig, level: int | None, report: int, begun: Begun | None) -> int:
     from elastic_agents.main import run
 
     told: dict[str, Any] = {}
@@ -79,7 +88,7 @@ def _run(config: LaunchConfig, level: int | None, report: int) -> int:
         told.update(_ended(config, agent, result))
 
     try:
-        code = run(config, level=level, ended=ended)
+        code = run(config, begun, level=level, ended=ended)
     except ElasticLaunchError as error:
         code = type(error).exit_code  # one of this project's own, whatever the process is to exit with
         told = {"code": code, "cause": str(error)}

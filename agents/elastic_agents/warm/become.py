@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from elastic_agents.warm.ending import end
 
-__all__ = ["BLOCKED", "Orders", "become", "die_with_parent", "entry_point", "leave_parent", "show"]
+__all__ = ["BLOCKED", "Orders", "await_orders", "become", "die_with_parent", "entry_point", "leave_parent", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
@@ -45,13 +45,22 @@ def become(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -
         mask: the signals that the worker finds blocked.
         changed: variables that its imports have set, or removed (None).
     """
+    await_orders(agent).carry_out(mask, changed)
+
+
+def await_orders(agent: int) -> Orders:
+    """Wait for orders, perhaps for days, and say that they are carried out; end the process if the agent hangs up.
+
+    Args:
+        agent: as for :func:`become`.
+    """
     with socket.socket(fileno=agent) as sock:
         orders = _receive(sock)
         # What was sent to a process that waited was not for the worker.
         while signal.sigtimedwait(BLOCKED, 0) is not None:
             pass
         _say(sock, b"begun\n")
-    orders.carry_out(mask, changed)
+    return orders
 
 
 def _receive(sock: socket.socket) -> Orders:
@@ -95,8 +104,8 @@ class Orders:
     stdout: int
     stderr: int
 
-    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
-        """Become the worker, to its end. See :func:`become`."""
+    def take_place(self, changed: Mapping[str, str | None]) -> None:
+        """Have the worker's standard streams and environment."""
         _take_streams(self.stdout, self.stderr)
         os.environ.clear()
         os.environ.update(self.env)
@@ -105,6 +114,10 @@ class Orders:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+        """Become the worker, to its end. See :func:`become`."""
+        self.take_place(changed)
         importlib.invalidate_caches()  # what was not there then may be there by now
         show(self.argv)
         _forget_server()

@@ -62,6 +62,10 @@ def start_processes(config: LaunchConfig, parted: Parted | None, files: Writer) 
         parted: a server that this process comes with.
         files: opens the file for what imports print, which may hang.
     """
+    if parted is not None and config.command.display[0] == "--function":
+        _be_subreaper(True)
+        forks = WarmServer(parted.server, parted.orders, parted.source, {}, config.nproc)
+        return lambda on_exit: CallersForks(on_exit, forks, _no_other)
     if not wants_server(config):
         return ExecProcesses
     env = shared_environment(config)
@@ -483,6 +487,23 @@ class WarmProcesses:
             names = ", ".join(differing)
             _log.info("workers import for themselves: %s differs between them and matters at import", names)
         return bool(differing)
+
+
+class CallersForks(WarmProcesses):
+    """Forks workers from a copy of the process that has called: there is no other way, and no other copy."""
+
+    def start(self, request: StartRequest) -> int:
+        pid = self._server.start(request)
+        self._exec.adopt(pid)
+        self.forked += 1
+        return pid
+
+    def _replace_lost(self) -> None:
+        pass
+
+
+def _no_other() -> WarmServer:
+    raise OSError("the copy of the caller has ended")
 
 
 def _be_subreaper(yes: bool) -> None:

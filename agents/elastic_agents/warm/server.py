@@ -28,7 +28,7 @@ from elastic_agents.warm.groups import outlive_users
 from elastic_agents.warm.loading import Loaded, Loading
 from elastic_agents.warm.planning import Plan, plan
 
-__all__ = ["command", "entered", "open_log", "serve", "serve_as"]
+__all__ = ["command", "entered", "fork_on_demand", "open_log", "serve", "serve_as"]
 
 MOST_RESTARTS = 3
 
@@ -66,7 +66,7 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
     outlive_users()
     _say(settings, {"ready": sorted(loaded.read)})
     with socket.socket(fileno=settings["orders"]) as sock:
-        agent = _fork_on_demand(sock)
+        agent = fork_on_demand(sock)
     os.close(settings["tell"])
     return partial(become, agent, settings["mask"], loaded.changed)
 
@@ -122,7 +122,7 @@ def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
     os.execv(sys.executable, command(settings))
 
 
-def _fork_on_demand(sock: socket.socket) -> int:
+def fork_on_demand(sock: socket.socket) -> int:
     """Fork until the agent hangs up; return only in a forked process, with the descriptor of its own socket."""
     asked = select.poll()
     asked.register(sock, select.POLLIN)
