@@ -79,3 +79,13 @@ def test_a_bad_option_of_the_digits_costs_one_line(options: list[str], message: 
     assert done.returncode == 2
     assert f"train.py: error: {message}" in done.stderr.splitlines()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_launches_its_own_function(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "from_python" / "train.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=270, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"^rank [01]: loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert len(losses) == 2
+    assert all(float(loss) < 0.05 for loss in losses)
