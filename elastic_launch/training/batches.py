@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from elastic_launch.batch import MicroBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.randomness import derive, seed_all, seeded
 
-__all__ = ["Batches", "Drawn", "Feed", "GetBatch", "Request"]
+__all__ = ["Batches", "Drawn", "Feed", "GetBatch", "Request", "versions"]
 
 GetBatch = Callable[[int, MicroBatch], Any]
 """Takes a step, counted from 0 over the whole training, and one of its micro-batches; returns its data."""
@@ -81,6 +82,15 @@ class Drawn(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             return self._get_batch(request.step, request.micro)
+
+
+def versions(batch: Any) -> list[tuple[int, int]]:
+    """Return which tensors a collated micro-batch has, each with the version that in-place changes raise."""
+    if isinstance(batch, Tensor):
+        return [(id(batch), 0 if batch.is_inference() else batch._version)]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return [found for item in batch for found in versions(item)] if isinstance(batch, list | tuple) else []
 
 
 def _seeded(seed: int) -> AbstractContextManager[None]:

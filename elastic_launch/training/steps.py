@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.training.batches import versions
 from elastic_launch.training.gradients import Gradients
 from elastic_launch.training.loader import Position
 from elastic_launch.training.means import Means, MeanTable
@@ -93,7 +94,7 @@ class Step:
         self._means: Means | None = None
         self._passes = 0
         self._pending = False  # a pass has begun and is not updated by
-        self._drawn: list[Any] = []  # micro-batches, for a second pass
+        self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
 
     @property
     def number(self) -> int:
@@ -158,8 +159,17 @@ class Step:
         if len(self._optimizers) == 1:
             return next(self._batches)
         if number == len(self._drawn):
-            self._drawn.append(next(self._batches))
-        return self._drawn[number]
+            drawn = next(self._batches)
+            self._drawn.append((drawn, versions(drawn)))
+        sample, before = self._drawn[number]
+        if versions(sample) != before:
+            index = self.plan.micro_batches[number].index
+            raise UsageError(
+                f"step {self.number}: the script changed micro-batch {index} in place in an earlier pass, and the next "
+                "pass would get it so.",
+                "Change a copy: x = x * 2, for example, and not x *= 2.",
+            )
+        return sample
 
     @property
     def _again(self) -> tuple[int, ...]:

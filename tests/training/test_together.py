@@ -239,3 +239,17 @@ def test_a_gan_that_is_killed_three_times_has_the_undisturbed_weights(job: Job) 
     assert agent.wait(100) == 0, agent.output
     hashes = alone.stdout.split()[1:3]
     assert f"hashes {' '.join(hashes)} restarts 3" in agent.output
+
+
+@pytest.mark.parametrize("change", [lambda batch: batch["x"].mul_(2), lambda batch: batch.update(x=batch["x"] * 2)])
+def test_a_micro_batch_that_the_first_pass_has_changed_is_not_given_to_the_second(change: Any) -> None:
+    gan = Gan()
+    data = [{"x": row} for row in REAL]
+    steps = _run().steps(el.ElasticLoader(data, el.GlobalBatch(16, 4)), gan.models, gan.optimizers, until=1)
+    step = next(steps)
+    for batch in step:
+        step.backward(gan.loss_d(batch["x"]))
+        change(batch)
+    step.update(optimizer="d")
+    with pytest.raises(UsageError, match=r"step 1: the script changed micro-batch 0 in place in an earlier pass"):
+        next(iter(step))
