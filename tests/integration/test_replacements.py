@@ -35,7 +35,7 @@ def test_below_min_the_run_waits_for_a_replacement_of_the_same_name_or_another(j
 
 @pytest.mark.executed
 def test_a_spare_that_has_imported_takes_a_lost_nodes_place_at_once(job: Job, undisturbed: str) -> None:
-    changes = Changes(job)
+    changes = Changes(job, step_time=0.5)  # it lasts until the spare has come
     host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")
     changes.trains(2)
     spare = changes.node("c", "--preload", ",".join((*OURS, *TORCH, "this")), nnodes="2:2")
