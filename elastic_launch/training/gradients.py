@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
@@ -60,6 +61,7 @@ class Gradients:
         model: what the script calls for the forward pass.
         parameters: all that there are, and which of them need gradients.
         on_cpu: whether all parameters are, whose exchange then shares its order with that of other values.
+        waiting: whether gradients are complete, and the optimizer's step is still to be made.
 
     Raises:
         UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
@@ -85,7 +87,13 @@ class Gradients:
         self._new: list[str] = []
         self._changes: list[str] = []
         self.on_cpu = True
+        self.waiting = False
         self._hooks: list[Any] = []
+        self._step_hooks = [
+            each.register_step_pre_hook(self._before_step)
+            for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
+            if isinstance(each, torch.optim.Optimizer)
+        ]
         self._taking = False
         self._took = False
         if world_size > 1:
@@ -113,6 +121,7 @@ class Gradients:
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._plan = plan
+        self.waiting = False
         self._changes = []
         if self.parameters.changed():
             known = set(map(id, self.parameters.all))
@@ -195,6 +204,7 @@ class Gradients:
         self._new = []
         for parameter, gradient in zip(self.parameters.trained, self._sums(whole), strict=True):
             parameter.grad = gradient
+        self.waiting = True
 
     def finish_buffers(self) -> None:
         """Give every buffer its new value, on all ranks, after :meth:`finish`."""
@@ -236,6 +246,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Make the step undone: no gradients, and the buffers of its start. On all ranks, or it was not reduced yet."""
+        self.waiting = False
         self._reduction.abandon()
         for parameter in self.parameters.all:
             parameter.grad = None
@@ -249,6 +260,16 @@ class Gradients:
     def close(self) -> None:
         """Take back the hooks."""
         self._remove_hooks()
+        for hook in self._step_hooks:
+            hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        if self.waiting:
+            raise UsageError(
+                "The script called the optimizer's step() between a step's micro-batches and step.update(): the "
+                "gradients would be applied twice.",
+                "Leave it out, and call step.update() alone.",
+            )
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

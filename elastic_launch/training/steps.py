@@ -299,6 +299,7 @@ class Step:
 
     def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
         self._settle()
+        self._gradients.waiting = False
         if self._scaler is None:
             for each in chosen:
                 each.step()

@@ -253,3 +253,22 @@ def test_a_micro_batch_that_the_first_pass_has_changed_is_not_given_to_the_secon
     step.update(optimizer="d")
     with pytest.raises(UsageError, match=r"step 1: the script changed micro-batch 0 in place in an earlier pass"):
         next(iter(step))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_optimizer_that_the_script_steps_beside_update_is_refused(together: bool) -> None:
+    """As a line that is left over from a plain loop: the gradients would be applied twice."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    models, optimizers = ({"a": model}, {"a": optimizer}) if together else (model, optimizer)
+    for step in _run().steps(_loader(), models, optimizers, until=2):  # type: ignore[arg-type]
+        for x in step:
+            step.backward(model(x).mean())
+            optimizer.step()  # does nothing: there are no gradients yet
+        if step.number == 2:
+            with pytest.raises(UsageError, match=r"step\(\) between a step's micro-batches and step\.update"):
+                optimizer.step()
+            break
+        step.update()
+    del step
+    optimizer.step()  # the loop has ended
