@@ -291,7 +291,7 @@ def test_a_directory_that_cannot_be_written_is_told_of_and_tried_again(
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
     node.directory.write_text("a file")
     node.store(1)
-    assert node.keeper.wait(30)
+    assert node.keeper.wait(30 * SLOWNESS)
     (told,) = node.told
     assert told.path == ""
     assert str(node.directory) in told.error
@@ -394,7 +394,7 @@ def test_two_nodes_copy_a_snapshot_together(pair: tuple[Node, Node]) -> None:
     first, other = pair
     other.store(7)
     first.store(7)
-    assert other.keeper.wait(30)
+    assert other.keeper.wait(30 * SLOWNESS)
     assert first.copied() == [7]
     assert _names(first) == [["00001", "00002"]]
     assert _loads(first, 7)
@@ -417,7 +417,7 @@ def test_the_first_writes_the_share_of_a_node_whose_copier_does_not(
     assert _loads(first, 7)
     if how == signal.SIGSTOP:
         os.kill(copier, signal.SIGCONT)
-    assert other.keeper.wait(30)
+    assert other.keeper.wait(30 * SLOWNESS)
     assert _names(first) == [["00001", "00002"]]
     assert _loads(first, 7)
 
@@ -432,7 +432,7 @@ def test_a_first_node_whose_copier_is_killed_copies_alone(
     assert first.copied() == [7]
     assert {path.name for path in first.directory.glob("step-*/tensors*")} == {"tensors.safetensors"}
     other.store(7)
-    assert other.keeper.wait(30)
+    assert other.keeper.wait(30 * SLOWNESS)
     first.store(8, durable=False)
     first.keeper.secure()
     assert first.copied() == [8, 7]
@@ -453,7 +453,7 @@ def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair
     assert not first.keeper.idle
     for node in pair:
         node.store(4)
-    assert other.keeper.wait(30)
+    assert other.keeper.wait(30 * SLOWNESS)
     assert first.copied() == [4, 1]
     assert _names(first) == [["00001", "00002"]] * 2
 
