@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Agent, Job, wait_for
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -18,6 +23,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.session import Run
 from elastic_launch.training.world import World
 
+ALTERNATING = str(SCRIPTS / "guards" / "alternating.py")
 REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2
 
 
@@ -272,3 +278,26 @@ def test_an_optimizer_that_the_script_steps_beside_update_is_refused(together: b
         step.update()
     del step
     optimizer.step()  # the loop has ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", [["--exact"], []], ids=["exact", "default"])
+def test_trainers_that_take_turns_come_to_the_same_weights_through_kills(job: Job, mode: list[str]) -> None:
+    """Workers are killed from outside, at any moment; in default mode the world stays the same."""
+
+    def launch(name: str) -> Agent:
+        flags = ["--standalone", "--nproc", "2", "--max-restarts", "4"]
+        return job.launch(*flags, name=name, command=[ALTERNATING, str(job.directory / name), *mode])
+
+    undisturbed = launch("undisturbed")
+    assert undisturbed.wait(100) == 0, undisturbed.output
+    moments = random.Random(len(mode))
+    killed = launch("killed")
+    for count in (4, 6, 8):
+        wait_for("the next workers", lambda count=count: len(job.events("worker_started")) >= count, 60)
+        time.sleep(moments.uniform(0.3, 1.2))
+        os.kill(moments.choice(job.events("worker_started")[-2:])["pid"], signal.SIGKILL)
+    assert killed.wait(100) == 0, killed.output
+    (hashes,) = set(re.findall(r"hashes (.*) restarts 0", undisturbed.output))
+    assert set(re.findall(r"hashes (.*) restarts 3", killed.output)) == {hashes}
