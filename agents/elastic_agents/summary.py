@@ -71,7 +71,7 @@ def hint_on(failure: Failure) -> str:
         return _ON_SYMPTOMS.get(failure.symptom, "")
     if failure.kind == "out of memory":
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"
-    if failure.exit_code < 0:
+    if failure.exit_code < 0 and failure.kind != "hang":  # the agent has sent it
         return _ON_SIGNALS.get(-failure.exit_code, "")
     if "OutOfMemoryError" in failure.message or "CUDA out of memory" in failure.message:
         return "the device's memory is full: smaller micro-batches need less"

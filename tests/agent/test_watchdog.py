@@ -8,6 +8,7 @@ import queue
 import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from harness import SLOWNESS
 from torch.distributed.elastic.timer import FileTimerClient
 
+from elastic_agents.summary import hint_on
 from elastic_agents.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, read_request, watchdog
 from elastic_launch.errors import UsageError
+from elastic_launch.rendezvous.messages import Failure
 
 
 def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:
@@ -106,3 +109,9 @@ def test_a_pipe_of_before_is_replaced_and_no_other_file(tmp_path: Path, monkeypa
     with pytest.raises(UsageError, match="no named pipe can be made there: File exists"), watchdog(pytest.fail):
         pytest.fail("entered")
     assert path.read_text() == "mine"
+
+
+def test_nobody_is_sent_looking_for_who_has_sent_the_signal() -> None:
+    failure = Failure("a", "hang", 0, 0, 7, -signal.SIGKILL, "its timer 'step' expired: signal 9 (SIGKILL)")
+    assert hint_on(failure) == ""
+    assert hint_on(replace(failure, kind="crash"))

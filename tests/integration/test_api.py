@@ -18,10 +18,11 @@ from typing import Any
 
 import called
 import pytest
+from called_logs import OwnSpecs
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, SLOWNESS, alive, free_port, tree, wait_for
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -274,6 +275,18 @@ def test_a_worker_whose_timer_expires_is_ended_and_named(tmp_path: Path, monkeyp
     why = "its timer 'step' expired: signal 9 (SIGKILL)"
     assert re.fullmatch(rf"rank 1 on node \S+: {re.escape(why)}", (tmp_path / "reason").read_text())
     assert not (tmp_path / "timers").exists()
+
+
+@pytest.mark.slow
+def test_logs_specs_of_another_class_decide_where_output_goes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    specs = OwnSpecs(log_dir=str(tmp_path / "own"), redirects=Std.OUT)
+    config = configured(tmp_path, nproc_per_node=1, logs_specs=specs, run_id="own")
+    elastic_launch(config, "sh")("-c", "echo redirected; echo shown >&2")
+    (kept,) = (tmp_path / "own").glob("own_*/attempt_0/0/stdout.log")
+    assert kept.read_text() == "redirected\n"
+    assert capfd.readouterr() == ("", "shown\n")
 
 
 @pytest.mark.slow

@@ -1,0 +1,9 @@
+"""Logs specs of another package's, which the agent's process imports by this file's name."""
+
+from __future__ import annotations
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+
+class OwnSpecs(DefaultLogsSpecs):
+    """torch's own under another name."""
