@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,17 @@ def default_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def default_logging() -> Iterator[None]:
+    """A program of ours in this process sets up the launcher's logger for as long as the process lives."""
+    log = logging.getLogger("elastic_launch")
+    handlers, propagate, level = log.handlers[:], log.propagate, log.level
+    yield
+    log.handlers[:] = handlers
+    log.propagate = propagate
+    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
