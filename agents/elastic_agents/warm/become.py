@@ -286,7 +286,8 @@ def _clean_main() -> types.ModuleType:
         __package__=None,
         __loader__=None,
         __spec__=None,
-        __annotations__={},
         __builtins__=builtins,
     )
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
     return main

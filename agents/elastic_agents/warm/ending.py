@@ -126,6 +126,17 @@ def _display(error: BaseException) -> None:
     sys.__excepthook__(type(error), error, error.__traceback__)
 
 
+def _display_ignored(error: BaseException, stream: object) -> None:
+    """Show that standard output could not be flushed as the end of an interpreter of this version shows it."""
+    if sys.version_info < (3, 13):
+        _print(f"Exception ignored in: {stream!r}")
+        _display(error)
+        return
+    _print(f"Exception ignored {'on' if sys.version_info < (3, 14) else 'while'} flushing sys.stdout:")
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    _print("\n".join(line for line in lines if line.strip(" ^~") or not line.strip()))
+
+
 def _exit_code(code: object) -> int:
     if code is None:
         return 0
@@ -195,8 +206,7 @@ def _flush() -> bool:
         except (OSError, ValueError) as error:
             flushed = False
             if stream is sys.stdout:
-                _print(f"Exception ignored in: {stream!r}")
-                _display(error.with_traceback(_without_ours(error.__traceback__)))
+                _display_ignored(error.with_traceback(_without_ours(error.__traceback__)), stream)
     for file in gc.get_objects():
         if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper) and not file.closed:
             with contextlib.suppress(OSError, ValueError):
