@@ -160,6 +160,7 @@ class Loop:
                 metrics=self._options.metrics,
                 settle=self._run.settle,
                 origin=self._origin,
+                agreement=self._run.agreement,
             )
 
     def _origin(self, step: int, micro: int) -> str:
@@ -219,7 +220,9 @@ class Loop:
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity
-        return self._run.step_boundary(self._step, self._checkpoint, identity, self._state, end=end, stays=stays)
+        return self._run.step_boundary(
+            self._step, self._checkpoint, identity, self._state, end=end, stays=stays, by_step=True
+        )
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch

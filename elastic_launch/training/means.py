@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from elastic_launch.errors import UsageError
 __all__ = ["MeanTable", "Means"]
 
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
+_SIZE = 8  # bytes of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,16 @@ class MeanTable:
     Args:
         rows: number of micro-batches.
         columns: number of values in each.
+        carried: further numbers that are added up over the ranks, see :attr:`carried`.
     """
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows: int, columns: int, carried: Sequence[float] = ()) -> None:
         # First whether it is marked, the ranks' signatures, and how many have all gradients; in each row, beside the
         # values, the weight and whether it was given. Plain numbers: most tables are small, and calls of torch cost.
         self._width = columns + 2
-        self._numbers = [0.0] * (_HEAD + rows * self._width)
-        self._sent: Tensor | None = None
+        self._end = _HEAD + rows * self._width
+        self._numbers = array("d", bytes(_SIZE * self._end))
+        self._numbers.extend(carried)
         self._world_size = 1
         self._signature = 0
         self._work: dist.Work | None = None
@@ -57,11 +61,10 @@ class MeanTable:
             share: the row's weight unless one is given.
         """
         start = _HEAD + row * self._width
-        self._numbers[start : start + self._width] = [
-            *(float(value) for value in values),
-            float(share if weight is None else weight),
-            float(weight is not None),
-        ]
+        for place, value in enumerate(values, start):
+            self._numbers[place] = float(value)
+        self._numbers[start + self._width - 2] = float(share if weight is None else weight)
+        self._numbers[start + self._width - 1] = float(weight is not None)
 
     def mark(self) -> None:
         """Mark the table, for all ranks to see."""
@@ -85,16 +88,19 @@ class MeanTable:
         """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""
         self._world_size = world_size
         if world_size > 1:
-            self._sent = torch.tensor(self._numbers, dtype=torch.float64)
-            self._work = dist.all_reduce(self._sent, async_op=True)
+            # A view: the sums come where the numbers were.
+            self._work = dist.all_reduce(torch.frombuffer(self._numbers, dtype=torch.float64), async_op=True)
 
     def wait(self) -> None:
         """Wait for what was posted."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._sent is not None:
-            self._numbers, self._sent = self._sent.tolist(), None
+
+    @property
+    def carried(self) -> Sequence[float]:
+        """The sums over the ranks of the further numbers."""
+        return self._numbers[self._end :]
 
     @property
     def marked(self) -> bool:
@@ -135,5 +141,5 @@ class MeanTable:
         ]
         return Means([value / total for value in sums], samples / total if given else 1.0)
 
-    def _column(self, number: int) -> list[float]:
-        return self._numbers[_HEAD + number :: self._width]
+    def _column(self, number: int) -> Sequence[float]:
+        return self._numbers[_HEAD + number : self._end : self._width]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["derive", "drop_second_normal", "seed_all", "seed_torch", "seeded"]
+__all__ = ["derive", "drop_second_normal", "kept", "left_seeded", "seed_all", "seed_torch", "seeded"]
 
 
 def derive(*values: int | str) -> int:
@@ -27,11 +27,11 @@ def seed_torch(seed: int, *, devices: bool = True) -> None:
     each kind of them.
     """
     torch.default_generator.manual_seed(seed)
-    if not devices:
+    if not devices or not torch.accelerator.is_available():
         return
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
-    elif torch.accelerator.is_available():
+    else:
         torch.manual_seed(seed)
 
 
@@ -49,19 +49,51 @@ def seed_all(seed: int, *, devices: bool) -> None:
 
 @contextmanager
 def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Seed all generators as :func:`seed_all`; on leaving give them the state back that they had.
+    """Seed all generators as :func:`seed_all`; on leaving give them the state back that they had, as :func:`kept`.
+
+    Args:
+        devices: whether GPUs' generators, by CUDA or ROCm, are seeded too.
+    """
+    if _left_seeded:
+        seed_all(seed, devices=devices)
+        yield
+        return
+    with kept(devices=devices):
+        seed_all(seed, devices=devices)
+        yield
+
+
+_left_seeded: list[None] = []
+"""One entry for each :func:`left_seeded` that is open."""
+
+
+@contextmanager
+def left_seeded() -> Iterator[None]:
+    """Let :func:`seeded` leave the generators as they are then: what comes next seeds them anew.
+
+    To give Python's generator its state back takes longer than to seed all of them.
+    """
+    _left_seeded.append(None)
+    try:
+        yield
+    finally:
+        _left_seeded.pop()
+
+
+@contextmanager
+def kept(*, devices: bool) -> Iterator[None]:
+    """Give all generators on leaving the state that they have on entering.
 
     Only one thing is not given back: the second of two normal deviates that NumPy's legacy functions keep for later.
     Where not all ranks come here equally often, :func:`drop_second_normal` makes up for it.
 
     Args:
-        devices: whether GPUs' generators, by CUDA or ROCm, are seeded too.
+        devices: whether GPUs' generators, by CUDA or ROCm, are kept too.
     """
     on_cpu, pythons = torch.default_generator.get_state(), random.getstate()
     on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else None
     try:
         with _numpys_kept():
-            seed_all(seed, devices=devices)
             yield
     finally:
         torch.default_generator.set_state(on_cpu)

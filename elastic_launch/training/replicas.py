@@ -74,13 +74,13 @@ class ReplicaCheck:
         # The first one costs more than those that follow, and does not count.
         return not self._costs or (time.monotonic() - (self._at or 0.0)) * SHARE >= statistics.median(self._costs)
 
-    def to_post(self, step: int) -> int:
-        """Return what goes with the wishes of the present boundary: a checksum, or 0 if none is due."""
+    def to_post(self, step: int) -> int | None:
+        """Return what goes with the wishes of the present boundary: a checksum, None if none is due."""
         if self._agreed:
             self._agreed = False
             self._taken = _Taken(step, self._named)
         if self._taken is None or not self._taken.ready(step):
-            return 0
+            return None
         self._posting, self._taken = self._taken, None
         return self._posting.total()
 

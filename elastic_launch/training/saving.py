@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_launch import snapshot
-from elastic_launch.training.agreement import Wishes
+from elastic_launch.training.agreement import NOTHING, Wishes
 from elastic_launch.training.branches import Branch, following
 from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
 from elastic_launch.training.link import AgentLink
@@ -50,8 +50,8 @@ class Saver:
         self._checkpoint: Checkpoint | None = None
         self._training = -1
         self._branch = Branch()
-        self._posted = Wishes()
-        self._agreed = Wishes()
+        self._posted = NOTHING
+        self._agreed = NOTHING
         self._kept = False
         self._keeping = 0  # step of the last snapshot
         self._uncertain: Callable[[Checkpoint], None] | None = None
@@ -139,10 +139,11 @@ class Saver:
         save = self._asked(step, checkpoint) or timed
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
         first = self._world.rank == 0
-        wishes = Wishes(
-            save=(first and save and not self._posted.save) or self._owes(checkpoint),
-            keep=first and keep and not self._posted.keep,
-        )
+        save = (first and save and not self._posted.save) or self._owes(checkpoint)
+        keep = first and keep and not self._posted.keep
+        if not save and not keep:
+            return NOTHING
+        wishes = Wishes(save=save, keep=keep)
         self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
         return wishes
 
@@ -164,7 +165,8 @@ class Saver:
 
     def agree(self, agreed: Wishes) -> None:
         """Take note of what all ranks have agreed on; it is done at the next boundary with a step."""
-        self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
+        if agreed.save or agreed.keep:
+            self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
 
     def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
         """A step is done; tell of checkpoints that were written."""
@@ -195,8 +197,10 @@ class Saver:
             draining: whether one follows in another.
             stays: whether a tensor keeps its values until :meth:`settle`; None: nobody calls that.
         """
-        agreed, self._agreed = self._agreed, Wishes()
-        self._posted = Wishes(save=self._posted.save and not agreed.save, keep=self._posted.keep and not agreed.keep)
+        agreed, self._agreed = self._agreed, NOTHING
+        if agreed is not NOTHING:
+            saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
+            self._posted = Wishes(save=saves, keep=keeps)
         durable = False
         if checkpoint is not None:
             due = agreed.save or _due_by_steps(checkpoint, step)

@@ -295,11 +295,13 @@ class Run:
         *,
         end: bool,
         stays: Callable[[Tensor], bool] | None = None,
+        by_step: bool = False,
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops.
 
         Args:
             stays: whether a tensor keeps its values until :meth:`settle` is called; None: nobody calls it.
+            by_step: whether wishes travel with the next step's losses.
         """
         self._step, self._ended = step, end
         if self._unchecked:
@@ -311,8 +313,10 @@ class Run:
         self._saver.poll(step, checkpoint)
         wishes = self._saver.wishes(step, checkpoint)
         if self._replicas is not None:
-            wishes = replace(wishes, compare=self._replicas.wanted(), checksum=self._replicas.to_post(step))
-        self._exchange(wishes)
+            compare, checksum = self._replicas.wanted(), self._replicas.to_post(step)
+            if compare or checksum is not None:
+                wishes = replace(wishes, compare=compare, checksum=checksum)
+        self._exchange(wishes, by_step=by_step)
         last, draining = self.stopped or end, self.draining
         if draining:
             faults.reached("drain", step)
@@ -378,11 +382,18 @@ class Run:
             faults.reached("leave", self._step)
             self._link.drained(self._step, self._saver.seconds)
 
-    def _exchange(self, wishes: Wishes) -> None:
-        """Post wishes, and learn what all are to do."""
+    @property
+    def agreement(self) -> Agreement:
+        """What all ranks agree by; asked for by all of them when it is asked for first."""
         if self._agreement is None:
             self._agreement = Agreement(self.world_size, self._timeout)
-        agreed = self._agreement.exchange(replace(wishes, stop=self._wanted()))
+        return self._agreement
+
+    def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
+        """Post wishes, and learn what all are to do."""
+        if (stop := self._wanted()) is not Stop.NO:
+            wishes = replace(wishes, stop=stop)
+        agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
         self.stopped = self._stop_agreed is not Stop.NO
         self._saver.agree(agreed)
@@ -395,10 +406,9 @@ class Run:
         self._replicas = None
         if named is not None and self.world_size > 1:
             self._saver.compares = True
-            if self._agreement is None:
-                self._agreement = Agreement(self.world_size, self._timeout)
-            assert self._agreement.group is not None
-            self._replicas = ReplicaCheck(self.world_size, self.rank, self._agreement.group, named)
+            group = self.agreement.group
+            assert group is not None
+            self._replicas = ReplicaCheck(self.world_size, self.rank, group, named)
 
     @contextmanager
     def _none_differs(self, replicas: ReplicaCheck) -> Iterator[None]:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.training.agreement import Agreement
 from elastic_launch.training.batches import versions
 from elastic_launch.training.gradients import Gradients
 from elastic_launch.training.loader import Position
 from elastic_launch.training.means import Means, MeanTable
-from elastic_launch.training.randomness import derive, drop_second_normal, seeded
+from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
 from elastic_launch.training.together import Optimizers
 
 __all__ = ["NonFiniteLossError", "Step"]
@@ -51,6 +52,7 @@ class Step:
         metrics: names of what is averaged beside the loss.
         settle: called before parameters and the optimizer's state change.
         origin: says, of a step and a micro-batch, where its samples come from and what was saved.
+        agreement: whose wishes travel with the losses.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Step:
         metrics: Sequence[str] = (),
         settle: Callable[[], None] = lambda: None,
         origin: Callable[[int, int], str] = lambda step, micro: "",
+        agreement: Agreement | None = None,
     ) -> None:
         self.position = position
         self.plan = plan
@@ -87,6 +90,7 @@ class Step:
         self._metric_values: list[list[float | Tensor]] = []
         self._settle = settle
         self._origin = origin
+        self._agreement = agreement
         self._out_of_memory = False
         self._table: MeanTable | None = None
         self._told = False  # other ranks or the sums, of a backward pass that failed
@@ -122,10 +126,18 @@ class Step:
         self._begin_pass()
         if not self.plan.micro_batches:
             drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
+        else:
+            with kept(devices=True):
+                yield from self._samples_of_pass()
+        self._current = None
+        self._exchange()
+
+    def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
-            sample = self._sample(number)
-            seed = derive("micro-batch", self._seed, self.position.step, micro.index, *self._again)
-            with self._gradients.micro_batch(number), seeded(seed, devices=True):
+            with left_seeded():
+                sample = self._sample(number)
+            with self._gradients.micro_batch(number):
+                seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number
                 yield sample
                 if len(self._losses) != number + 1:
@@ -133,8 +145,6 @@ class Step:
                         f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
-        self._current = None
-        self._exchange()
 
     def _begin_pass(self) -> None:
         if self._pending:
@@ -312,7 +322,8 @@ class Step:
 
     def _posted(self) -> MeanTable:
         """Begin to tell all ranks of this one's micro-batches."""
-        table = MeanTable(self.plan.total, 1 + len(self._metric_names))
+        carried = self._agreement.leave() if self._agreement is not None else ()
+        table = MeanTable(self.plan.total, 1 + len(self._metric_names), carried)
         for micro, share, (loss, weight), metrics in zip(
             self.plan.micro_batches, self.plan.weights, self._losses, self._metric_values, strict=False
         ):
@@ -340,7 +351,10 @@ class Step:
                 self._gradients.send()
             self._table = self._posted()
         table = self._table
-        table.wait()
+        if not self._exchanged:
+            table.wait()
+            if self._agreement is not None:
+                self._agreement.arrive(table.carried)
         if table.marked:
             self.too_large = True
             self._gradients.discard()
