@@ -1,11 +1,13 @@
-"""What a step costs: exact and default mode beside plain DistributedDataParallel, on one machine, in one run.
+"""What a step costs: default and exact mode, with snapshots in memory, beside plain DistributedDataParallel.
 
-At each world size one set of processes holds a model for each mode and does blocks of steps with them in turn, on the
-same global batches. Prints medians and ratios as a Markdown table; asserts no figure. Where other programs run, the CPU
-time of the first rank's steps (all its threads) says more than the clock.
+For each model, world size and number of micro-batches there are three sets of processes on this machine, one for each
+mode: plain DDP without a launcher, the others under elastic-launch, whose agent keeps snapshots. They do blocks of
+steps in turn; those that do not have their turn wait without work. Prints medians and ratios as a Markdown table;
+asserts no figure. Where other programs run, the CPU time of the first rank's steps (all its threads, those that write
+snapshots too) says more than the clock.
 
-    python benchmarks/training.py --worlds 1 2 4 --blocks 7 --steps 4 --json training.json
-    python benchmarks/training.py --width 64 --accumulate 1 4 16 --steps 50
+    python benchmarks/training.py --json training.json        # the whole table: about 20 minutes on two quiet cores
+    python benchmarks/training.py --widths 64 --worlds 2 --accumulate 1
 """
 
 from __future__ import annotations
@@ -13,39 +15,51 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import select
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+from jobs import free_port, program
+
 MODES = ("ddp", "default", "exact")
 UNITS = ("seconds", "cpu", "bytes")
-LAUNCH_TIMEOUT = 900.0
+TURN_TIMEOUT = 900.0
+SAMPLES = 4096
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4, 16], help="micro-batches of each rank")
+    parser.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[64, 2048],
+        help="of six square layers: 2048 makes 25 million",
+    )
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 4], help="in a block, for each width")
     parser.add_argument("--blocks", type=int, default=7, help="measurements of each mode")
-    parser.add_argument("--steps", type=int, default=4, help="steps in each")
-    parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument(
-        "--accumulate", type=int, nargs="+", help="micro-batches of each rank in a step, in place of --global-batch"
-    )
-    parser.add_argument(
-        "--width", type=int, default=2048, help="of six square layers: 2048 makes 25 million parameters"
-    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--json", type=Path, help="file for all measurements")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    for name in ("--worker", "--mode"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if len(args.steps) == 1:
+        args.steps *= len(args.widths)
+    if len(args.steps) != len(args.widths):
+        parser.error("--steps: give one number, or one for each of --widths")
+    return args
 
 
 # What a worker does
@@ -67,12 +81,21 @@ def plain_ddp(args: argparse.Namespace, data: Any, run: Any, until: int) -> Iter
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
-    network = model(args.width)
+    network = model(args.widths[0])
     module = DistributedDataParallel(network) if run.world_size > 1 else network
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    accumulation = args.global_batch // args.micro_batch // run.world_size
+    accumulation = args.accumulate[0]
     sampler: Any = DistributedSampler(data, run.world_size, run.rank, drop_last=True)
-    batches = iter(DataLoader(data, args.micro_batch, sampler=sampler))
+    loader = DataLoader(data, args.micro_batch, sampler=sampler)
+
+    def endless() -> Iterator[Any]:
+        epoch = 0
+        while True:
+            sampler.set_epoch(epoch)
+            yield from loader
+            epoch += 1
+
+    batches = endless()
     for _ in range(until):
         optimizer.zero_grad()
         for number in range(accumulation):
@@ -90,20 +113,15 @@ def ours(args: argparse.Namespace, data: Any, run: Any, until: int, exact: bool)
 
     import elastic_launch as el
 
-    network = model(args.width)
+    network = model(args.widths[0])
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    loader = el.ElasticLoader(data, el.GlobalBatch(args.global_batch, args.micro_batch))
-    # A run of its own for each mode: one has a single loop at a time.
-    own = el.Run(run.world, run.device)
-    try:
-        for step in own.steps(loader, network, optimizer, until=f"{until}ba", exact=exact):
-            for inputs, targets in step:
-                step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
-            step.update()
-            yield
-    finally:
-        own.close()
-        own.release()
+    size = args.micro_batch * args.accumulate[0] * run.world_size
+    loader = el.ElasticLoader(data, el.GlobalBatch(size, args.micro_batch))
+    for step in run.steps(loader, network, optimizer, until=f"{until}ba", exact=exact):
+        for inputs, targets in step:
+            step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
+        step.update()
+        yield
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -113,36 +131,45 @@ def worker(args: argparse.Namespace) -> None:
 
     import elastic_launch as el
 
-    with el.session() as run:
-        until = (args.blocks + 1) * args.steps
-        inputs = torch.randn(until * args.global_batch, args.width)
+    steps, directory = args.steps[0], Path(args.worker)
+    with el.session() as run, ExitStack() as stack:
+        until = (args.blocks + 1) * steps
+        inputs = torch.randn(SAMPLES, args.widths[0])
         data = TensorDataset(inputs, inputs.flip(1))
-        loops = {
-            mode: plain_ddp(args, data, run, until) if mode == "ddp" else ours(args, data, run, until, mode == "exact")
-            for mode in args.modes
-        }
-        times: dict[str, list[float]] = {mode: [] for mode in args.modes}
-        cpu: dict[str, list[float]] = {mode: [] for mode in args.modes}
-        sent: dict[str, list[float]] = {mode: [] for mode in args.modes}
-        for block in range(args.blocks + 1):
-            for mode in args.modes:
-                if run.world_size > 1:
-                    dist.barrier()
-                before, started, spent = loopback_bytes(), time.monotonic(), time.process_time()
-                for _ in range(args.steps):
-                    next(loops[mode])
-                if run.world_size > 1:
-                    dist.barrier()
-                # The first block pays for what is allocated and connected once.
-                if block:
-                    cpu[mode].append((time.process_time() - spent) / args.steps)
-                    times[mode].append((time.monotonic() - started) / args.steps)
-                    sent[mode].append((loopback_bytes() - before) / args.steps / run.world_size)
-        for loop in loops.values():
-            loop.close()  # type: ignore[attr-defined]
-        if run.rank == 0:
-            args.worker.write_text(json.dumps({"seconds": times, "cpu": cpu, "bytes": sent, "peak": peak_memory()}))
-        del loops
+        plain = args.mode == "ddp"
+        loop = plain_ddp(args, data, run, until) if plain else ours(args, data, run, until, args.mode == "exact")
+        first = run.rank == 0
+        turns = stack.enter_context((directory / f"{args.mode}.go").open("rb", buffering=0)) if first else None
+        results = stack.enter_context((directory / f"{args.mode}.done").open("w")) if first else None
+        # Only this benchmark needs to know when snapshots are taken.
+        memory = run._saver._memory
+        for _ in range(args.blocks + 1):
+            if turns is not None:
+                turns.read(1)
+            if run.world_size > 1:
+                dist.barrier()
+            before, started, spent = loopback_bytes(), time.monotonic(), time.process_time()
+            snapshots: set[int] = set() if memory is None else {memory.rhythm.last}
+            for _ in range(steps):
+                next(loop)
+                if memory is not None:
+                    snapshots.add(memory.rhythm.last)
+            if not plain:
+                run.settle()  # what is still being written belongs to these steps
+            if run.world_size > 1:
+                dist.barrier()
+            if results is not None:
+                measured = {
+                    "cpu": (time.process_time() - spent) / steps,
+                    "seconds": (time.monotonic() - started) / steps,
+                    "bytes": (loopback_bytes() - before) / steps / run.world_size,
+                    "snapshots": max(0, len(snapshots) - 1),
+                    "peak": peak_memory(),
+                }
+                results.write(json.dumps(measured) + "\n")
+                results.flush()
+        next(loop, None)
+        del loop
 
 
 def loopback_bytes() -> int:
@@ -163,41 +190,101 @@ def peak_memory() -> int:
 # What runs them
 
 
-def launch(world: int, modes: list[str], args: argparse.Namespace, blocks: int, global_batch: int) -> dict[str, Any]:
-    """Run a world's processes and return what its first rank measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        options = ["--blocks", blocks, "--steps", args.steps, "--width", args.width, "--worker", result]
-        options += ["--global-batch", global_batch, "--micro-batch", args.micro_batch, "--modes", *modes]
-        command = [sys.executable, __file__, *map(str, options)]
-        place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+class World:
+    """The processes of one mode, which do a block of steps whenever they are told to."""
+
+    def __init__(self, mode: str, world: int, options: list[object], directory: Path) -> None:
+        self.mode = mode
+        self.blocks: list[dict[str, Any]] = []
+        for name in ("go", "done"):
+            os.mkfifo(directory / f"{mode}.{name}")
+        # Both ends: to open one end alone waits for the other.
+        self._go = os.open(directory / f"{mode}.go", os.O_RDWR)
+        self._done = os.open(directory / f"{mode}.done", os.O_RDWR)
+        self._pipes = [self._go, self._done]
+        self._pending = b""
+        script = [__file__, *map(str, options), "--worker", str(directory), "--mode", mode]
         common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**common, **{name: str(value) for name, value in place.items()}}
-                | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(world)
-        ]
-        try:
-            deadline = time.monotonic() + LAUNCH_TIMEOUT
-            codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
-        finally:
-            for process in processes:
+        if mode == "ddp":
+            place = {
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port(),
+            }
+            common |= {name: str(value) for name, value in place.items()}
+            places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+            commands = [([sys.executable, *script], each) for each in places]
+        else:
+            launcher = [program("elastic-launch"), "--standalone", "--nproc", str(world)]
+            commands = [([*launcher, "--log-dir", str(directory / f"{mode}-logs"), *script], common)]
+        self._processes = [subprocess.Popen(command, env=env) for command, env in commands]
+
+    def turn(self) -> None:
+        """Do a block of steps.
+
+        Raises:
+            SystemExit: if the processes end or take too long.
+        """
+        os.write(self._go, b"1")
+        deadline = time.monotonic() + TURN_TIMEOUT
+        while b"\n" not in self._pending:
+            if select.select([self._done], [], [], 1.0)[0]:
+                self._pending += os.read(self._done, 65536)
+            elif any(process.poll() is not None for process in self._processes) or time.monotonic() > deadline:
+                raise SystemExit(f"{self.mode}: {[process.poll() for process in self._processes]} after a turn began")
+        line, self._pending = self._pending.split(b"\n", 1)
+        self.blocks.append(json.loads(line))
+
+    def end(self) -> None:
+        """Wait for the processes, or end them if they were not told to do all their blocks."""
+        for process in self._processes:
+            try:
+                process.wait(60.0)
+            except subprocess.TimeoutExpired:
+                self.stop()
+
+    def stop(self) -> None:
+        """End the processes. A launcher ends its workers."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(30.0)
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if any(codes):
-            raise SystemExit(f"world size {world}, {', '.join(modes)}: exit codes {codes}")
-        return dict(json.loads(result.read_text()))
+        for number in self._pipes:
+            os.close(number)
+        self._pipes = []
+
+
+def measure(world: int, width: int, steps: int, accumulate: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return, by mode, what each of the blocks measured."""
+    options: list[object] = ["--blocks", args.blocks, "--steps", steps, "--widths", width]
+    options += ["--accumulate", accumulate, "--micro-batch", args.micro_batch]
+    directory = Path(tempfile.mkdtemp(prefix="training-"))
+    worlds: list[World] = []
+    try:
+        for mode in args.modes:
+            worlds.append(World(mode, world, options, directory))
+        for _ in range(args.blocks + 1):
+            for each in worlds:
+                each.turn()
+        for each in worlds:
+            each.end()
+    finally:
+        for each in worlds:
+            each.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+    # The first block pays for what is allocated and connected once.
+    return {each.mode: each.blocks[1:] for each in worlds}
 
 
 def spread(values: list[float], unit: float = 1.0) -> str:
     ordered = sorted(value / unit for value in values)
-    return f"{statistics.median(ordered):.3f} ({ordered[0]:.3f}..{ordered[-1]:.3f})"
+    return f"{statistics.median(ordered):.2f} ({ordered[0]:.2f}..{ordered[-1]:.2f})"
 
 
 def main() -> None:
@@ -207,37 +294,40 @@ def main() -> None:
         return
     import torch
 
-    parameters = 6 * (args.width**2 + args.width)
     print(
-        f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}; "
-        f"{parameters / 1e6:.2f} million parameters, micro-batches of {args.micro_batch}; medians (least..greatest)\n"
+        f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f} before; micro-batches of "
+        f"{args.micro_batch}; medians of {args.blocks} blocks of {', '.join(map(str, args.steps))} steps "
+        "(least..greatest)\n"
     )
     print(
-        "| ranks | micro-batches of each | mode | ms per step | / DDP | CPU ms per step | more than DDP "
-        "| MB sent per rank and step | / DDP | peak MB of rank 0 |"
+        "| parameters | ranks | micro-batches of each | mode | ms per step | / DDP | CPU ms per step | / DDP "
+        "| more than DDP | snapshots | MB sent per rank and step | peak MB of rank 0 |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     everything: dict[str, Any] = {}
-    for world in args.worlds:
-        batches = [args.micro_batch * world * count for count in args.accumulate or ()] or [args.global_batch]
-        for global_batch in batches:
-            measured = launch(world, args.modes, args, args.blocks, global_batch)
-            everything[f"{world}, {global_batch}"] = measured
-            each = global_batch / args.micro_batch / world
-            for mode in args.modes:
-                seconds, sent, cpu = (measured[what][mode] for what in ("seconds", "bytes", "cpu"))
-                # Each mode alone: the peak of a process that holds all three would be theirs together.
-                alone = launch(world, [mode], args, 1, global_batch)["peak"]
-                measured.setdefault("peaks", {})[mode] = alone
-                base = {what: statistics.median(measured[what].get("ddp", measured[what][mode])) for what in UNITS}
-                more = statistics.median(sent) / base["bytes"] if world > 1 else 1.0
-                print(
-                    f"| {world} | {each:g} | {mode} | {spread(seconds, 1e-3)} "
-                    f"| {statistics.median(seconds) / base['seconds']:.2f} | {spread(cpu, 1e-3)} "
-                    f"| {(statistics.median(cpu) - base['cpu']) * 1e3:+.2f} | {statistics.median(sent) / 1e6:.1f} "
-                    f"| {more:.2f} | {alone / 1e6:.0f} |",
-                    flush=True,
-                )
+    for width, steps in zip(args.widths, args.steps, strict=True):
+        size = 6 * (width**2 + width)
+        parameters = f"{size / 1e6:.1f} million" if size >= 1e6 else f"{size:,}"
+        for world in args.worlds:
+            for accumulate in args.accumulate:
+                measured = measure(world, width, steps, accumulate, args)
+                everything[f"width {width}, {world} ranks, {accumulate} micro-batches"] = measured
+                middle = {
+                    mode: {unit: statistics.median(block[unit] for block in blocks) for unit in UNITS}
+                    for mode, blocks in measured.items()
+                }
+                for mode, blocks in measured.items():
+                    base, own = middle.get("ddp", middle[mode]), middle[mode]
+                    seconds, cpu = ([block[unit] for block in blocks] for unit in ("seconds", "cpu"))
+                    print(
+                        f"| {parameters} | {world} | {accumulate} | {mode} | {spread(seconds, 1e-3)} "
+                        f"| {own['seconds'] / base['seconds']:.2f} | {spread(cpu, 1e-3)} "
+                        f"| {own['cpu'] / base['cpu']:.2f} | {(own['cpu'] - base['cpu']) * 1e3:+.2f} "
+                        f"| {sum(block['snapshots'] for block in blocks)} | {own['bytes'] / 1e6:.1f} "
+                        f"| {blocks[-1]['peak'] / 1e6:.0f} |",
+                        flush=True,
+                    )
+    print(f"\nload {os.getloadavg()[0]:.2f} after")
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1) + "\n")
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import elastic_launch as el
-from elastic_launch.training.agreement import Wishes
+from elastic_launch.training.agreement import NOTHING, Agreement, Wishes
 from elastic_launch.training.session import Run
+from elastic_launch.training.stopping import Stop
 from elastic_launch.training.world import World
 
 
@@ -52,3 +53,25 @@ def test_each_interval_is_saved_once_whatever_boundaries_lie_between_steps(
         for _ in range(in_between):
             assert not run.boundary()
     assert saved == [11, 22, 33]
+
+
+@pytest.mark.parametrize("stop", list(Stop))
+def test_the_sums_of_what_ranks_want_are_what_any_of_them_wants(stop: Stop) -> None:
+    ranks = [Wishes(stop, save=True), Wishes(Stop.SCRIPT, keep=True), Wishes(compare=True, checksum=3), NOTHING]
+    sums = [sum(column) for column in zip(*(wishes.counts() for wishes in ranks), strict=True)]
+    assert Wishes.of_counts(sums) == Wishes(max(stop, Stop.SCRIPT), save=True, keep=True, compare=True)
+
+
+def test_wishes_are_kept_until_they_have_come_with_a_steps_losses() -> None:
+    agreement = Agreement(1)
+    agreement.group = object()  # type: ignore[assignment] # as with other ranks, of which the sums here are
+    assert agreement.exchange_by_step(Wishes(keep=True)) == NOTHING
+    assert agreement.exchange_by_step(Wishes(save=True)) == NOTHING
+    given_up = agreement.leave()
+    sums = agreement.leave()
+    assert sums == given_up == Wishes(save=True, keep=True).counts()
+    agreement.arrive(sums)
+    agreement.arrive(Wishes(Stop.AGENT).counts())
+    assert not any(agreement.leave())
+    assert agreement.exchange_by_step(NOTHING) == Wishes(Stop.AGENT, save=True, keep=True)
+    assert agreement.exchange_by_step(NOTHING) == NOTHING
