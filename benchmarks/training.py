@@ -218,7 +218,9 @@ class World:
         else:
             launcher = [program("elastic-launch"), "--standalone", "--nproc", str(world)]
             commands = [([*launcher, "--log-dir", str(directory / f"{mode}-logs"), *script], common)]
-        self._processes = [subprocess.Popen(command, env=env) for command, env in commands]
+        self._messages = directory / f"{mode}.stderr"
+        with self._messages.open("wb") as errors:
+            self._processes = [subprocess.Popen(command, env=env, stderr=errors) for command, env in commands]
 
     def turn(self) -> None:
         """Do a block of steps.
@@ -232,7 +234,8 @@ class World:
             if select.select([self._done], [], [], 1.0)[0]:
                 self._pending += os.read(self._done, 65536)
             elif any(process.poll() is not None for process in self._processes) or time.monotonic() > deadline:
-                raise SystemExit(f"{self.mode}: {[process.poll() for process in self._processes]} after a turn began")
+                codes = [process.poll() for process in self._processes]
+                raise SystemExit(f"{self._messages.read_text()[-4000:]}\n{self.mode}: exit codes {codes} within a turn")
         line, self._pending = self._pending.split(b"\n", 1)
         self.blocks.append(json.loads(line))
 
