@@ -6,7 +6,7 @@ steps in turn; those that do not have their turn wait without work. Prints media
 asserts no figure. Where other programs run, the CPU time of the first rank's steps (all its threads, those that write
 snapshots too) says more than the clock.
 
-    python benchmarks/training.py --json training.json        # the whole table: about 20 minutes on two quiet cores
+    python benchmarks/training.py --json training.json        # the whole table, in perhaps half an hour
     python benchmarks/training.py --widths 64 --worlds 2 --accumulate 1
 """
 
