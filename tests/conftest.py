@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -63,6 +64,12 @@ def _open_gpu() -> None:
 
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
+
+
+# Loaders of tests in this process have functions of those tests, which cannot be pickled; from Python 3.14 on the
+# processes of a loader would get them so. Scripts have the method that their Python gives them.
+if multiprocessing.get_start_method(allow_none=True) is None:
+    multiprocessing.set_start_method("fork")
 
 
 class _Failures:
