@@ -105,6 +105,7 @@ class Copier:
         self._directory = str(order["directory"])
         self._stall = URL_STALL if url else STALL
         self._pending = b""
+        self._begun = False
         self._given_up = False
 
     def kill(self) -> None:
@@ -135,8 +136,8 @@ class Copier:
         while True:
             line = self._line()
             if line is None:
-                error = f"{self._directory} does not respond: the copy made no progress for {self._stall:g} s."
-                return replace(there, error=error, hint="Check the file system or the service that holds it.")
+                error, hint = self._stalled()
+                return replace(there, error=error, hint=hint)
             if line == b"progress\n":
                 progress()
             elif line == b"ready\n":
@@ -146,6 +147,13 @@ class Copier:
                 if not answer.pruning:
                     return answer
                 there = replace(answer, pruning=False)
+
+    def _stalled(self) -> tuple[str, str]:
+        if not self._begun:
+            error = f"The process that copies to {self._directory} has not begun within {self._stall:g} s."
+            return error, "Look for what keeps the machine busy."
+        error = f"{self._directory} does not respond: the copy made no progress for {self._stall:g} s."
+        return error, "Check the file system or the service that holds it."
 
     def _understood(self, line: bytes, there: Answer) -> Answer:
         with suppress(ProtocolError):
@@ -170,7 +178,10 @@ class Copier:
                     return None
                 if not warned and silent >= WARN_AFTER:
                     warned = True
-                    text = "%s does not respond: a copy has made no progress for %g s; after %g s another one is tried"
+                    text = "%s does not respond: a copy has made no progress for %g s"
+                    if not self._begun:  # a busy machine, and the storage is not to blame
+                        text = "the process that copies to %s has not begun after %g s"
+                    text += "; after %g s another one is tried"
                     _log.warning(text, self._directory, WARN_AFTER, self._stall)
                 began = time.monotonic()
                 if not selector.select(min(_TURN, self._stall - silent)):
@@ -181,7 +192,8 @@ class Copier:
                     break
                 self._pending += data
         if warned:
-            _log.info("%s responds again", self._directory)
+            _log.info("%s responds again" if self._begun else "the process that copies to %s begins", self._directory)
+        self._begun = True
         line, end, self._pending = self._pending.partition(b"\n")
         return line + end
 

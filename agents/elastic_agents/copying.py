@@ -1,9 +1,9 @@
 """Copies one snapshot from a slot to a directory or URL, or a share of it: a process of its own, which storage that
 hangs cannot keep the agent with. Needs no torch.
 
-Its arguments are in one JSON object. While it makes progress it says ``progress`` about once a second. Before it
-commits, it says ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is there, and at last, it
-says how it went: a JSON object, see ``copier.Answer``.
+Its arguments are in one JSON object. It says ``progress`` as it begins, then about once a second while it makes some.
+Before it commits, it says ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is there, and at
+last, it says how it went: a JSON object, see ``copier.Answer``.
 """
 
 from __future__ import annotations
@@ -141,5 +141,6 @@ def main() -> None:
         return not gone and sys.stdin.readline().startswith("yes")
 
     order = json.loads(sys.argv[1])
+    progress()  # it has begun: from now on storage is to blame if nothing is said
     say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))
     sys.exit(1 if gone else 0)

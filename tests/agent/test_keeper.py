@@ -513,11 +513,12 @@ def test_a_copying_process_that_hangs_is_warned_of_and_replaced(
     node.store(1)
     hanging = wait_for("the copying process", _copier)
     os.kill(hanging, signal.SIGSTOP)
-    wait_for("the warning", lambda: f"{node.directory} does not respond" in caplog.text)
+    late = f"the process that copies to {node.directory} has not begun"
+    wait_for("the warning", lambda: late in caplog.text)
     assert alive(hanging)
     made[0]._stall = 0.5
     assert node.copied() == [1]
-    assert f"{node.directory} does not respond: the copy made no progress for 0.5 s. Tried again" in caplog.text
+    assert f"{late[0].upper()}{late[1:]} within 0.5 s. Tried again" in caplog.text
     assert not alive(hanging)
 
 
@@ -535,14 +536,20 @@ def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_
     assert f"process {held}, which copies to {node.directory}, cannot be killed" in caplog.text
 
 
+def _hanging(code: str, order: str) -> list[str]:
+    """The command of a copying process that begins, and hangs in its storage."""
+    return [sys.executable, "-c", "import time; print('progress', flush=True); time.sleep(600)"]
+
+
 def test_storage_that_hangs_each_time_is_told_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
     monkeypatch.setattr(keepers, "ATTEMPTS", 2)
-    monkeypatch.setattr(copiers, "STALL", 0.01)
+    monkeypatch.setattr(copiers, "STALL", 2.0)
+    monkeypatch.setattr(copiers, "helper_command", _hanging)
     node.store(1)
     assert node.copied() == []
     assert [told.error for told in node.told] == [
-        f"{node.directory} does not respond: the copy made no progress for 0.01 s."
+        f"{node.directory} does not respond: the copy made no progress for 2 s."
     ]
     assert "does not respond" in node.keeper.failed
     monkeypatch.undo()
