@@ -74,8 +74,10 @@ class GlobalBatch:
     micro: int | Literal["auto"]
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise BatchError(f"GlobalBatch(size={self.size}): a global batch holds at least 1 sample.")
+        if not isinstance(self.size, int) or self.size < 1:
+            raise BatchError(
+                f"GlobalBatch(size={self.size!r}): a global batch holds a whole number of samples, 1 or more."
+            )
         if self.micro != "auto" and (not isinstance(self.micro, int) or not 1 <= self.micro <= self.size):
             raise BatchError(
                 f"GlobalBatch(size={self.size}, micro={self.micro!r}): a micro-batch holds 1 to {self.size} samples, "

@@ -36,6 +36,7 @@ from elastic_launch.training.branches import Branch, following, within
 from elastic_launch.training.directories import Writers, behind_url, in_directory
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.exchange import broadcast_state
+from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.memory import Target
 from elastic_launch.training.node_reads import Read, read_on_node
@@ -43,7 +44,7 @@ from elastic_launch.training.samplers import SAMPLE_ORDER
 from elastic_launch.training.urls import open_url
 from elastic_launch.training.world import World
 
-__all__ = ["Checkpoint", "Resumed", "check_identity", "meta_of", "run_id", "weights_sha256"]
+__all__ = ["Checkpoint", "Resumed", "check_checkpoint", "check_identity", "meta_of", "run_id", "weights_sha256"]
 
 _log = logging.getLogger(__name__)
 
@@ -541,3 +542,12 @@ def _copied(value: Any) -> Any:
 def weights_sha256(model: nn.Module) -> str:
     """Return the SHA-256 over all tensors of a model's ``state_dict``, by name, dtype, shape and bytes."""
     return snapshot.state_sha256(model.state_dict())
+
+
+def check_checkpoint(where: str, checkpoint: object) -> None:
+    """Refuse what is no :class:`Checkpoint`, such as its directory.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    check_kind(where, checkpoint, Checkpoint, "Give el.Checkpoint(directory, every=...).")

@@ -25,8 +25,8 @@ class Determinism:
     """
 
     def __init__(self, threads: int | None = None, deterministic: bool | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"session(threads={threads}): at least 1 thread computes.")
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise UsageError(f"session(threads={threads!r}): at least 1 thread computes.")
         self._threads = threads
         self._wanted = deterministic
         self._before = (

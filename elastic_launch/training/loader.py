@@ -24,11 +24,12 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.batches import Batches, Drawn, Feed, GetBatch, Request
 from elastic_launch.training.durations import ENDLESS
 from elastic_launch.training.generators import own_generators
+from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.old_order import OldBatches, OldShuffled
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
 
-__all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Position"]
+__all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Position", "check_loader"]
 
 AT_A_TIME = 16384
 """Positions for which a sampler is asked at a time: few of them would cost as much."""
@@ -279,6 +280,7 @@ class ElasticLoader(Loader):
         collate_fn: Callable[[Any], Any] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
+        _check_batch("ElasticLoader(batch=...)", batch)
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise UsageError(
                 f"ElasticLoader: {type(dataset).__name__} is an iterable dataset, whose samples cannot be told apart.",
@@ -394,6 +396,7 @@ class FunctionLoader(Loader):
         steps_per_epoch: int | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
+        _check_batch("FunctionLoader(batch=...)", batch)
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise UsageError(f"FunctionLoader(steps_per_epoch={steps_per_epoch}): an epoch has at least 1 step.")
         self._get_batch = get_batch
@@ -462,3 +465,17 @@ def _plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def check_loader(where: str, loader: object) -> None:
+    """Refuse what is no loader of this library.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    remedy = "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks."
+    check_kind(where, loader, Loader, remedy)
+
+
+def _check_batch(where: str, batch: object) -> None:
+    check_kind(where, batch, GlobalBatch, "Give el.GlobalBatch(size, micro=...): its samples, and those of each pass.")

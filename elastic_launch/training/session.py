@@ -22,10 +22,10 @@ from elastic_launch.error_file import do_not_retry
 from elastic_launch.errors import UsageError
 from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.buffer_rules import checked_rules
-from elastic_launch.training.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_checkpoint
 from elastic_launch.training.determinism import Determinism
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.loader import Loader
+from elastic_launch.training.loader import Loader, check_loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.same import check_same
@@ -191,12 +191,18 @@ class Run:
             metrics: names of what ``step.backward`` is given beside the loss, to be averaged over the global batch.
 
         Raises:
-            UsageError: if a step is left without ``update``, the checkpoint belongs to another training, or another
-                loop over steps is under way.
+            UsageError: if an argument is of another kind, a step is left without ``update``, the checkpoint belongs to
+                another training, or another loop over steps is under way.
             BatchError: if the micro-batch size is ``"auto"``, which needs a trainer.
         """
+        check_loader("run.steps(loader=...)", loader)
+        if checkpoint is not None:
+            check_checkpoint("run.steps(checkpoint=...)", checkpoint)
         loader.batch.micro_batches()
-        parts: dict[str, Stateful | None] = {"scheduler": as_part(scheduler), "scaler": scaler}
+        parts: dict[str, Stateful | None] = {
+            "scheduler": as_part("run.steps(scheduler=...)", scheduler),
+            "scaler": as_part("run.steps(scaler=...)", scaler),
+        }
         options = LoopOptions(
             exact=exact,
             buffers=checked_rules(buffers),
@@ -219,6 +225,7 @@ class Run:
         Raises:
             UsageError: if the checkpoint belongs to another training.
         """
+        check_checkpoint("run.resume(checkpoint)", checkpoint)
         self.trainings.refuse_beside_steps("run.resume()")
         self._unchanging = dict(unchanging or {})
         saved = {"checkpoint": checkpoint.arguments, "saved objects": self.state.described()}
@@ -245,6 +252,7 @@ class Run:
         """
         if step is not None:
             self.trainings.refuse_beside_steps(f"run.boundary({step})")
+            self.trainings.refuse_before_restoring(f"run.boundary({step})", self.state.names)
         self.begin(step or 0)
         if step is None:
             self._exchange(Wishes())

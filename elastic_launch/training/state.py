@@ -14,9 +14,10 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import tree
 from elastic_launch.snapshot.plain import Path, show
 from elastic_launch.snapshot.small import UnknownMember
+from elastic_launch.training.kinds import found
 from elastic_launch.training.matching import class_of, differences, module_differences, reordered
 
-__all__ = ["Group", "Stateful", "TrainingState"]
+__all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
 
 
 class Stateful(Protocol):
@@ -25,6 +26,11 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+def is_stateful(part: object) -> bool:
+    """Return whether part is an object, not a class, that has a state to be saved."""
+    return not isinstance(part, type) and hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 class Group:
@@ -57,7 +63,9 @@ class TrainingState:
         """
         if self._parts.get(name, stateful) is not stateful:
             raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
-        if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
+        if isinstance(stateful, type):
+            raise UsageError(f"run.register({name!r}) got {found(stateful)}.", "Register an object.")
+        if not is_stateful(stateful):
             raise UsageError(
                 f"run.register({name!r}): {type(stateful).__name__} has no state_dict and load_state_dict.",
                 "Give it both, or register an object that has them.",
@@ -95,6 +103,10 @@ class TrainingState:
     @property
     def parts(self) -> list[Stateful]:
         return list(self._parts.values())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parts)
 
     def check(self) -> None:
         """Ask all parts for their state, and refuse what a checkpoint cannot hold.

@@ -198,7 +198,8 @@ class Step:
             metrics: means like the loss, by the names that the steps were told.
 
         Raises:
-            UsageError: if loss or a metric is no scalar, names are others, or this is not the time.
+            UsageError: if loss or a metric is no scalar, no gradient leads from loss, names are others, or this is not
+                the time.
         """
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
@@ -210,6 +211,11 @@ class Step:
         if not isinstance(loss, Tensor):
             raise UsageError(f"step.backward() got a loss of type {type(loss).__name__}.", "Give a tensor.")
         _check_scalar("loss", loss)
+        if not loss.requires_grad:
+            raise UsageError(
+                "step.backward(loss): no gradient leads from this loss to a parameter.",
+                "Compute it without detach(), item() and torch.no_grad(), from parameters that require gradients.",
+            )
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples

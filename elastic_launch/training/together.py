@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.state import Group, Stateful
+from elastic_launch.training.kinds import found
+from elastic_launch.training.state import Group, Stateful, is_stateful
 from elastic_launch.training.wrapped import check_trainable
 
 __all__ = ["Optimizers", "as_model", "as_optimizer", "as_part"]
@@ -69,8 +70,18 @@ def as_optimizer(
     return Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
 
 
-def as_part(part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:
-    """Return what has a state, or several of them by name as one object."""
+def as_part(where: str, part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:
+    """Return what has a state, or several of them by name as one object.
+
+    Args:
+        where: the call and its argument.
+
+    Raises:
+        UsageError: if one of them has none.
+    """
+    for one in part.values() if isinstance(part, Mapping) else [part]:
+        if one is not None and not is_stateful(one):
+            raise UsageError(f"{where} is {found(one)}.", "Give an object that has state_dict and load_state_dict.")
     return Group(part) if isinstance(part, Mapping) else part
 
 
@@ -79,10 +90,10 @@ def _check(argument: str, given: object, kind: type, name: str) -> None:
         if all(isinstance(key, str) and key for key in given):
             return
         raise UsageError(f"run.steps({argument}=...): the names are {list(given)}.", "Names are strings.")
-    found = f"a {type(given).__name__}"
+    what = found(given)
     if isinstance(given, Mapping):
-        found = f"a dict of {', '.join(type(value).__name__ for value in given.values()) or 'nothing'}"
+        what = f"a dict of {', '.join(type(value).__name__ for value in given.values()) or 'nothing'}"
     raise UsageError(
-        f"run.steps({argument}=...) is {found}.",
+        f"run.steps({argument}=...) is {what}.",
         f"Give {name}, or a dict of several by the names that they are to have in checkpoints.",
     )

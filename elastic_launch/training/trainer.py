@@ -16,20 +16,24 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
-from elastic_launch.training.checkpoint import Checkpoint
+from elastic_launch.training.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.evaluation import evaluate, evaluating
-from elastic_launch.training.loader import Loader
+from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.loader import Loader, check_loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.same import check_same
 from elastic_launch.training.session import Run
 from elastic_launch.training.state import Stateful
 from elastic_launch.training.steps import Step
+from elastic_launch.training.together import as_part
 
 __all__ = ["Trainer"]
 
 _log = logging.getLogger(__name__)
+
+_SEVERAL = "several are trained together by run.steps()."
 
 Measure = Callable[[Any, Any], Tensor]
 """Takes what the model returned and the target; returns one number, a mean over the micro-batch."""
@@ -96,6 +100,12 @@ class Trainer:
         buffers: Mapping[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        check_kind("Trainer(run=...)", run, Run, "Give what `with el.session() as run:` gives.")
+        check_kind("Trainer(model=...)", model, nn.Module, f"Give a torch.nn.Module; {_SEVERAL}")
+        check_kind("Trainer(optimizer=...)", optimizer, torch.optim.Optimizer, f"Give one of torch.optim; {_SEVERAL}")
+        check_loader("Trainer(loader=...)", loader)
+        if checkpoint is not None:
+            check_checkpoint("Trainer(checkpoint=...)", checkpoint)
         self.run = run
         self.model = model
         self.loader = loader
@@ -105,14 +115,16 @@ class Trainer:
         self.history: list[Evaluation] = []
         self._optimizer = optimizer
         self._loss_fn = loss_fn
-        self._scheduler = scheduler
+        self._scheduler = as_part("Trainer(scheduler=...)", scheduler)
         self._precision = Precision(precision, run.device)
         self._clip_norm = _positive("clip_norm", clip_norm)
-        self._eval_loader = _checked_loader("eval_loader", eval_loader) if eval_loader is not None else None
+        self._eval_loader = _checked_eval_loader(eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
             self._eval_loader.check_exact()
-        steps = _checked_loader("loader", loader).steps_per_epoch
+        steps = loader.steps_per_epoch
         self._eval_every = max(1, total_steps(eval_every, steps)) if eval_loader is not None else 0
+        if metrics is not None:
+            check_kind("Trainer(metrics=...)", metrics, Mapping, 'Give functions by name: {"accuracy": accuracy}.')
         self._metrics = dict(metrics or {})
         if "loss" in self._metrics:
             raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
@@ -122,6 +134,9 @@ class Trainer:
         self._exact = exact
         self._buffers = checked_rules(buffers)
         self._finds_micro = loader.batch.micro == "auto"
+        check_kind("Trainer(callbacks=...)", callbacks, Sequence, "Give a list of them.")
+        for callback in callbacks:
+            check_kind("Trainer(callbacks=...): one of them", callback, Callback, "Give objects of el.Callback.")
         self._callbacks = list(callbacks)
         self._begun = False
 
@@ -163,7 +178,7 @@ class Trainer:
         Raises:
             UsageError: if there is none.
         """
-        loader = self._eval_loader if loader is None else _checked_loader("eval_loader", loader)
+        loader = self._eval_loader if loader is None else _checked_eval_loader(loader)
         if loader is None:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
         if loader.batch.micro == "auto":
@@ -296,13 +311,9 @@ def _positive(name: str, value: float | None) -> float | None:
     return value
 
 
-def _checked_loader(name: str, loader: object) -> Loader:
-    if not isinstance(loader, Loader):
-        raise UsageError(
-            f"Trainer({name}=...) is a {type(loader).__name__}.",
-            "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks.",
-        )
-    if name == "eval_loader" and loader.endless:
+def _checked_eval_loader(loader: Loader) -> Loader:
+    check_loader("Trainer(eval_loader=...)", loader)
+    if loader.endless:
         raise UsageError(
             "Trainer(eval_loader=...) has no end.",
             "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.",

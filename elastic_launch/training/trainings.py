@@ -74,6 +74,19 @@ class Trainings:
                 "Call it before.",
             )
 
+    def refuse_before_restoring(self, what: str, registered: Sequence[str]) -> None:
+        """Refuse to come to a step's end with registered objects that were not restored at the loop's start.
+
+        Raises:
+            UsageError: if there are such, and no state was restored.
+        """
+        if registered and not self._last:
+            raise UsageError(
+                f"{what} came without run.resume() before it: {', '.join(map(repr, registered))} would begin anew on "
+                "every start.",
+                "Before the loop: step = run.resume(el.Checkpoint(directory, every=...)).",
+            )
+
     def begin(self, models: Sequence[object], checkpoint: Checkpoint | None) -> None:
         """Note whose training begins.
 

@@ -31,7 +31,10 @@ class Asking:
         self._thread.start()
         self.link = AgentLink(worker)
         self.run = Run(World(), torch.device("cpu"), self.link)
+
+    def resume(self, checkpoint: el.Checkpoint) -> None:
         self.run.register("model", nn.Linear(1, 1))
+        self.run.resume(checkpoint)
 
     def ask(self) -> None:
         self._agent.sendall(c.pack(c.Save()))
@@ -72,7 +75,7 @@ def step_of(directory: Path) -> int:
 def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_told(
     asking: Asking, tmp_path: Path
 ) -> None:
-    asking.run.resume(el.Checkpoint(tmp_path, every=1000))
+    asking.resume(el.Checkpoint(tmp_path, every=1000))
     assert not asking.run.boundary(1)
     asking.ask()
     assert not asking.run.boundary()
@@ -85,7 +88,7 @@ def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_to
 
 def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: Asking, tmp_path: Path) -> None:
     checkpoint = el.Checkpoint(tmp_path, every=3)
-    asking.run.resume(checkpoint)
+    asking.resume(checkpoint)
     due = []
     for step in range(1, 9):
         if step == 2:
@@ -105,7 +108,7 @@ def test_where_nothing_is_saved_the_agent_is_told_at_once(asking: Asking) -> Non
 
 def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Asking, tmp_path: Path) -> None:
     directory = tmp_path / "file"
-    asking.run.resume(el.Checkpoint(directory, every=1000))
+    asking.resume(el.Checkpoint(directory, every=1000))
     shutil.rmtree(directory)
     directory.write_text("no directory")
     asking.ask()

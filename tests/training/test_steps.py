@@ -108,6 +108,7 @@ def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: 
     ("backward", "message"),
     [
         (lambda step, sample: step.backward(step.model(sample[0])), r"a loss of shape \(3, 1\)"),
+        (lambda step, sample: step.backward(_mse(step, sample).detach()), "no gradient leads from this loss"),
         (lambda step, sample: None, "ended without step.backward"),
         (lambda step, sample: [step.backward(_mse(step, sample)) for _ in "ab"], "belongs once into each pass"),
         (
