@@ -339,7 +339,15 @@ class ElasticLoader(Loader):
     def _hashed(self) -> int:
         spread = {place * (self.length - 1) // 31 for place in range(32)}
         places = sorted(spread | set(range(min(self.length, 32))))
-        return derive("order", self.steps_per_epoch, *self._indices(0, torch.tensor(places, device="cpu"))) >> 16
+        positions = torch.tensor(places, device="cpu")
+        indices = self._indices(0, positions)
+        if self._own_sampler and indices != self._indices(0, positions):
+            name = type(self._sampler).__name__
+            raise UsageError(
+                f"{name}.indices() returned other samples for the same seed, epoch and positions.",
+                "Compute them from its arguments alone, by el.samplers.Permutation or el.samplers.uniform for example.",
+            )
+        return derive("order", self.steps_per_epoch, *indices) >> 16
 
     def _indices(self, epoch: int, positions: Tensor) -> list[int]:
         given = self._sampler.indices(self.seed, epoch, positions)

@@ -227,12 +227,18 @@ class Run:
         """
         check_checkpoint("run.resume(checkpoint)", checkpoint)
         self.trainings.refuse_beside_steps("run.resume()")
+        if self.state.holds_nothing:
+            raise UsageError(
+                "run.resume() came without run.register() before it: checkpoints would hold nothing.",
+                'Before it: run.register("model", model), and likewise the optimizer and what else changes.',
+            )
         self._unchanging = dict(unchanging or {})
         saved = {"checkpoint": checkpoint.arguments, "saved objects": self.state.described()}
         check_same(self.world, {**self._unchanging, **saved})
         resumed = self.restore(checkpoint, self._unchanging, self.state, (self.state,))
         self.trainings.resumed = True
         self.begin(resumed.step)
+        self._step = resumed.step
         return resumed.step
 
     def boundary(self, step: int | None = None, *, end: bool = False) -> bool:
@@ -253,6 +259,11 @@ class Run:
         if step is not None:
             self.trainings.refuse_beside_steps(f"run.boundary({step})")
             self.trainings.refuse_before_restoring(f"run.boundary({step})", self.state.names)
+            if self.trainings.resumed and step < self._step:
+                raise UsageError(
+                    f"run.boundary({step}) came after step {self._step}.",
+                    "Give the steps done in the whole training, not in an epoch: run.resume() returns those before.",
+                )
         self.begin(step or 0)
         if step is None:
             self._exchange(Wishes())

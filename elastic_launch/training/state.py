@@ -108,6 +108,11 @@ class TrainingState:
     def names(self) -> list[str]:
         return list(self._parts)
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether there is nothing to save, nor a function that does it."""
+        return not (self._parts or self._on_save or self._on_restore)
+
     def check(self) -> None:
         """Ask all parts for their state, and refuse what a checkpoint cannot hold.
 

@@ -272,6 +272,8 @@ class Step:
             UsageError: if micro-batches are left, only some have a weight, or there is no such optimizer.
             NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite; nothing has changed then.
         """
+        if isinstance(clip_norm, str):
+            raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
         chosen = self._chosen(optimizer)
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,16 @@ from elastic_launch.training.session import Run
 from elastic_launch.training.world import World
 
 DATA = [(torch.ones(2), torch.ones(1)) for _ in range(8)]
+
+
+class Drawing:
+    """A sampler that draws, as a sampler of torch does."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def indices(self, seed: int, epoch: int, positions: torch.Tensor) -> torch.Tensor:
+        return torch.randint(len(DATA), (len(positions),))
 
 
 @pytest.fixture
@@ -88,3 +99,35 @@ def test_a_loop_of_its_own_that_registers_and_does_not_resume(run: Run) -> None:
         UsageError, match=r"run\.boundary\(1\) came without run\.resume\(\)(.|\n)*'model'(.|\n)*el\.Chec"
     ):
         run.boundary(1)
+
+
+def test_a_loop_of_its_own_that_registers_nothing(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.resume\(\) came without run\.register\(\)"):
+        run.resume(el.Checkpoint(tmp_path))
+
+
+def test_a_loop_of_its_own_that_counts_the_steps_of_an_epoch(run: Run, tmp_path: Path) -> None:
+    """Its checkpoints would have the first epoch's numbers, and a restart would do epochs again."""
+    run.register("model", nn.Linear(2, 1))
+    run.resume(el.Checkpoint(tmp_path, every=100))
+    run.boundary(1)
+    run.boundary(2)
+    with pytest.raises(UsageError, match=r"run\.boundary\(1\) came after step 2\.\n.*not in an epoch"):
+        run.boundary(1)
+    run.close()
+
+
+def test_a_sampler_that_draws(run: Run) -> None:
+    """No restart would find its order again, and each rank would have its own."""
+    loader = el.ElasticLoader(DATA, el.GlobalBatch(4, 2), sampler=Drawing())  # type: ignore[arg-type]
+    steps = run.steps(**_given(loader=loader), until=1)
+    with pytest.raises(
+        UsageError, match=r"Drawing\.indices\(\) returned other samples for the same seed(.|\n)*el\.samplers"
+    ):
+        next(steps)
+
+
+def test_the_name_of_an_optimizer_as_the_first_argument_of_update(run: Run) -> None:
+    step = next(run.steps(**_given(), until=1))
+    with pytest.raises(UsageError, match=r"step\.update\('critic'\)(.|\n)*step\.update\(optimizer="):
+        step.update("critic")  # type: ignore[arg-type]
