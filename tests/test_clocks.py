@@ -28,6 +28,8 @@ KNOWN = {
     "agents/elastic_agents/workers.py": ["time.time"],
     "agents/elastic_agents/warm/ending.py": ["time.time"],
     "agents/elastic_agents/summary.py": ["time.time", "time.time"],  # in the error file, whose reader expects it
+    "agents/elastic_agents/calls/process.py": ["time.time"],  # the same, for a call from Python
+    "agents/elastic_agents/watchdog.py": ["time.time"],  # torch's protocol names moments; each is converted as it comes
     "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
     # Clouds and Slurm name moments. What answers says its own time; this host's is the second best.
     "agents/elastic_agents/notices/notice.py": ["datetime.now"],

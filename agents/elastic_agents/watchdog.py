@@ -96,13 +96,17 @@ class Timers:
     def __init__(self) -> None:
         self._set: dict[tuple[int, str], tuple[float, int]] = {}
 
-    def change(self, request: TimerRequest) -> None:
-        """Set or release a timer as a worker asks."""
+    def change(self, request: TimerRequest, ahead: float) -> None:
+        """Set or release a timer as a worker asks.
+
+        Args:
+            ahead: seconds by which the clock that timers are judged by is ahead of the wall clock.
+        """
         key = request.pid, request.scope
         if request.expires < 0:
             self._set.pop(key, None)
         elif len(self._set) < MOST_TIMERS:
-            self._set[key] = (request.expires, request.number)
+            self._set[key] = (request.expires + ahead, request.number)
 
     def expired(self, now: float) -> list[TimerExpired]:
         """Return the processes whose timers have expired, each once, and release these.
@@ -176,20 +180,20 @@ def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], obje
     ready.register(source, select.POLLIN)
     ready.register(wake, select.POLLIN)
     while True:
-        wait = timers.wait(time.time())
-        # Not for long at once: the wall clock may be set.
-        found = {descriptor for descriptor, _ in ready.poll(None if wait is None else 1000 * min(wait, 1.0))}
+        wait = timers.wait(time.monotonic())
+        found = {descriptor for descriptor, _ in ready.poll(None if wait is None else 1000 * min(wait, 3600.0))}
         if wake in found:
             return
         if source in found:
             *lines, pending = (pending + os.read(source, 65536)).split(b"\n")
             for line in lines:
                 try:
-                    timers.change(read_request(line))
+                    # The wall clock may be set later, and is read once for each timer.
+                    timers.change(read_request(line), time.monotonic() - time.time())
                 except ValueError as error:
                     if not told:
                         _log.warning("%s", _NOT_READ.format(path, error, line[:200]))
                     told = True
             pending = pending[:65536]
-        for expired in timers.expired(time.time()):
+        for expired in timers.expired(time.monotonic()):
             put(expired)

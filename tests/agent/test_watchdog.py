@@ -27,7 +27,7 @@ def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:
 
 
 def change(timers: Timers, *asked: Any) -> None:
-    timers.change(read_request(line(*asked)))
+    timers.change(read_request(line(*asked)), 0.0)
 
 
 def test_a_timer_expires_once_unless_it_is_released() -> None:
