@@ -81,16 +81,32 @@ class Drawn(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
-            return self._get_batch(request.step, request.micro)
+            made = self._get_batch(request.step, request.micro)
+        # Which dimension counts samples only the script knows; other sizes would change the mean over the global batch.
+        shapes = [tuple(tensor.shape) for tensor in _tensors(made) if tensor.dim()]
+        if shapes and not any(len(request.micro) in shape for shape in shapes):
+            name = getattr(self._get_batch, "__name__", type(self._get_batch).__name__)
+            raise UsageError(
+                f"{name}() gave tensors of the shapes {', '.join(map(str, shapes))} for a micro-batch of "
+                f"{len(request.micro)} samples (step {request.step}, micro-batch {request.micro.index}).",
+                "Make len(micro) samples: the last micro-batch of a step may have fewer than the others.",
+            )
+        return made
 
 
 def versions(batch: Any) -> list[tuple[int, int]]:
     """Return which tensors a collated micro-batch has, each with the version that in-place changes raise."""
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in _tensors(batch)]
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return [(id(batch), 0 if batch.is_inference() else batch._version)]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return [found for item in batch for found in versions(item)] if isinstance(batch, list | tuple) else []
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _tensors(item)
 
 
 def _seeded(seed: int) -> AbstractContextManager[None]:

@@ -100,3 +100,23 @@ def test_a_loss_that_is_not_finite_is_said_to_come_from_the_function() -> None:
 def test_an_epoch_has_a_step() -> None:
     with pytest.raises(UsageError, match="steps_per_epoch=0"):
         el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=0)
+
+
+def test_a_function_that_makes_another_number_of_samples_is_named() -> None:
+    """The last micro-batch of a step is smaller, and the mean would weight its samples wrongly."""
+
+    def of_three(step: int, micro: el.MicroBatch) -> dict[str, Tensor]:
+        return {"tokens": torch.zeros(3, 7), "number": torch.tensor(1.0)}
+
+    def train() -> None:
+        with el.session() as run:
+            model = torch.nn.Linear(7, 1)
+            loader = el.FunctionLoader(of_three, el.GlobalBatch(10, micro=3))
+            for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.1), until="3ba"):
+                for sample in step:
+                    step.backward(step.model(sample["tokens"]).mean())
+                step.update()
+
+    said = r"of_three\(\) gave tensors of the shapes \(3, 7\) for a micro-batch of 1 samples \(step 0, micro-batch 3\)"
+    with pytest.raises(UsageError, match=said):
+        train()
