@@ -116,6 +116,8 @@ class Loop:
             self._options.prepare(self._step)
         self._run.begin(self._step, self._end)
         gradients = self._gradients()
+        if gradients.parameters.apart() and self._run.rank == 0:
+            _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
         self._run.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         try:

@@ -63,6 +63,12 @@ class Parameters:
         own = set(self._in_optimizer)
         return [p for p in self.trained if p.grad is not None and id(p) not in own]
 
+    def apart(self) -> bool:
+        """Whether the optimizer has parameters, and none of those that the model has and that need gradients."""
+        own = set(self._in_optimizer)
+        models = [id(p) for p in self._model.parameters() if p.requires_grad]
+        return bool(own and models) and own.isdisjoint(models)
+
     def follow(self) -> list[str]:
         """Find out anew what there is; return the names of what needs gradients now or not any more, or is new."""
         before = dict(zip(map(id, self.all), self._flags, strict=True))

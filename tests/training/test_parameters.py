@@ -151,6 +151,20 @@ def test_gradients_that_no_reduction_takes_are_named() -> None:
         exact.put(0, torch.ones(4, 2).to_sparse(1))
 
 
+@pytest.mark.parametrize("whose", ["its own", "one of the model's", "another model's"])
+def test_an_optimizer_of_another_model_is_warned_of(whose: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    chosen = {"its own": model.parameters(), "one of the model's": [model.bias], "another model's": other.parameters()}
+    loader = el.ElasticLoader(TensorDataset(torch.zeros(4, 2)), el.GlobalBatch(4, micro=2))
+    run = Run(World(), torch.device("cpu"))
+    for step in run.steps(loader, model, torch.optim.SGD(chosen[whose], lr=0.1), until="1ba"):
+        for (x,) in step:
+            step.backward(model(x).mean())
+        step.update()
+    warned = "the optimizer has none of the model's parameters: none of these is trained" in caplog.messages
+    assert warned == (whose == "another model's")
+
+
 def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> None:
     """The loss of that step was finite; it is the next one's that is not."""
     with pytest.raises(NonFiniteLossError) as caught:
