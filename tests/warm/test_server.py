@@ -20,6 +20,18 @@ from elastic_agents.warm.client import WarmProcesses
 
 FORKED = "import sys, os\nprint(int('yaml' in sys.modules))"
 LOADED = "print('yaml' in sys.modules, 'odd' in sys.modules)"
+NATIVE = """
+import _thread, threading
+begun, never = _thread.allocate_lock(), _thread.allocate_lock()
+begun.acquire(), never.acquire()
+def wait():
+    with open(f"/proc/self/task/{{threading.get_native_id()}}/comm", "w") as name:
+        name.write("{}")
+    begun.release()
+    never.acquire()
+_thread.start_new_thread(wait, ())
+begun.acquire()
+"""  # starts a thread of that name which threading does not know
 
 
 def _server(starter: Starter) -> int:
@@ -104,6 +116,7 @@ def _request(starter: Starter, script: str) -> StartRequest:
     ("text", "what"),
     [
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "starts threads"),
+        (NATIVE.format("pool"), "starts threads that do not end for a fork"),
         ("import os\nRANK = int(os.environ.get('LOCAL_RANK', 0))", "reads LOCAL_RANK, which differs between workers"),
         ("import os\nRANK = 'RANK' in os.environ", "reads RANK, which differs between workers"),
         (
@@ -132,6 +145,14 @@ def test_a_module_that_forks_would_change_is_left_out_and_named(
     with warm_starter(config_for(tmp_path, script, preload=(), no_preload=("odd",)), {"PYTHONPATH": place}) as starter:
         assert starter.run(script).stdout == "True False\n"
     assert caplog.text.count("odd is not loaded ahead") == 1
+
+
+def test_a_module_whose_threads_no_fork_misses_is_loaded_ahead(tmp_path: Path) -> None:
+    """As pyarrow, and with it transformers beside datasets: its jemalloc starts a thread."""
+    place = _package(tmp_path, "odd", NATIVE.format("jemalloc_bg_thd"))
+    script = write(tmp_path, "script.py", f"import sys\n{LOADED}\nimport odd, yaml")
+    with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place}) as starter:
+        assert starter.run(script).stdout == "True True\n"
 
 
 @pytest.mark.parametrize(

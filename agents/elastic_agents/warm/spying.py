@@ -42,6 +42,9 @@ PER_WORKER = frozenset(
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")
 """What a process opens that computes on a device of NVIDIA's, of AMD's, or through Windows."""
 
+FORKABLE = frozenset({"jemalloc_bg_thd"})
+"""Threads that a forked process does without: jemalloc, which pyarrow brings, frees memory in the child, too."""
+
 
 class Watch:
     """Notices what imports do between :meth:`begin` and :meth:`faults`.
@@ -105,7 +108,7 @@ class _State:
         cuda = sys.modules.get("torch.cuda")
         return _State(
             python_threads=threading.active_count(),
-            tasks=tasks(),
+            tasks=_lasting(),
             cuda=cuda is not None and (cuda.is_initialized() or (_has_device() and poisoned_by_fork())),
             open=frozenset(_open()),
             shared=_shared(),
@@ -171,6 +174,18 @@ def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def _lasting() -> int:
+    """Count this process' threads that a forked process would miss."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as name:
+                found += name.read().rstrip("\n") not in FORKABLE
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
 def watched() -> str:
     """Return what makes each process of its own worth more than a fork of this one; "" if nothing does."""
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
@@ -190,7 +205,7 @@ def lives_after_fork(before: int) -> bool:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    return tasks() > before
+    return _lasting() > before
 
 
 def poisoned_by_fork() -> bool:
