@@ -19,7 +19,11 @@ pytestmark = pytest.mark.timeout(300)
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
-NOTE = 'echo "$RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT" >> "$NOTES"\n'
+NOTE = """\
+echo "$RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT" >> "$NOTES"
+while [ "$(grep -c "restart $TORCHELASTIC_RESTART_COUNT" "$NOTES")" -lt "$WORLD_SIZE" ]; do sleep 0.05; done
+"""
+"""A worker that fails ends the others: none may before all have begun."""
 
 
 @dataclass
