@@ -197,7 +197,8 @@ class Alone(RendezvousHandler):
     """One node, whose rounds are counted."""
 
     def __init__(self, params):
-        print("asked", params.endpoint, params.run_id, params.config.get("colour"), flush=True)
+        # One string: Python writes the pieces one by one, and the agent's lines come between.
+        print(f"asked {params.endpoint} {params.run_id} {params.config.get('colour')}", flush=True)
         self.params, self.rounds = params, 0
 
     def get_backend(self): return "alone"
@@ -211,7 +212,7 @@ class Alone(RendezvousHandler):
 
     def next_rendezvous(self):
         self.rounds += 1
-        print("round", self.rounds, flush=True)
+        print(f"round {self.rounds}", flush=True)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo("127.0.0.1", self.store.port))
 
