@@ -157,7 +157,7 @@ def announce(config: LaunchConfig) -> None:
     if wanted.upper() not in logging.getLevelNamesMapping():
         default = logging.getLevelName(_log.level)
         _log.warning(
-            "LOGLEVEL=%s is no level: %s is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted, default
+            "LOGLEVEL=%s is not a level: %s is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted, default
         )
     if config.found_out:
         _log.info("%s", config.found_out)

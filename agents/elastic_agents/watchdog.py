@@ -69,10 +69,10 @@ class TimerRequest:
 
 
 def read_request(line: bytes) -> TimerRequest:
-    """Read a line, whoever wrote it.
+    """Read a line, which any process may have written.
 
     Raises:
-        ValueError: if it is no request.
+        ValueError: if it is not a request.
     """
     try:
         value = json.loads(line)
@@ -165,7 +165,7 @@ def _pipe(path: str) -> int:
         if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):
             os.unlink(path)
         os.mkfifo(path, 0o600)
-        # A writer of this process' own, too: else there is no end of ends when no worker writes.
+        # Opened for writing, too: else poll() reports a hang-up whenever no worker writes.
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(

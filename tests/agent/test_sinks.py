@@ -427,7 +427,7 @@ def test_an_unknown_level_is_mentioned(monkeypatch: pytest.MonkeyPatch, capsys: 
     configure_logging("plain")
     announce(config(Path("/logs"), "r"))
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("[elastic-launch] LOGLEVEL=loud is no level: INFO is used")
+    assert said[0].startswith("[elastic-launch] LOGLEVEL=loud is not a level: INFO is used")
     assert said[1] == "[elastic-launch] run r, logs in /logs/r"
 
 

@@ -142,7 +142,7 @@ class _Process:
         try:
             self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:
-            self.exit_code = UNKNOWN  # somebody else in this process has waited for it
+            self.exit_code = UNKNOWN  # other code in this process has waited for it
 
 
 def _command(order: int, report: int, *server: int) -> list[str]:

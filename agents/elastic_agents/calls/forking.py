@@ -41,7 +41,7 @@ def fork_agent(
         results: by local rank, descriptors for what a worker's function returns.
 
     Raises:
-        OSError: if there is no room.
+        OSError: if no process can be forked.
     """
     with contextlib.ExitStack() as stack:
         orders, theirs = map(stack.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
