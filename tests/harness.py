@@ -174,15 +174,22 @@ class Agent:
         self.process.wait()
 
     def freeze(self) -> list[int]:
-        """Stop the whole node: agent, guard, workers; return their pids."""
-        pids = tree(self.process.pid)
-        freeze(*reversed(pids))
-        return pids
+        """Stop the whole node: agent, guard, workers; return their pids.
+
+        A process stands before its children are stopped: one that waits in vfork(2) never stands while its child does.
+        """
+        standing: list[int] = []
+        while ahead := [pid for pid in tree(self.process.pid) if pid not in standing]:
+            with contextlib.suppress(ProcessLookupError):
+                freeze(ahead[0])
+            standing.append(ahead[0])
+        return standing
 
     def thaw(self, pids: list[int]) -> None:
         """Let a frozen node go on, its workers first."""
         for pid in reversed(pids):
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def wait(self, timeout: float = 30.0) -> int:
         """Return the exit code; see :func:`wait_for`."""
