@@ -20,7 +20,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+TYPE_CHECKING = False  # programs import this early, and typing takes several milliseconds
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = [
+    "FINAL_NOTE",
+    "REPEATS_NOTE",
     "CommandLineError",
     "DeniedError",
     "ElasticLaunchError",
@@ -35,6 +41,13 @@ __all__ = [
     "UnresolvedError",
     "UsageError",
 ]
+
+
+FINAL_NOTE = "  A restart would fail in the same way."
+"""Line behind the message of a final error in each traceback: by it an agent knows one, whatever its class."""
+
+REPEATS_NOTE = "  In exact mode a restart computes the same again: "
+"""Begin of such a line of an error that has come of numbers; what follows says where, the same each time."""
 
 
 class ExitCode(IntEnum):
@@ -67,6 +80,13 @@ class ElasticLaunchError(Exception):
 
     exit_code: int = ExitCode.TRAINING_FAILED
     final: bool = False
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # Not in __init__, which a derived class may forget to call.
+        error = super().__new__(cls, *args, **kwargs)
+        if cls.final:
+            error.add_note(FINAL_NOTE)
+        return error
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

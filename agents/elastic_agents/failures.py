@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastic_agents.symptoms import symptom_in, symptom_of_abort
 from elastic_launch.error_file import ErrorFile
-from elastic_launch.errors import ExitCode
+from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.plain_text import clipped, one_line, plain
 from elastic_launch.rendezvous.messages import Failure
 
@@ -24,16 +24,6 @@ _LINE_BYTES = 4096
 
 START = 60.0
 """Seconds after its start within which a worker that cannot run as it is says so."""
-
-FINAL = frozenset(
-    {
-        "elastic_launch.errors.UsageError",
-        "elastic_launch.errors.CommandLineError",
-        "elastic_launch.batch.BatchError",
-        "elastic_launch.snapshot.errors.UnsupportedStateError",
-    }
-)
-"""Exceptions of the library after which a restart would fail in the same way, by the names in tracebacks."""
 
 _RANK = re.compile(r"\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
@@ -129,12 +119,12 @@ def report(
         trained: optimizer steps that the round has done; -1 if that is not known.
         supposed: only :func:`printed_last` tells that it had failed.
     """
-    text, detail = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
+    text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
     asked = error.exit_code if error is not None else 0
     if stopped and exit_code < 0:
         exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
     asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
-    if asks or (not supposed and _is_final(text, detail)):
+    if asks or (not supposed and FINAL_NOTE in notes):
         kind = "fatal"
     elif preempted and not only_crashes:
         kind = "preemption"
@@ -169,6 +159,7 @@ def report(
         symptom=symptom,
         trained=trained,
         supposed=supposed,
+        repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
     )
 
 
@@ -199,26 +190,20 @@ def printed_last(stderr: Sequence[str]) -> int | None:
 
 def _last_words(
     exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool, supposed: bool
-) -> tuple[str, tuple[str, ...]]:
-    """Return the exception, if there was one, and its traceback, or what else was said last."""
-    if error is not None:
-        return error.message, error.traceback
-    if supposed and (last := printed_last(stderr)) is not None:
-        return stderr[last], tuple(stderr)
-    index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
-    return _RANK.sub("", stderr[index]) if index is not None else "", tuple(stderr)
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the exception, if there was one, and its traceback, or what else was said last; and its notes.
 
-
-def _is_final(text: str, detail: Sequence[str]) -> bool:
-    """Whether a worker was ended by an exception of the library that a restart would only repeat.
-
-    A forked worker says so itself, and also of a class that is derived from such an exception. Else its name tells, of
-    which torch's ``@record`` leaves the last part, with the full one in the traceback.
+    Notes are the lines behind an exception's own in each traceback, whoever prints or records it.
     """
-    lines = text.splitlines()
-    first = lines[0] if lines else ""
-    name, colon, message = first.partition(":")
-    return name in FINAL or any(f"{full}{colon}{message}" in detail for full in FINAL if full.endswith(f".{name}"))
+    if error is not None:
+        places = [number for number, line in enumerate(error.traceback) if line.startswith('  File "')]
+        return error.message, error.traceback, error.traceback[places[-1] + 1 if places else 0 :]
+    if supposed and (last := printed_last(stderr)) is not None:
+        return stderr[last], tuple(stderr), ()
+    index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
+    if index is None:
+        return "", tuple(stderr), ()
+    return _RANK.sub("", stderr[index]), tuple(stderr), tuple(_RANK.sub("", line) for line in stderr[index + 1 :])
 
 
 def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:

@@ -60,6 +60,7 @@ class Budget:
         self.mark = mark
         self._most = most
         self._soon = 0  # failures in a row soon after the start
+        self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done by then
 
     def rule(self, broken: Broken, *, lasted: float, begun: int | None, nodes: int = 1) -> Ruling:
         """Judge a broken round and charge it; a charge is one restart, whatever number of workers failed.
@@ -79,6 +80,8 @@ class Budget:
             return Ruling(kind)
         if kind.is_final:
             return self.end(kind)
+        if broken.imposed is None and failure is not None and self._repeated(failure, begun or 0):
+            return Ruling(Kind.FATAL, ends="a restart is of no use (the same step has failed in the same way twice)")
         idle = 0
         if not kind.costs:
             self.idle += not gained
@@ -112,6 +115,13 @@ class Budget:
     def spares(self, kind: Kind, *, lasted: float, begun: int | None, nodes: int = 1) -> bool:
         """Whether it would be free if a round ended now for what befell its nodes; see :meth:`rule`."""
         return kind is Kind.MEMBERSHIP or self._gained(lasted, begun) or self.idle < FREE + nodes
+
+    def _repeated(self, failure: Failure, begun: int) -> bool:
+        """Whether a restart has failed by the same numbers, no new step done: once it may have been a flipped bit."""
+        before, reached = self._repeats, begun + max(0, failure.trained)
+        if failure.repeats or reached > self._reached:
+            self._repeats, self._reached = failure.repeats, reached
+        return bool(failure.repeats) and failure.repeats == before
 
     def _gained(self, lasted: float, begun: int | None) -> bool:
         """Whether the training advances: a round has begun at a higher step than any before."""

@@ -41,6 +41,7 @@ class Failure:
         trained: optimizer steps that the round has done by then, as far as the node knows; -1 if it knows of none.
         supposed: whether it may not have failed: a traceback was the last that it printed before it was stopped, and
             may be that of an exception which it had handled.
+        repeats: where it failed, if a restart computes the same numbers there again; else empty.
     """
 
     node_id: str
@@ -59,6 +60,7 @@ class Failure:
     symptom: str = ""
     trained: int = -1
     supposed: bool = False
+    repeats: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
-from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.agreement import Agreement
 from elastic_launch.training.batches import versions
-from elastic_launch.training.gradients import Gradients
+from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import Position
 from elastic_launch.training.means import Means, MeanTable
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
@@ -398,11 +398,15 @@ class Step:
         reason = "Nothing was updated by it"
         if (name := self._gradients.parameters.not_finite()) is not None:
             reason += f", but {name} is not finite already: an earlier step's gradient was not"
-        raise NonFiniteLossError(
-            f"The loss is {self._table.value(index)} in step {self.number}, micro-batch {index}, on rank {rank}.",
+        where = f"The loss is {self._table.value(index)} in step {self.number}, micro-batch {index}"
+        error = NonFiniteLossError(
+            f"{where}, on rank {rank}.",
             f"{reason}. {self._origin(self.position.step, index)} If it diverges, a lower learning rate helps, or "
             "clipping gradients: step.update(clip_norm=1.0) or Trainer(clip_norm=1.0); with fp16, bf16 instead.",
         )
+        if isinstance(self._gradients, ExactGradients):
+            error.add_note(f"{REPEATS_NOTE}{where}.")
+        raise error
 
     def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
         if metrics.keys() != set(self._metric_names):

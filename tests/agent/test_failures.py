@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import copy
 import json
 import os
-import pkgutil
+import pickle
 import re
 import time
 import traceback
@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-import elastic_launch
 from elastic_agents import failures
 from elastic_agents.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import Reaped
 from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
-from elastic_launch.error_file import do_not_retry, read_error_file
-from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.error_file import ErrorFile, do_not_retry, read_error_file, write_error_file
+from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, UsageError
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
 from elastic_launch.training.replicas import ReplicasDifferError
+from elastic_launch.training.steps import NonFiniteLossError
 
 TRACEBACK = (
     "Traceback (most recent call last):",
@@ -196,10 +196,21 @@ def _traceback(error: Exception) -> tuple[str, ...]:
         return tuple(line for part in traceback.format_exception(raised) for line in part.rstrip().splitlines())
 
 
+class OfAScript(UsageError):
+    """A user's own, which calls nothing of ours."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what} cannot be\nin two lines"
+
+
 ODD = UnsupportedStateError("A checkpoint cannot hold x.", "Convert it.")
+FINAL = [UsageError("every=-1", "Write steps."), BatchError("micro=0"), ODD, OfAScript("x")]
 
 
-@pytest.mark.parametrize("error", [UsageError("every=-1", "Write steps."), BatchError("micro=0"), ODD], ids=type)
+@pytest.mark.parametrize("error", FINAL, ids=type)
 def test_misuse_of_the_library_is_final(error_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     printed = _traceback(error)
     assert failed(error_file, stderr=printed).kind == "fatal", "an executed worker"
@@ -224,22 +235,35 @@ def test_no_other_error_is_taken_for_misuse_of_the_library(error_file: Path) -> 
     assert failed(error_file, stderr=(*printed, "ValueError: other")).kind == "crash", "an error that followed"
     assert failed(error_file, stderr=(*printed, "going on"), exit_code=-11).kind == "crash"
     assert failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=printed).kind == "crash"
-    for other in (CheckpointWriteError("no room"), ReplicasDifferError("differs"), ValueError("UsageError: no")):
+    unlike: Any = ValueError("other")
+    unlike.__cause__ = UsageError("every=-1")
+    for other in (
+        CheckpointWriteError("no room"),
+        ReplicasDifferError("differs"),
+        ValueError("UsageError: no"),
+        unlike,
+    ):
         assert failed(error_file, stderr=_traceback(other)).kind == "crash"
     error_file.write_text(json.dumps({"message": {"message": "UsageError: another library's"}}))
     assert failed(error_file).kind == "crash"
 
 
-def test_the_names_are_those_of_all_final_errors() -> None:
-    """An agent knows them by name: it does not import what workers do."""
-    for module in pkgutil.walk_packages(elastic_launch.__path__, "elastic_launch."):
-        if not module.name.endswith("__main__") and ".integrations." not in module.name:  # frameworks may not be there
-            importlib.import_module(module.name)
-    kinds, left = set(), [ElasticLaunchError]
-    while left:
-        left.extend(new := left.pop().__subclasses__())
-        kinds.update(kind for kind in new if kind.final and kind.__module__.startswith("elastic_launch."))
-    assert {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds} == failures.FINAL
+def test_a_copy_of_a_final_error_says_so_once() -> None:
+    """As of one that comes from a loader's process."""
+    for copied in (pickle.loads(pickle.dumps(FINAL[0])), copy.copy(FINAL[0])):
+        assert copied.__notes__ == [FINAL_NOTE]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_where_a_restart_computes_the_same_again_is_reported(error_file: Path, recorded: bool) -> None:
+    error = NonFiniteLossError("The loss is nan on rank 1.", "It diverges.")
+    error.add_note(f"{REPEATS_NOTE}step 3.")
+    printed = _traceback(error)
+    if recorded:
+        write_error_file(error_file, ErrorFile("NonFiniteLossError: The loss is nan", printed))
+    found = failed(error_file, stderr=[f"[rank0]: {line}" for line in printed])
+    assert (found.kind, found.repeats) == ("crash", f"{REPEATS_NOTE}step 3.")
+    assert not failed(error_file.parent / "none", stderr=(*printed, "going on")).repeats
 
 
 # Reports.

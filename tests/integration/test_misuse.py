@@ -12,25 +12,41 @@ CHANGED = str(SCRIPTS / "guards" / "changed.py")
 REFUSED = """
 import os, time
 from elastic_launch.errors import UsageError
-class Refused(UsageError): ...
+class Refused(UsageError):
+    def __init__(self, *words): self.words = words
+    def __str__(self): return "\\n  ".join(self.words)
 if os.environ["RANK"] == "2":
-    raise {error}("micro=0 is no size", "Give 1 or more.")
+    raise Refused("micro=0 is no size", "Give 1 or more.")
 time.sleep(100)
 """
 
+NOT_FINITE = """
+import torch
+from torch import nn
+import elastic_launch as el
 
-@pytest.mark.parametrize(("error", "warm"), [("UsageError", False), ("Refused", True)], ids=["executed", "forked"])
-def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, error: str, warm: bool) -> None:
-    """A class that is derived from ours is known where the worker was forked."""
+with el.session() as run:
+    model = nn.Linear(4, 1)
+    loader = el.ElasticLoader(torch.ones(64, 4), el.GlobalBatch(8, micro=2))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.01), until=8, exact=True):
+        for x in step:
+            step.backward(model(x).mean() * (float("nan") if step.number == 6 else 1.0))
+        step.update()
+"""
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["executed", "forked"])
+def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool) -> None:
+    """Also by a class that is derived from ours."""
     script = tmp_path / "refused.py"
-    script.write_text(REFUSED.format(error=error) + ("import torch\n" if warm else ""))
+    script.write_text(REFUSED + ("import torch\n" if warm else ""))
     flags = [] if warm else ["--no-warm"]
     nodes = [job.node(name, *flags, nnodes="2", nproc=2, command=[str(script)]) for name in "ab"]
     assert [node.wait(60) for node in nodes] == [93, 93], nodes[0].output
     for node in nodes:
         cause = node.output.split("root cause")[-1]
         assert "rank 2 on node" in cause
-        assert f"{error}: micro=0 is no size" in cause
+        assert "Refused: micro=0 is no size" in cause
         assert "Give 1 or more." in cause
     assert not job.events("restart_charged")
     assert len(job.events("round_formed")) == 1
@@ -48,3 +64,16 @@ def test_another_optimizer_on_resume_ends_the_run_at_once(job: Job, tmp_path: Pa
     assert " does not fit this script's optimizer: it was saved by Adam, and here is AdamW." in cause
     assert "Resume with the optimizer that it was made with, or start in another directory" in cause
     assert not job.events("restart_charged")
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_the_same_way_again_ends_the_run(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NOT_FINITE)
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "9", command=[str(script)])
+    assert agent.wait(120) == 93, agent.output
+    assert "a restart is of no use (the same step has failed in the same way twice)" in agent.output
+    cause = agent.output.split("root cause")[-1]
+    assert "NonFiniteLossError: The loss is nan in step 6, micro-batch 0, on rank 0." in cause
+    assert "The micro-batch has the dataset's items" in cause
+    assert len(job.events("restart_charged")) == 1

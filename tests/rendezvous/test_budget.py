@@ -56,6 +56,38 @@ def test_without_restarts_a_script_that_cannot_run_ends_with_its_own_code() -> N
     assert verdict(budget, fatal, rule(budget, fatal))[0] == 93
 
 
+NAN = replace(CRASH, repeats="The loss is nan in step 4, micro-batch 1.", trained=3)
+
+
+def test_a_failure_that_a_restart_repeats_has_one() -> None:
+    """The first may have come of a flipped bit; what else happened before the same step does not matter."""
+    budget = Budget(0, 3)
+    assert rule(budget, NAN, begun=0).charged
+    assert rule(budget, CRASH, begun=2).charged
+    again = replace(NAN, rank=1, trained=1)
+    code, cause = verdict(budget, again, rule(budget, again, begun=2))
+    assert (code, cause) == (93, "a restart is of no use (the same step has failed in the same way twice): the cause")
+    assert budget.spent == 2
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        (NAN, Kind.NODE_LOSS, 0),
+        (replace(NAN, repeats="The loss is inf"), None, 0),
+        (replace(CRASH, trained=4), None, 0),
+    ],
+    ids=["node lost", "another failure", "step done"],
+)
+def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, Kind | None, int]) -> None:
+    budget = Budget(0, 9)
+    failure, imposed, begun = between
+    if imposed is None:
+        rule(budget, NAN, begun=0)
+    rule(budget, failure, imposed, begun=begun)
+    assert rule(budget, NAN, begun=0).charged
+
+
 # Restarts that are free.
 
 

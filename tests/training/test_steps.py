@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import REPEATS_NOTE, UsageError
 from elastic_launch.training.checkpoint import weights_sha256
 from elastic_launch.training.gradients import Gradients, check_model
 from elastic_launch.training.loader import ElasticLoader
@@ -99,8 +99,10 @@ def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: 
 
     with pytest.raises(
         NonFiniteLossError, match=r"nan in step 1, micro-batch 1, on rank 0\.\n.*items 3, 4, 5\. Newest.*clip_norm"
-    ):
+    ) as raised:
         _train(3, exact, backward, model=model)
+    again = [f"{REPEATS_NOTE}The loss is nan in step 1, micro-batch 1."]
+    assert getattr(raised.value, "__notes__", []) == (again if exact else [])
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 

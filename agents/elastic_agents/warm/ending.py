@@ -33,9 +33,6 @@ SOCKET = "ELASTIC_LAUNCH_SOCKET"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable with the file for the worker's exception (elastic_launch.error_file.ENV_ERROR_FILE)."""
 
-DO_NOT_RETRY = 93
-"""By this the error file says that a restart would fail in the same way (elastic_launch.errors.ExitCode)."""
-
 FLUSH_FAILED = 120
 """Exit code of an interpreter that could not flush its standard streams."""
 
@@ -91,15 +88,7 @@ def record(error: BaseException | None, path: str) -> None:
             "message": next(named, kind.__qualname__).rstrip(),
             "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         }
-        if _is_final(error):
-            message["errorCode"] = DO_NOT_RETRY
         json.dump({"message": message}, file)
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether an exception is one of this project's, or derived from one, that a restart would only repeat."""
-    ours = sys.modules.get("elastic_launch.errors")
-    return ours is not None and isinstance(error, ours.ElasticLaunchError) and error.final
 
 
 def _report(error: BaseException) -> int:
