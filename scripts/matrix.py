@@ -12,6 +12,7 @@ The standard library only. PIP_ARGS, PYTEST_ARGS and JOBS have the same meaning 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = "constraints.txt"
 LIMIT = 5400.0
 """Seconds after which an installation or a run of the tests is ended."""
+
+GRACE = 60.0
+"""Seconds that a command which is ended has for ending its own processes."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+ENDS = {2: "it was interrupted, and not all tests were run", 3: "an error of pytest itself", 4: "it could not begin"}
+"""The exit codes of pytest after which the counts are not those of all tests."""
 
 ONE_NODE = ("test_front_ends.py", "test_kills_exact.py", "test_one_node.py", "test_options.py")
 """Of the tests that start a whole run, those of one node and of exactness."""
@@ -64,6 +74,14 @@ class Result:
     installed: bool
     passed: bool
     text: str
+
+
+class Ended(BaseException):
+    """A signal asks for the end: what was started is ended and removed on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
 
 
 class NotInstallable(Exception):
@@ -116,6 +134,8 @@ def find_python(python: str, environ: Mapping[str, str]) -> tuple[str, str]:
             done = subprocess.run([candidate, "-c", IDENTIFY], capture_output=True, text=True, timeout=60)
         except OSError as error:
             raise NotInstallable(f"{candidate}: {error.strerror}") from None
+        except subprocess.TimeoutExpired:
+            raise NotInstallable(f"{candidate}: did not say its version within 60 s") from None
         version = done.stdout.strip()
         if done.returncode == 0 and ("/" in python or version.startswith(f"{python}.")):
             return candidate, version
@@ -140,12 +160,24 @@ def run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
         try:
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            print(f"matrix: ended after {LIMIT:.0f} s", file=out)
+            print(f"matrix: ended after {LIMIT:.0f} s", file=out, flush=True)
             return 124
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a command as Ctrl-C does, so that tests end what they started in sessions of their own, and then by force."""
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def install(
@@ -193,16 +225,36 @@ def judged(code: int, report: Path) -> tuple[bool, str]:
     }
     bad = count["failures"] + count["errors"]
     passed = count["tests"] - bad - count["skipped"]
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    reasons = Counter(skip.get("message") or "no reason given" for case in cases for skip in case.iter("skipped"))
     text = f"passed {passed}, skipped {count['skipped']}"
+    if reasons:
+        text += f" ({'; '.join(f'{many}: {reason}' for reason, many in sorted(reasons.items()))})"
     if code == 0 and not bad and passed:
         return True, text
     names = [
         f"{case.get('classname')}::{case.get('name')}"
-        for suite in suites
-        for case in suite.iter("testcase")
+        for case in cases
         if case.find("failure") is not None or case.find("error") is not None
     ]
-    return False, "\n    ".join([f"failed {bad}, {text} (pytest: {code})", *names])
+    if not count["tests"]:
+        text = f"no test was run (pytest ended with {code})"
+    elif code == 0 and not bad:
+        text = f"no test passed: {text}"
+    else:
+        text = f"failed {bad}, {text} (pytest ended with {code}{short(code, cases)})"
+    return False, "\n    ".join([text, *names])
+
+
+def short(code: int, cases: Sequence[ElementTree.Element]) -> str:
+    """Why the counts may not be those of all tests, if so."""
+    if code in ENDS:
+        return f": {ENDS[code]}"
+    if code not in (0, 1):
+        return ": ended before all tests were run"
+    # A process of pytest-xdist that dies takes the tests with it that it had yet to run.
+    crashed = any("crashed while running" in error.get("message", "") for case in cases for error in case)
+    return ": a process of the tests died, and not all tests were run" if crashed else ""
 
 
 def test(pair: Pair, directory: Path, *, keep: bool) -> Result:
@@ -230,6 +282,8 @@ def test(pair: Pair, directory: Path, *, keep: bool) -> Result:
         pytest += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-p", "no:cacheprovider", "-m", MARKS]
         pytest += [f"--junitxml={report}", *tests(), *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
         passed, text = judged(run(pytest, log, env), report)
+        if os.environ.get("PYTEST_ARGS"):
+            text += f"; with PYTEST_ARGS={shlex.quote(os.environ['PYTEST_ARGS'])}"
         return Result(pair, True, passed, f"{name}: {text} ({minutes(started)})" + ("" if passed else f"; see {log}"))
     except NotInstallable as error:
         return Result(pair, False, False, f"not installable: {error}" + (f" (see {log})" if log.exists() else ""))
@@ -263,17 +317,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     directory: Path = args.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    results = []
-    for pair in pairs:
-        results.append(test(pair, directory, keep=args.keep))
-        print(f"matrix: {pair}: {results[-1].text}", flush=True)
-    if len(results) > 1:
+    results: list[Result] = []
+    ended: Ended | None = None
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts this in the background
+            signal.signal(number, stop)
+    try:
+        for pair in pairs:
+            results.append(test(pair, directory, keep=args.keep))
+            print(f"matrix: {pair}: {results[-1].text}", flush=True)
+    except Ended as signalled:
+        ended = signalled
+        rest = pairs[len(results) :]
+        results += [Result(pair, False, False, f"not run to its end: {ended.number.name} came") for pair in rest]
+    if len(pairs) > 1 or ended:
         print("matrix: all together:")
         for result in results:
             print(f"  {result.pair}  {result.text}")
+        installed = [result for result in results if result.installed]
+        passed = sum(result.passed for result in installed)
+        print(f"matrix: of {len(pairs)} pairs {passed} passed, {len(installed) - passed} failed, ", end="")
+        print(f"{len(pairs) - len(installed)} not tested", flush=True)
+    if ended:
+        return 128 + ended.number
     if not any(result.installed for result in results):
         print("matrix: no pair could be installed, so nothing was tested", file=sys.stderr)
     return exit_code(results)
+
+
+def stop(number: int, _: object) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # the way out is bounded
+    raise Ended(number)
 
 
 if __name__ == "__main__":

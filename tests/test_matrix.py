@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from harness import SLOWNESS, wait_for
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -134,10 +136,11 @@ def test_a_pair_that_cannot_be_installed_says_why_and_nothing_tested_is_a_failur
     old.chmod(0o755)
     done = run("--directory", str(tmp_path / "made"), "9.9:2.13", f"{old}:2.13", f"{tmp_path}/none:2.13")
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-3:] == [
+    assert done.stdout.splitlines()[-4:] == [
         "  9.9:2.13  not installable: no python9.9 on PATH, nor of pyenv or uv",
         f"  {old}:2.13  not installable: {old}: no module named venv",
         f"  {tmp_path}/none:2.13  not installable: {tmp_path}/none: No such file or directory",
+        "matrix: of 3 pairs 0 passed, 0 failed, 3 not tested",
     ]
     assert "nothing was tested" in done.stderr
     assert list((tmp_path / "made").iterdir()) == []
@@ -156,20 +159,80 @@ def test_an_interpreter_is_found_on_path_and_where_pyenv_and_uv_keep_theirs(matr
         link.write_text("#!/bin/sh\nexit 1\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_was_started_and_names_what_was_not_run(tmp_path: Path, number: signal.Signals) -> None:
+    # Prints its version, and then makes an environment that is never done.
+    slow, started = tmp_path / "python-of-old", tmp_path / "started"
+    slow.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] || exec echo 3.11.7\n'
+        f'mkdir -p "$4" && echo $$ > {started}.new && mv {started}.new {started}\nexec sleep 600\n'
+    )
+    slow.chmod(0o755)
+    command = [sys.executable, str(ROOT / "scripts" / "matrix.py"), "--directory", str(tmp_path / "made")]
+    with subprocess.Popen([*command, f"{slow}:2.13", f"{slow}:2.14"], stdout=subprocess.PIPE, text=True) as matrix:
+        wait_for("the beginning of an environment", started.exists)
+        matrix.send_signal(number)
+        out, _ = matrix.communicate(timeout=60 * SLOWNESS)
+    assert matrix.returncode == 128 + number
+    assert out.splitlines()[-3:] == [
+        f"  {slow}:2.13  not run to its end: {number.name} came",
+        f"  {slow}:2.14  not run to its end: {number.name} came",
+        "matrix: of 2 pairs 0 passed, 0 failed, 2 not tested",
+    ]
+    assert not Path(f"/proc/{started.read_text().strip()}").exists()
+    assert [path.suffix for path in (tmp_path / "made").iterdir()] == [".log"]
+
+
+def test_tests_that_take_too_long_may_end_what_they_started(
+    matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "LIMIT", 1.0)
+    log = tmp_path / "log"
+    shell = "trap 'echo tidied; exit 2' INT; while :; do sleep 0.05; done"
+    assert matrix.run(["sh", "-c", shell], log, os.environ) == 124
+    assert log.read_text().splitlines()[-2:] == ["matrix: ended after 1 s", "tidied"]
+
+
 SUITE = "<testsuites><testsuite tests='{}' failures='{}' errors='{}' skipped='{}'>{}</testsuite></testsuites>"
+SKIPPED = "<testcase name='s'><skipped message='needs a GPU'/></testcase>"
+CRASHED = "<testcase classname='a' name='b'><error message='worker crashed while running a::b'/></testcase>"
+FAILED = "<testcase classname='a' name='b'><failure/></testcase><testcase name='c'/>"
 
 
 @pytest.mark.parametrize(
     ("code", "report", "passed", "text"),
     [
-        (0, SUITE.format(9, 0, 0, 2, ""), True, "passed 7, skipped 2"),
-        (1, SUITE.format(9, 0, 0, 2, ""), False, "failed 0, passed 7, skipped 2 (pytest: 1)"),
-        (0, SUITE.format(2, 0, 0, 2, ""), False, "failed 0, passed 0, skipped 2 (pytest: 0)"),
+        (0, SUITE.format(9, 0, 0, 0, ""), True, "passed 9, skipped 0"),
+        (0, SUITE.format(9, 0, 0, 2, 2 * SKIPPED), True, "passed 7, skipped 2 (2: needs a GPU)"),
+        (0, SUITE.format(2, 0, 0, 2, 2 * SKIPPED), False, "no test passed: passed 0, skipped 2 (2: needs a GPU)"),
+        (0, SUITE.format(0, 0, 0, 0, ""), False, "no test was run (pytest ended with 0)"),
+        (5, SUITE.format(0, 0, 0, 0, ""), False, "no test was run (pytest ended with 5)"),
+        (1, SUITE.format(9, 0, 0, 0, ""), False, "failed 0, passed 9, skipped 0 (pytest ended with 1)"),
         (
             1,
-            SUITE.format(3, 1, 1, 0, "<testcase classname='a' name='b'><failure/></testcase><testcase name='c'/>"),
+            SUITE.format(3, 1, 1, 0, FAILED),
             False,
-            "failed 2, passed 1, skipped 0 (pytest: 1)\n    a::b",
+            "failed 2, passed 1, skipped 0 (pytest ended with 1)\n    a::b",
+        ),
+        (
+            2,
+            SUITE.format(2, 1, 0, 0, FAILED),
+            False,
+            "failed 1, passed 1, skipped 0 (pytest ended with 2: it was interrupted, and not all tests were run)"
+            "\n    a::b",
+        ),
+        (
+            1,
+            SUITE.format(9, 0, 1, 0, CRASHED),
+            False,
+            "failed 1, passed 8, skipped 0 (pytest ended with 1: a process of the tests died, "
+            "and not all tests were run)\n    a::b",
+        ),
+        (
+            124,
+            SUITE.format(9, 0, 0, 0, ""),
+            False,
+            "failed 0, passed 9, skipped 0 (pytest ended with 124: ended before all tests were run)",
         ),
         (124, "", False, "failed: pytest ended with 124 and left no report"),
     ],
