@@ -302,7 +302,8 @@ def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> Ru
         number = signal.Signals(ended.signal)
         raise SignalException(f"The process got {number.name}, and this node has left the run.", sigval=number)
     if not report:
-        raise RuntimeError(f"The agent's process, pid {ended.pid}, ended with {ended.exit_code} and without a report.")
+        how = "cannot be reaped" if ended.exit_code is None else f"ended with {ended.exit_code}"
+        raise RuntimeError(f"The agent's process, pid {ended.pid}, {how}, and has left no report.")
     code, cause = int(report["code"]), str(report["cause"])
     if code == ExitCode.DONE:
         return RunResult(WorkerState.SUCCEEDED, return_values=_returned(report, call, group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-from elastic_launch.cli import build, read_command
+from elastic_launch.cli import build, here, read_command
 from elastic_launch.config import Command, LaunchConfig
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Line, Values
@@ -155,8 +156,30 @@ def of_strings(entrypoint: str, args: Sequence[object]) -> Command:
             given = {"--module": [""]}
             return read_command(Line(given, texts[2], texts[3:]), Values(given, values.environ))
         if not texts[1].startswith("-"):
+            _check_there(texts[1], "script")
             return read_command(Line({}, texts[1], texts[2:]), values)
     if entrypoint.endswith(".py") and os.path.isfile(entrypoint) and not os.access(entrypoint, os.X_OK):
         return read_command(Line({}, entrypoint, texts), values)
+    _check_program(entrypoint)
     given = {"--no-python": [""]}
     return read_command(Line(given, entrypoint, texts), Values(given, values.environ))
+
+
+def _check_program(entrypoint: str) -> None:
+    if shutil.which(entrypoint):
+        return
+    if entrypoint.endswith(".py"):
+        _check_there(entrypoint, "script")
+    _check_there(entrypoint, "program on PATH or")
+    if os.path.isdir(entrypoint):
+        raise UsageError(f"entrypoint {entrypoint!r} is a directory.", "Name a program or a Python script in it.")
+    if not os.access(entrypoint, os.X_OK):
+        raise UsageError(
+            f"entrypoint {entrypoint!r} is not executable.",
+            f"chmod +x it, or have Python run it: elastic_launch(config, sys.executable)('-u', {entrypoint!r}, ...).",
+        )
+
+
+def _check_there(path: str, what: str) -> None:
+    if not os.path.exists(path):
+        raise UsageError(f"entrypoint {path!r}: there is no such {what} in {here()}.", "Correct the path.")

@@ -32,7 +32,7 @@ from elastic_launch.settings import TIMES, Setting, default_node_id, parse_conf,
 from elastic_launch.torch_options import visible_device
 from elastic_launch.torchrun import DEFAULTS, NAME, SOURCE, called_so, errors_told, wanted
 
-__all__ = ["build", "check_directory", "console_main", "find_module", "launch", "main", "parse", "read_command"]
+__all__ = ["build", "check_directory", "console_main", "find_module", "here", "launch", "main", "parse", "read_command"]
 
 log = logging.getLogger(__name__)
 
@@ -382,7 +382,8 @@ def check_directory() -> None:
         raise UsageError("the working directory does not exist any more.", "Change to one that does.") from None
 
 
-def _here() -> str:
+def here() -> str:
+    """The working directory, for a message."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -393,7 +394,7 @@ def _check_script(script: str) -> None:
     # os.path has no exceptions to catch for a name too long or a directory that may not be entered.
     if not os.path.exists(script):
         raise UsageError(
-            f"there is no script {script!r} in {_here()}.",
+            f"there is no script {script!r} in {here()}.",
             "Correct the path, or give -m for a module or --no-python for a program.",
         )
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
@@ -408,7 +409,7 @@ def _check_module(name: str) -> None:
     spec = find_module(top) if top else None
     if spec is None:
         raise UsageError(
-            f"-m {name}: there is no module {top!r} in {_here()} or on sys.path.",
+            f"-m {name}: there is no module {top!r} in {here()} or on sys.path.",
             "Correct the name, change to the directory that has it, or install it.",
         )
     locations = spec.submodule_search_locations
@@ -443,9 +444,7 @@ def _program(script: str, environ: Mapping[str, str]) -> str:
     if os.path.isdir(script):
         raise UsageError(f"--no-python {script}: it is a directory.", "Name a program in it.")
     if not os.path.exists(script):
-        raise UsageError(
-            f"--no-python {script}: there is no such program on PATH or in {_here()}.", "Correct its name."
-        )
+        raise UsageError(f"--no-python {script}: there is no such program on PATH or in {here()}.", "Correct its name.")
     if not os.access(script, os.X_OK):
         raise UsageError(
             f"--no-python {script}: it is not executable.",

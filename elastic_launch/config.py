@@ -145,17 +145,21 @@ class Command:
     Attributes:
         argv: the process' whole argument vector.
         display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given;
-            without the interpreter, whose path may differ by node. Fit to stand behind our flags; ``--function`` stands
-            before the name of a Python function.
+            without the interpreter, whose path may differ by node. Fit to stand behind our flags. Of a Python function
+            its name.
         inherit: descriptors of the agent's that the process has, too.
+        function: whether it calls a Python function, which :mod:`elastic_launch.api` was given.
+        forked: whether workers are copies of the process that gave the function; then ``argv`` is not executed.
     """
 
     argv: tuple[str, ...]
     display: tuple[str, ...]
     inherit: tuple[int, ...] = ()
+    function: bool = False
+    forked: bool = False
 
     def __str__(self) -> str:
-        return shlex.join(self.display)
+        return f"function {self.display[0]}" if self.function else shlex.join(self.display)
 
     @property
     def target(self) -> tuple[str, str]:
@@ -164,10 +168,10 @@ class Command:
         Whether a script is run by ``--run-path`` makes no difference.
         """
         first, *rest = self.display
+        if self.function:
+            return "function", first
         if first == "-m":
             return "module", rest[0]
-        if first == "--function":
-            return "function", rest[0]
         if first in ("--no-python", "--run-path"):
             return "program" if first == "--no-python" else "script", _file_name(rest[0])
         return "script", _file_name(first)

@@ -218,6 +218,12 @@ def test_digest_tells_other_scripts_apart(change: dict[str, object]) -> None:
     assert dataclasses.replace(CONFIG, **change).digest() != CONFIG.digest()  # type: ignore[arg-type]
 
 
+def test_a_functions_name_is_no_flag_or_script() -> None:
+    function, script = Command(("x",), ("-m",), function=True), Command(("x",), ("--function",))
+    assert (function.target, str(function)) == (("function", "-m"), "function -m")
+    assert script.target == ("script", "--function")
+
+
 @pytest.mark.parametrize(
     ("display", "expected"),
     [

@@ -297,20 +297,30 @@ def test_a_run_on_etcd(tmp_path: Path) -> None:
         assert sorted(elastic_launch(config, called.describe)("x")) == [0, 1]
 
 
-def test_what_cannot_be_a_launch_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    def refused(entrypoint: Any, **options: Any) -> str:
+def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(entrypoint: Any, args: Any = (), **options: Any) -> str:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what is tested
-            elastic_launch(configured(tmp_path, **options), entrypoint)()
+            elastic_launch(configured(tmp_path, **options), entrypoint)(*args)
         return re.sub(r"\s+", " ", str(caught.value))
 
     assert "There is no entry point" in refused(None)
     assert "is not supported" in refused(called.describe, rdzv_backend="carrier-pigeon")
     assert "leaves no room" in refused(called.describe, rdzv_configs={"dead_after": 0.5, "beat": 1})
-    assert "there is no such program" in refused("no-such-program")
     assert "--start-method never is none" in refused(called.describe, start_method="never")
-    with pytest.raises((AttributeError, TypeError)) as caught:
-        elastic_launch(configured(tmp_path), lambda: None)()
-    assert caught.value.__notes__ == ["start_method='spawn' needs a function and arguments that can be pickled."]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").touch()
+    assert refused("nope.py") == f"entrypoint 'nope.py': there is no such script in {tmp_path}. Correct the path."
+    assert "entrypoint 'nope': there is no such program on PATH or in " in refused("nope")
+    assert "entrypoint 'nope.py': there is no such script in" in refused(sys.executable, args=("-u", "nope.py"))
+    assert f"entrypoint '{tmp_path}' is a directory" in refused(str(tmp_path))
+    assert "entrypoint 'notes' is not executable. chmod +x it, or have Python" in refused("notes")
+    name = "test_what_cannot_be_a_launch_is_refused_before_anything_starts.<locals>.<lambda>"
+    assert f"entrypoint {name} cannot be pickled for a worker that start_method='spawn'" in refused(lambda: None)
+    assert "or use start_method='fork'" in refused(lambda: None)
+    args = (1, threading.Lock())
+    assert "argument 2 of entrypoint fail, a lock, cannot be pickled" in refused(called.fail, args=args)
 
 
 @pytest.mark.slow

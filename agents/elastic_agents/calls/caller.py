@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -36,6 +37,9 @@ UNKNOWN = 255
 MARGIN = 10.0
 """Seconds that an agent gets beyond its workers' shutdown timeout before it is killed, if the caller cannot wait."""
 
+KILLED = 10.0
+"""Seconds that a process gets from SIGKILL to its end."""
+
 
 class Ended:
     """How an agent's process has ended.
@@ -43,7 +47,7 @@ class Ended:
     Attributes:
         report: what :mod:`elastic_agents.calls.process` says of it; empty if the process was killed.
         signal: the first of the signals that have come to the caller meanwhile, 0 for none.
-        exit_code: of the process; -N for signal N.
+        exit_code: of the process; -N for signal N; None if it could not be reaped.
         pid: of the process.
     """
 
@@ -97,12 +101,13 @@ class _Process:
     """The agent's process, a child of this one.
 
     Attributes:
-        exit_code: -N for signal N; None while it runs.
+        exit_code: -N for signal N; None while it runs, and of one that cannot be reaped.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.exit_code: int | None = None
+        self._descriptor = -1
         try:
             self._descriptor = os.pidfd_open(pid)
         except OSError:
@@ -112,7 +117,7 @@ class _Process:
 
     def signal(self, number: int) -> None:
         """Pass a signal on; from a signal's handler, too."""
-        if self.exit_code is None:
+        if self._descriptor >= 0:
             with suppress(ProcessLookupError):  # it has just been reaped
                 signal.pidfd_send_signal(self._descriptor, number)
 
@@ -124,7 +129,7 @@ class _Process:
 
     def end(self, timeout: float) -> None:
         """End it if it still runs: by SIGTERM, after a time by SIGKILL, when the guard ends its workers."""
-        if self.exit_code is not None:
+        if self._descriptor < 0:
             return
         try:
             if not self.wait(0):
@@ -136,13 +141,29 @@ class _Process:
             raise
         finally:
             self._reap()
-            os.close(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
     def _reap(self) -> None:
-        try:
-            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:
-            self.exit_code = UNKNOWN  # other code in this process has waited for it
+        """Take its exit code. It has ended or been killed; still the kernel may hold it, or a debugger."""
+        deadline = time.monotonic() + KILLED
+        while True:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.exit_code = UNKNOWN  # other code in this process has waited for it
+                return
+            if pid:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+                return
+            if time.monotonic() > deadline:
+                _log.error(
+                    "the agent's process, pid %d, cannot be reaped after %g s and is left behind: the kernel or a "
+                    "debugger holds it (see /proc/%d/status)",
+                    *(self.pid, KILLED, self.pid),
+                )
+                return
+            time.sleep(0.01)
 
 
 def _command(order: int, report: int, *server: int) -> list[str]:

@@ -19,6 +19,9 @@ from elastic_launch.config import Command
 
 __all__ = ["ForkedCall", "FunctionCall", "Results", "name_of"]
 
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
+"""What pickling raises for an object that cannot be pickled."""
+
 
 class Results:
     """What the workers of a call return, by local rank.
@@ -67,7 +70,8 @@ class ForkedCall(Results):
     def command(self) -> Command:
         """What stands for a worker's command: it executes nothing."""
         python = os.fsdecode(spawn.get_executable())
-        return Command((python, "-c", self.name, "${local_rank}"), ("--function", self.name))
+        argv = (python, "-c", self.name, "${local_rank}")
+        return Command(argv, (self.name,), function=True, forked=True)
 
     def close(self) -> None:
         self._stack.close()
@@ -80,8 +84,9 @@ class FunctionCall(Results):
         nproc: how many workers there are on this node.
 
     Raises:
-        ValueError: if the function is in a ``__main__`` that no other process can import.
-        Exception: whatever pickling the function or an argument raises.
+        ValueError: if the function or an argument cannot be pickled, or the function is in a ``__main__`` that no other
+            process can import.
+        Exception: another one that the caller's own classes raise as they are pickled.
     """
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
@@ -100,8 +105,9 @@ class FunctionCall(Results):
         tracker = () if self._tracker is None else (self._tracker,)
         return Command(
             (os.fsdecode(spawn.get_executable()), "-u", "-c", code, json.dumps(settings), "${local_rank}"),
-            ("--function", self.name),
+            (self.name,),
             inherit=tuple(sorted({self._call, *self.results, *self._shared, *tracker})),
+            function=True,
         )
 
     def close(self) -> None:
@@ -148,13 +154,32 @@ def _pickle(function: Callable[..., object], args: tuple[object, ...], descripto
     try:
         with open(descriptor, "wb", closefd=False) as file:
             reduction.dump(prepared, file)
-            reduction.dump((function, args), file)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        error.add_note("start_method='spawn' needs a function and arguments that can be pickled.")
-        raise
+            try:
+                reduction.dump((function, args), file)
+            except UNPICKLABLE as error:
+                raise ValueError(_why_not(function, args)) from error
     finally:
         context.set_spawning_popen(None)
     return child.descriptors
+
+
+def _why_not(function: Callable[..., object], args: tuple[object, ...]) -> str:
+    """Say which part of a call cannot be pickled, and what to do."""
+    name = name_of(function)
+    parts: list[tuple[str, object]] = [(f"entrypoint {name}", function)]
+    for number, arg in enumerate(args, 1):
+        parts.append((f"argument {number} of entrypoint {name}, a {type(arg).__name__},", arg))
+    for what, part in parts:
+        try:
+            reduction.ForkingPickler.dumps(part)
+        except UNPICKLABLE as error:
+            why = str(error).rstrip(".")
+            remedy = "Define the function at the top level of a module" if part is function else "Give another one"
+            return (
+                f"{what} cannot be pickled for a worker that start_method='spawn' or 'forkserver' starts: {why}.\n"
+                f"  {remedy}, or use start_method='fork', which pickles nothing but results."
+            )
+    return f"the call of entrypoint {name} cannot be pickled. Use start_method='fork'."
 
 
 def _is_in_main(function: Callable[..., object]) -> bool:

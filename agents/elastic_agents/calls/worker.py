@@ -48,13 +48,29 @@ def main(text: str, local_rank: str) -> None:
             process.current_process()._inheriting = True  # type: ignore[attr-defined]
             try:
                 spawn.prepare(pickle.load(data))
-                function, args = pickle.load(data)
+                function, args = _loaded(data)
             finally:
                 del process.current_process()._inheriting  # type: ignore[attr-defined]
         os.close(settings["call"])
         return function, args
 
     call(load, local_rank, mine)
+
+
+def _loaded(data: mmap.mmap) -> tuple[Callable[..., object], tuple[object, ...]]:
+    try:
+        function, args = pickle.load(data)
+    except AttributeError as error:
+        if not str(error).startswith("Can't get attribute"):
+            raise  # by a module that is imported for it
+        from elastic_launch.errors import UsageError  # of which no restart is made
+
+        raise UsageError(
+            f"a new process does not find what the call was given: {error}.",
+            "Define it at the top level of its module, not behind `if __name__ == '__main__'`, "
+            "or use start_method='fork'.",
+        ) from None
+    return function, args
 
 
 def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], local_rank: str, result: int) -> None:

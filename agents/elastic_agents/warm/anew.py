@@ -35,9 +35,9 @@ def wants_server(config: LaunchConfig) -> bool:
     python, *rest = config.command.argv
     if not config.warm or config.foreign is not None or config.options.numa_binding is not None:
         return False
-    return (
-        config.command.display[0] not in ("--no-python", "--function") and python == sys.executable and rest[0] == "-u"
-    )
+    if config.command.function or config.command.display[0] == "--no-python":
+        return False
+    return python == sys.executable and rest[0] == "-u"
 
 
 def begin_anew(config: LaunchConfig) -> Begun | None:

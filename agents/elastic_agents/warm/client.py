@@ -62,7 +62,8 @@ def start_processes(config: LaunchConfig, parted: Parted | None, files: Writer) 
         parted: a server that this process comes with.
         files: opens the file for what imports print, which may hang.
     """
-    if parted is not None and config.command.display[0] == "--function":
+    if config.command.forked:
+        assert parted is not None
         _be_subreaper(True)
         forks = WarmServer(parted.server, parted.orders, parted.source, {}, config.nproc)
         return lambda on_exit: CallersForks(on_exit, forks, _no_other)
