@@ -7,10 +7,9 @@ Whoever reaches its port can write to it and read it.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -146,15 +145,13 @@ def _reachable(endpoint: Endpoint, timeout: float) -> str:
 def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: bool) -> T:
     """Call a store; one that does not return in time is left to a daemon thread."""
     if inline:
-        with _translated(where):
-            return function()
+        return _answer(function, where)
     result: list[T] = []
     errors: list[StoreError] = []
 
     def work() -> None:
         try:
-            with _translated(where):
-                result.append(function())
+            result.append(_answer(function, where))
         except StoreError as error:
             errors.append(error)
 
@@ -173,10 +170,10 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
     return result[0]
 
 
-@contextlib.contextmanager
-def _translated(where: str) -> Iterator[None]:
+def _answer(function: Callable[[], T], where: str) -> T:
+    # No context manager: that of some versions of Python keeps the error, and so the socket, until some collection.
     try:
-        yield
+        return function()
     except (DistError, RuntimeError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         raise StoreError(f"the store at {where} failed: {first}") from error
