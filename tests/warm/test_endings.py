@@ -154,6 +154,11 @@ def _told(ended: Ended) -> tuple[int, str, str]:
 def test_a_forked_worker_ends_as_an_executed_one_ends(name: str, starters: dict[str, Starter], tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", ENDINGS[name])
     ends = {way: _told(starters[way].run(script)) for way in WAYS}
+    if name == "exit with a large number":
+        # Python 3.12 and 3.13 then happen upon the error of reading that number, and print it; 3.11 and 3.14 do not.
+        code, out, err = ends["exec"]
+        assert err == "" or err.endswith("OverflowError: Python int too large to convert to C long\n")
+        ends["exec"] = (code, out, "")
     assert ends["warm"] == ends["exec"]
 
 
