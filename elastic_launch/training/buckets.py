@@ -6,7 +6,10 @@ it crosses the ranks, while the backward pass goes on with the next one.
 
 All ranks send the same buckets in the same order, whatever gradients each of them has: a bucket waits for the one
 before, and what the backward pass did not fill is sent at its end, with zeros. Behind the values a bucket has a flag
-for each parameter, by whose sum a rank that has no gradient of it learns whether another one has.
+for each parameter, by whose sum a rank that has no gradient of it learns whether another one has. Behind these the
+first bucket has room for a cargo: a small step costs little more than its collectives, so it has one and not two.
+
+From its second micro-batch on a rank has autograd add to the buckets in place, without a copy or a call for each.
 """
 
 from __future__ import annotations
@@ -39,14 +42,16 @@ class _Bucket:
 
     Attributes:
         members: which parameters.
-        flat: their values, then a flag for each.
+        flat: their values, then a flag for each, then the cargo.
         flags: the flags, as a view.
+        cargo: room for it, as a view.
         pending: members that the last micro-batch has not brought yet.
     """
 
     members: list[int]
     flat: Tensor
     flags: Tensor
+    cargo: Tensor
     pending: int = 0
     work: dist.Work | None = None
 
@@ -60,16 +65,26 @@ class BucketedReduction:
         sparse: which get sparse gradients, which go one by one, in the end.
         rank: of the default process group.
         overlap: whether buckets go as soon as they are full, else all in the end, to which all ranks are known to come.
+        room: elements of the cargo at most.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], names: Sequence[str], sparse: frozenset[int], rank: int, *, overlap: bool
+        self,
+        like: Sequence[Tensor],
+        names: Sequence[str],
+        sparse: frozenset[int],
+        rank: int,
+        *,
+        overlap: bool,
+        room: int = 0,
     ) -> None:
         self._like = list(like)
         self._names = list(names)
         self._sparse = sorted(sparse)
         self._rank = rank
         self._overlap = overlap
+        self._room = room
+        self._cargo: Tensor | None = None
         # The first step shows in which order gradients come. Until then nothing is sent early, so nothing is lost by it
         # if a gradient comes in parts.
         self._order: list[int] | None = None
@@ -90,8 +105,27 @@ class BucketedReduction:
         """Whether buckets are sent before all ranks have come to the end of their backward passes."""
         return self._overlap and self._order is not None
 
+    @property
+    def room(self) -> int:
+        """Elements that the first bucket takes along in the present step; 0 if buckets go late."""
+        return self._room if self.early and self._buckets else 0
+
+    def load(self, cargo: Tensor) -> None:
+        """Have the first bucket take along what is to be added up over the ranks; before the last backward pass."""
+        self._cargo = cargo
+
+    def delivered(self) -> Tensor:
+        """Return the sums of the cargo, behind which there may be more; the first bucket goes now if it did not yet."""
+        if not self._next:
+            self._send()
+        first = self._buckets[0]
+        assert first.work is not None
+        first.work.wait()
+        return first.cargo
+
     def reset(self) -> None:
         """Begin a step."""
+        self._cargo = None
         self._present = [False] * len(self._like)
         self._sparse_sums = {}
         self._next = 0
@@ -130,12 +164,7 @@ class BucketedReduction:
         if gradient.layout is not torch.strided or bucket is None:
             self._put_sparse(which, gradient, bucket)
             return
-        if bucket.work is not None:
-            raise UsageError(
-                f"The gradient of {self._names[which]} came in several parts, the last one after it was sent.",
-                "Use activation checkpointing with use_reentrant=False, call other losses' backward() before "
-                "step.backward(), or use exact=True.",
-            )
+        self._refuse_late(which, bucket)
         if self._present[which]:
             self._views[which].add_(gradient)
         else:
@@ -143,6 +172,30 @@ class BucketedReduction:
             self._present[which] = True
         if self._sending:
             self._count(which, bucket)
+
+    def totals(self) -> Values:
+        """Return the sums so far, None where there is none, to which autograd may add in place."""
+        pairs = zip(self._views, self._present, self._home, strict=True)
+        return [view if present and home is not None else None for view, present, home in pairs]
+
+    def added(self, which: int) -> None:
+        """Take note of a gradient, or a part of one, that was added to one of :meth:`totals`.
+
+        Raises:
+            UsageError: if its bucket is gone already.
+        """
+        bucket = self._home[which]
+        if self._sending and bucket is not None:
+            self._refuse_late(which, bucket)
+            self._count(which, bucket)
+
+    def _refuse_late(self, which: int, bucket: _Bucket) -> None:
+        if bucket.work is not None:
+            raise UsageError(
+                f"The gradient of {self._names[which]} came in several parts, the last one after it was sent.",
+                "Use activation checkpointing with use_reentrant=False, call other losses' backward() before "
+                "step.backward(), or use exact=True.",
+            )
 
     def _count(self, which: int, bucket: _Bucket) -> None:
         self._arrived.append(which)
@@ -201,7 +254,15 @@ class BucketedReduction:
                 if not there:
                     self._views[which].zero_()
             bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
-        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        used = bucket.flat
+        if bucket is self._buckets[0] and self._room:
+            unused = self._room
+            if self._cargo is not None:
+                unused -= len(self._cargo)
+                bucket.cargo[: len(self._cargo)].copy_(self._cargo)
+            if unused:
+                used = used[:-unused]
+        bucket.work = dist.all_reduce(used, async_op=True)
 
     def _learn(self) -> None:
         """Put the parameters into buckets in the order in which the first rank's backward pass has them."""
@@ -241,8 +302,9 @@ class BucketedReduction:
         size = sum(sizes)
         real = first.real.dtype if first.is_complex() else first.dtype
         # Not all backends know complex numbers.
-        flat = torch.zeros(size + len(members), dtype=real, device=first.device)
-        bucket = _Bucket(members, flat, flat[size:])
+        end = size + len(members)
+        flat = torch.zeros(end + (0 if self._buckets else self._room), dtype=real, device=first.device)
+        bucket = _Bucket(members, flat, flat[size:end], flat[end:])
         start = 0
         for which, space in zip(members, sizes, strict=True):
             parameter = self._like[which]
@@ -289,6 +351,7 @@ class LocalReduction:
     """
 
     early = False
+    room = 0
 
     def __init__(self, count: int) -> None:
         self._sums: Values = [None] * count
@@ -318,6 +381,13 @@ class LocalReduction:
             return gradient.clone()
         self._memory.add(memory)
         return gradient
+
+    def totals(self) -> Values:
+        """Return the sums so far, None where there is none, to which autograd may add in place."""
+        return [None if total is None or total.is_sparse else total for total in self._sums]
+
+    def added(self, which: int) -> None:
+        """A gradient was added to one of :meth:`totals`."""
 
     def finish(self) -> Values:
         """Return the sums."""

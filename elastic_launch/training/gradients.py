@@ -21,6 +21,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.buckets import BucketedReduction, LocalReduction
 from elastic_launch.training.buffers import Buffers
 from elastic_launch.training.flat import Values
+from elastic_launch.training.means import MeanTable
 from elastic_launch.training.parameters import Parameters
 from elastic_launch.training.reduction import ExactReduction
 
@@ -55,6 +56,7 @@ class Gradients:
         world_size, rank: of the default process group.
         overlap: whether backward passes send what they have to other ranks. Without it a step can be given up on one
             rank.
+        room: elements that tables take which go with gradients, see :meth:`post`; the same on all ranks.
         buffers: rules for buffers, by pattern of their names.
 
     Attributes:
@@ -75,6 +77,7 @@ class Gradients:
         rank: int,
         *,
         overlap: bool = True,
+        room: int = 0,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
@@ -82,6 +85,7 @@ class Gradients:
         self.rank = rank
         self.parameters = Parameters(model, optimizer)
         self._overlap = overlap
+        self._room = room
         self._buffers = Buffers(model, world_size, buffers)
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
@@ -96,14 +100,17 @@ class Gradients:
         ]
         self._taking = False
         self._took = False
+        self._totals: Values | None = None  # to which autograd adds in place
+        self._carried = False  # whether the step's table goes with gradients
         if world_size > 1:
             self.parameters.agree(rank)
         self._follow()
+        self._carrier = self._reduction
 
     def _follow(self) -> None:
         """Take the gradients of all parameters that need them now."""
-        self._reduction = self._new_reduction()
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
+        self._reduction = self._new_reduction()
         self._remove_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
@@ -115,7 +122,12 @@ class Gradients:
         if self.world_size == 1:
             return LocalReduction(len(trained.trained))
         return BucketedReduction(
-            trained.trained, trained.trained_names, trained.sparse, self.rank, overlap=self._overlap
+            trained.trained,
+            trained.trained_names,
+            trained.sparse,
+            self.rank,
+            overlap=self._overlap,
+            room=self._room if self.on_cpu else 0,
         )
 
     def begin(self, plan: BatchPlan) -> None:
@@ -123,6 +135,9 @@ class Gradients:
         self._plan = plan
         self.waiting = False
         self._changes = []
+        # The other ranks need not have changed: what tells them so goes with a bucket of the size that they know.
+        self._carrier = self._reduction
+        self._carrier.reset()
         if self.parameters.changed():
             known = set(map(id, self.parameters.all))
             self._changes = self.parameters.follow()
@@ -132,10 +147,10 @@ class Gradients:
                 if id(parameter) not in known
             ]
             self._follow()
+            self._reduction.reset()
         for parameter in self.parameters.all:
             parameter.grad = None
         self._buffers.begin(plan)
-        self._reduction.reset()
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -161,7 +176,17 @@ class Gradients:
         """Surround the backward pass of this rank's number-th micro-batch."""
         self._took = False
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
-        yield
+        trained = self.parameters.trained
+        self._totals = self._reduction.totals() if number else None
+        for parameter, total in zip(trained, self._totals or [], strict=False):
+            parameter.grad = total
+        try:
+            yield
+        finally:
+            if self._totals is not None:
+                self._totals = None
+                for parameter in trained:
+                    parameter.grad = None
         self._reduction.end_pass()
 
     @property
@@ -172,11 +197,44 @@ class Gradients:
     def _take_gradient(self, which: int, parameter: Tensor) -> None:
         """Take a parameter's gradient as soon as backward has it."""
         gradient = parameter.grad
-        if self._taking and gradient is not None:
-            parameter.grad = None
-            self._took = True
-            # With create_graph=True it is part of a graph, to which sums would be added.
-            self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
+        if not self._taking or gradient is None:
+            return
+        self._took = True
+        if self._totals is not None and (total := self._totals[which]) is not None:
+            if gradient is not total:
+                # A hook of the script's has put another one in its place.
+                total.copy_(gradient.detach())
+                parameter.grad = total
+            self._reduction.added(which)
+            return
+        parameter.grad = None
+        # With create_graph=True it is part of a graph, to which sums would be added.
+        self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
+
+    def post(self, table: MeanTable) -> None:
+        """Begin to give every rank a table; :meth:`wait` before anything in it is read.
+
+        It goes with the first bucket of gradients if these go early: then it costs no collective of its own.
+        """
+        self._carried = self._carrier.room > 0
+        if self._carried:
+            self._carrier.load(table.cargo(changed=self._carrier is not self._reduction))
+        else:
+            table.post(self.world_size)
+
+    def wait(self, table: MeanTable) -> None:
+        """Wait for what was posted."""
+        if self._carried:
+            self._reduction.send()
+            table.unload(self._carrier.delivered())
+        else:
+            table.wait()
+
+    def agreed(self, table: MeanTable) -> bool:
+        """Whether all ranks train the same parameters, by the table that has come; called by all of them."""
+        if not self._carried:
+            return table.agreed
+        return not table.any_changed or (table.all_changed and self.parameters.same_everywhere())
 
     @property
     def whole(self) -> bool:

@@ -14,12 +14,14 @@ from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.listing import positions
+from elastic_launch.training.agreement import NOTHING
 from elastic_launch.training.branches import within
 from elastic_launch.training.buffer_rules import buffers_of
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import Loader
+from elastic_launch.training.means import cargo_size
 from elastic_launch.training.memory import settled
 from elastic_launch.training.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_all
@@ -199,9 +201,10 @@ class Loop:
         world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
-        return Gradients(
-            self._model, self._optimizer, world_size, rank, overlap=not self._options.redo, buffers=buffers
-        )
+        overlap = not self._options.redo
+        rows = len(self._loader.batch.micro_batches())
+        room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
+        return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers)
 
     def _resume(self) -> Resumed:
         if self._step and self._run.trainings.was_last(self._trained):

@@ -13,10 +13,24 @@ from torch import Tensor
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["MeanTable", "Means"]
+__all__ = ["MOST_CARGO", "MeanTable", "Means", "cargo_size"]
 
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
 _SIZE = 8  # bytes of a number
+_FLAGS = 2  # of each rank, in the cargo: that its parameters have changed, that they have not
+
+MOST_CARGO = 1 << 16
+"""Elements of a table that go with others: a longer one goes by itself, in an eighth of the bytes."""
+
+
+def cargo_size(rows: int, columns: int, carried: int) -> int:
+    """Return the length of :attr:`MeanTable.cargo`; 0 if it is too long to go with others.
+
+    Args:
+        carried: how many further numbers there are.
+    """
+    size = _FLAGS + carried + _SIZE * rows * (columns + 2)
+    return size if size <= MOST_CARGO else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,11 @@ class MeanTable:
     """A row for each micro-batch of all ranks, of which each rank fills in its own.
 
     All others are zero, so that adding the ranks' tables is exact, and every rank then sums the rows in the same order.
+    A table crosses the ranks by itself, or as the cargo of other values that are added up over them.
+
+    Attributes:
+        any_changed, all_changed: whether any rank, and whether each, has said in the cargo that its parameters have
+            changed.
 
     Args:
         rows: number of micro-batches.
@@ -46,6 +65,7 @@ class MeanTable:
     def __init__(self, rows: int, columns: int, carried: Sequence[float] = ()) -> None:
         # First whether it is marked, the ranks' signatures, and how many have all gradients; in each row, beside the
         # values, the weight and whether it was given. Plain numbers: most tables are small, and calls of torch cost.
+        self.any_changed = self.all_changed = False
         self._width = columns + 2
         self._end = _HEAD + rows * self._width
         self._numbers = array("d", bytes(_SIZE * self._end))
@@ -96,6 +116,26 @@ class MeanTable:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def cargo(self, *, changed: bool) -> Tensor:
+        """Return rows and further numbers, 0 or 1 each, as small integers: their sums are exact in every dtype.
+
+        A row's bytes are zero on all ranks but one.
+        """
+        flags = bytearray([changed, not changed, *map(int, self.carried)])
+        rows = memoryview(self._numbers)[_HEAD : self._end].cast("B")
+        return torch.frombuffer(flags + rows, dtype=torch.uint8)
+
+    def unload(self, sums: Tensor) -> None:
+        """Take in the sums over the ranks of what they returned from :meth:`cargo`."""
+        flags = _FLAGS + len(self._numbers) - self._end
+        # So many ranks may have set one that its sum is rounded.
+        changed, unchanged, *carried = sums[:flags].tolist()
+        self.any_changed, self.all_changed = changed > 0, unchanged == 0
+        self._numbers[self._end :] = array("d", carried)
+        size = _SIZE * (self._end - _HEAD)
+        rows = torch.frombuffer(self._numbers, dtype=torch.uint8, offset=_SIZE * _HEAD, count=size)
+        rows.copy_(sums[flags : flags + size])
 
     @property
     def carried(self) -> Sequence[float]:

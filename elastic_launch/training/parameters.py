@@ -124,15 +124,19 @@ class Parameters:
         Raises:
             UsageError: naming the first parameter in which this rank's are others than the first rank's.
         """
-        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        if int(bounds[0]) != -int(bounds[1]):
+        if not self.same_everywhere():
             theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
             raise UsageError(
                 f"The ranks train different parameters: {_difference(self._description(), theirs, rank)}.",
                 "Build the same model and optimizer, with the same layers frozen, on every rank.",
             )
         broadcast_tensors([*self.all, *self._model.buffers()], 0)
+
+    def same_everywhere(self) -> bool:
+        """Whether all ranks have the same signature; called by all of them."""
+        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        return int(bounds[0]) == -int(bounds[1])
 
     def check_new(self, names: list[str]) -> None:
         """Compare parameters that are new in the middle of a training; called by all ranks.

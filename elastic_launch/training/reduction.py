@@ -40,6 +40,9 @@ class ExactReduction:
     early = False
     """It sends nothing before all ranks have come to the step's end."""
 
+    room = 0
+    """It takes nothing along."""
+
     def __init__(
         self,
         like: Sequence[Tensor],
@@ -164,6 +167,9 @@ class ExactReduction:
                 if value is not None:
                     self._free[which].append(value)
         self._stack, self._given = [], [None] * len(self._places)
+
+    def totals(self) -> None:
+        """None: autograd may not add to anything in place, in another order than the tree's."""
 
     def begin_pass(self, *, last: bool) -> None: ...
 

@@ -219,8 +219,10 @@ class Step:
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples
-        scaled = loss.reshape(()) * share
-        self._losses.append((loss.detach().reshape(()), weight))
+        # Each operation counts in a small step, and again in its backward pass.
+        scalar = loss if loss.dim() == 0 else loss.reshape(())
+        scaled = scalar if share == 1 else scalar * share
+        self._losses.append((scalar.detach(), weight))
         self._metric_values.append(values)
         last = self._current == self.plan.grad_accum - 1
         if last and self._gradients.talks_in_between and self._gradients.on_cpu:
@@ -341,7 +343,7 @@ class Step:
             table.mark()
         if self._gradients.whole:
             table.whole()
-        table.post(self._gradients.world_size)
+        self._gradients.post(table)
         return table
 
     def _exchange(self) -> Means:
@@ -360,7 +362,7 @@ class Step:
             self._table = self._posted()
         table = self._table
         if not self._exchanged:
-            table.wait()
+            self._gradients.wait(table)
             if self._agreement is not None:
                 self._agreement.arrive(table.carried)
         if table.marked:
@@ -371,7 +373,7 @@ class Step:
         if self._exchanged:
             raise UsageError(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
         self._exchanged = True
-        if not table.agreed:
+        if not self._gradients.agreed(table):
             self._gradients.disagree(f"step {self.number}")
         self._gradients.finish(table.any_whole)
         try:

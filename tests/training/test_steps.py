@@ -284,6 +284,44 @@ def test_gradients_that_share_their_memory_are_added_one_by_one(exact: bool, mic
 
 
 @pytest.mark.parametrize("exact", [False, True])
+def test_what_the_script_does_to_gradients_in_the_loop_changes_nothing(exact: bool) -> None:
+    """They are out of its reach until the loop has ended, also where autograd adds to them in place."""
+    model = _model()
+    seen = []
+
+    def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+        step.backward(_mse(step, sample))
+        seen.extend(parameter.grad for parameter in model.parameters())
+        model.zero_grad(set_to_none=False)
+
+    _train(3, exact, backward, until="1ba", model=model)
+    expected, _ = _train(3, exact, lambda step, sample: step.backward(_mse(step, sample)), until="1ba")
+    assert seen == [None] * 6
+    assert weights_sha256(model) == weights_sha256(expected)
+
+
+def test_a_gradient_that_a_hook_of_the_scripts_has_replaced_counts() -> None:
+    """As in plain PyTorch the hook sees the sum so far."""
+
+    def halved(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2
+
+    model, expected = _model(), _model()
+    for parameter in (*model.parameters(), *expected.parameters()):
+        parameter.register_post_accumulate_grad_hook(halved)
+    _train(4, False, lambda step, sample: step.backward(_mse(step, sample)), until="1ba", model=model)
+    for rows in (slice(0, 4), slice(4, 8)):
+        (nn.functional.mse_loss(expected(INPUTS[rows]), TARGETS[rows]) / 2).backward()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("exact", [False, True])
 def test_a_buffer_that_a_module_assigns_anew_is_part_of_the_step(exact: bool) -> None:
     class Averaging(nn.Module):
         def __init__(self) -> None:
