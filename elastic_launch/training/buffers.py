@@ -65,6 +65,8 @@ class Buffers:
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._total = plan.total
+        if not self._all:
+            return
         tensors = [x.tensor for x in self._ruled]
         if not self._starts:
             self._starts = {x.name: x.tensor.detach().clone() for x in self._ruled}
@@ -89,6 +91,8 @@ class Buffers:
         Raises:
             UsageError: if a buffer has changed that has no rule for that, or has another shape.
         """
+        if not self._all:
+            return []
         for buffer in self._all:
             _take_back(buffer)
         for buffer, start in zip(self._ruled, self._starts.values(), strict=True):
@@ -149,6 +153,8 @@ class Buffers:
             UsageError: on all ranks, if a mean is none, and then no buffer has changed; or if the script has changed a
                 buffer since the last micro-batch.
         """
+        if not self._all:
+            return
         self._check_untouched()
         new = [self._mean(buffer, total) for buffer, total in zip(self._means, sums, strict=True)]
         alone = self._share_undecided() if self._world_size > 1 else []
@@ -195,6 +201,8 @@ class Buffers:
 
     def restore(self) -> None:
         """Give the buffers the values of the step's start."""
+        if not self._all:
+            return
         with torch.no_grad():
             if self._ruled:
                 torch._foreach_copy_([x.tensor for x in self._ruled], list(self._starts.values()))
