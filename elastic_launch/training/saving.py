@@ -116,6 +116,13 @@ class Saver:
             self._branch = checkpoint.branch
         if self._equal == kept.position:
             self.equal_after(step)  # of this branch, too
+        elif not resumed.compared and self._world.rank == 0:
+            _log.warning(
+                "training goes on from the snapshot of step %d in memory; the ranks were last compared after step %d, "
+                "and a difference since then is not found any more",
+                step,
+                resumed.equal,
+            )
         if checkpoint is not None:
             worlds = [*resumed.worlds, self._world.world_size]
             self._uncertain = partial(self._save_again, step, identity, state, worlds)

@@ -13,9 +13,12 @@ from harness import SCRIPTS, Job
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
-from elastic_launch.training import checksum
+from elastic_launch.training import checksum, saving
 from elastic_launch.training.checksum import checksums, combined
+from elastic_launch.training.memory import Newest
 from elastic_launch.training.replicas import replicated
+from elastic_launch.training.state import TrainingState
+from elastic_launch.training.world import World
 
 SCRIPT = str(SCRIPTS / "differing.py")
 LARGE = checksum._CHUNK * 2 + 5
@@ -102,6 +105,20 @@ def test_ranks_that_always_differ_end_the_run_and_nothing_wrong_is_saved(job: Jo
     assert agent.wait(100) == 91, agent.output
     assert "the ranks do not have the same parameter '2.bias': ranks 0, 1 differ." in agent.output
     assert all(info.step < 20 for info in snapshot.find(saved))
+
+
+@pytest.mark.parametrize(("compared", "equal"), [(False, 7), (True, 9)])
+def test_a_restart_from_a_snapshot_that_was_not_compared_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compared: bool, equal: int
+) -> None:
+    """A difference between ranks of one node is lost by it."""
+    meta = {"worlds": [2], "identity": {}, "equal": (1, equal), "compared": compared}
+    monkeypatch.setattr(saving, "newest", lambda *_: Newest((1, 9), None, 0, True))
+    monkeypatch.setattr(saving, "restore", lambda *_: ({}, meta))
+    resumed = saving.Saver(World(round=2), None).restore(None, {}, TrainingState())
+    assert resumed.step == 9
+    said = "training goes on from the snapshot of step 9 in memory; the ranks were last compared after step 7, and"
+    assert [said in text for text in caplog.messages] == ([] if compared else [True])
 
 
 @pytest.mark.slow
