@@ -104,135 +104,123 @@ def test_variables_for_native_code_that_a_script_sets_are_found(text: str, names
     ],
 )
 def test_what_is_set_before_an_import_is_known(text: str, names: set[str], tmp_path: Path) -> None:
-    assert _read(tmp_path, text).before_imports == names
+    assert _read(tmp_path, f"import os\n{text}").set_before([]) == names
+
+
+def test_what_is_imported_besides_may_come_after_whatever_the_script_sets(tmp_path: Path) -> None:
+    found = _read(tmp_path, "import os, yaml\nos.environ['HF_HOME'] = '/x'")
+    assert found.set_before([Import("yaml")]) == set()
+    assert found.set_before([Import("numpy")]) == {"HF_HOME"}
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "sys.path = ['third_party']",
-        "sys.path.insert(0, input())",
-        "sys.path.insert(0, __file__[:-9])",
-        "sys.path.insert(0, 'no_such_directory')",
-        "sys.path.insert(0, 'script.py')",
-        "sys.path.append(input())",
-        "sys.path.extend(input())",
-        "sys.path += input()",
-        "os.chdir('third_party')\nsys.path.insert(0, '..')",
-        "os.chdir('third_party')\nsys.path.insert(0, os.path.abspath('..'))",
-        "os.chdir('third_party')\nsys.path.insert(0, os.getcwd())",
-        "os.chdir('third_party')\nsys.path.insert(0, str(Path('..').resolve()))",
-        "root = 'third_party'\nif input():\n    root = '.'\nsys.path.insert(0, root)",
-        "try:\n    root = 'third_party'\nexcept OSError:\n    root = '.'\nsys.path.insert(0, root)",
-        "try:\n    pass\nexcept OSError:\n    root = '.'\nelse:\n    root = 'third_party'\nsys.path.insert(0, root)",
-        "try:\n    import google.colab\n    root = 'third_party'\nexcept ImportError as root:\n    pass\n"
-        "sys.path.insert(0, root)",
-        "root = 'third_party'\nfrom settings import root\nsys.path.insert(0, root)",
-        "root = 'third_party'\nfrom settings import *\nsys.path.insert(0, root)",
-        "root = 'third_party'\ndef root(): pass\nsys.path.insert(0, root)",
-        "root = 'third_party'\nother = (root := '.')\nsys.path.insert(0, root)",
-        "root = 'third_party'\nmatch input():\n    case root:\n        sys.path.insert(0, root)",
-        "class os:\n    fspath = input\nsys.path.insert(0, os.fspath('third_party'))",
-        "from path import Path\nsys.path.insert(0, Path('third_party'))",
-        "try:\n    from pathlib import Path\nexcept ImportError:\n    from path import Path\n"
-        "sys.path.insert(0, str(Path('third_party')))",
-        "def add(p):\n    if p not in sys.path:\n        sys.path.insert(0, p)\nadd('third_party')",
-        "if True:\n    def add(p):\n        sys.path = [p]\nadd('third_party')",
-        "def add(p):\n    sys.path.insert(0, p)\ndef both():\n    add('a')\nboth()",
-        "from sys import path\npath += [input()]",
-        "from sys import path\npath.insert(0, input())",
-        "import sys as system\nsystem.path.insert(0, input())",
-        "if True:\n    import sys as system\nsystem.path.insert(0, input())",
-        "place = 'a'\nfor place in ['a', 'b']:\n    sys.path.insert(0, place)",
-        "place = 'a'\nif sys.argv:\n    place = input()\nsys.path.insert(0, place)",
-        "import moves\nsys.path.insert(0, 'third_party')",
-        "def move():\n    os.chdir('third_party')\nmove()\nsys.path.insert(0, '..')",
-        "root = 'third_party'\ndef f():\n    global root\n    root = '.'\nf()\nsys.path.insert(0, root)",
-        "def f():\n    global root\n    root = '.'\nroot = 'third_party'\nf()\nsys.path.insert(0, root)",
-        "path = sys.path\npath.insert(0, input())",
-        "(path := sys.path).insert(0, input())",
-        "path: list[str] = sys.path\npath.insert(0, input())",
-        "path, other = sys.path, 1\npath.insert(0, input())",
-        "for path in [sys.path]:\n    path.insert(0, input())",
-        "def add(path=sys.path):\n    path.insert(0, input())\nadd()",
-        "insert = sys.path.insert\ninsert(0, input())",
-        "add_to(sys.path)",
-        "add_to(path=sys.path)",
-        "sys.path[:0] = ['third_party']",
-        "sys.path.remove('third_party')",
-        "try:\n    pass\nexcept OSError:\n    sys.path.insert(0, input())",
+        "sys.path = ['lib']",
+        "sys.path.insert(0, 'lib')",
+        "sys.path.append(os.path.dirname(__file__))",
+        "sys.path += ['lib']",
+        "sys.path[:0] = ['lib']",
+        "del sys.path[0]",
+        "if 'lib' not in sys.path:\n    sys.path.append('lib')",
+        "try:\n    pass\nexcept OSError:\n    sys.path.insert(0, 'lib')",
+        "try:\n    sys.path.insert(0, 'lib')\nfinally:\n    pass",
         "sys.meta_path.append(None)",
+        "sys.path_hooks.clear()",
         "sys.modules['numpy'] = None",
-        "import site\nsite.addsitedir('third_party')",
+        "sys.modules.pop('numpy', None)",
+        "sys.modules.setdefault('numpy', sys)",
+        "add_to(sys.path)",
+        "path = sys.path",
+        "insert = lambda place: sys.path.insert(0, place)",
+        "vars(sys)['path'] = []",
+        "sys.__dict__['path'] = []",
+        "setattr(sys, 'path', [])",
+        "os.sys.path.append('lib')",
+        "import sys as system",
+        "from os import sys as system",
+        "from sys import path",
+        "from sys import *",
+        "if True:\n    from sys import path as place",
+        "import site\nsite.addsitedir('lib')",
+        "from site import addsitedir as add\nadd('lib')",
+        "def add(place):\n    sys.path.append(place)\nadd('lib')",
+        "def add(path=sys.path):\n    path.insert(0, 'lib')\nadd()",
+        "def add(place):\n    from sys import path\n    path.append(place)\nadd('lib')",
+        "def add(p):\n    sys.path.insert(0, p)\ndef both():\n    add('a')\nboth()",
+        "class Paths:\n    def add(self):\n        sys.path.append('lib')\nPaths().add()",
+        "import edits",
+        "from package import edits",
+        "import package.edits",
+        "if input():\n    import edits",
+        "from package.adds import add as extend\nextend('lib')",
+        "from namespace.inner import edits",
+        "import namespace.inner.edits",
     ],
 )
-def test_the_reading_ends_where_later_imports_find_other_things(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "third_party").mkdir()
-    write(tmp_path, "moves.py", "import os\nos.chdir('third_party')")
-    text = f"import os, sys, yaml\nfrom pathlib import Path\n{text}\nimport numpy"
-    assert _read(tmp_path, text).imports == [Import("yaml")]
+def test_the_reading_stops_where_later_imports_may_find_other_things(text: str, tmp_path: Path) -> None:
+    write(tmp_path, "edits.py", "import sys\nsys.path.append('lib')")
+    write(tmp_path, "package/__init__.py", "")
+    write(tmp_path, "package/edits.py", "from .adds import add\nadd('lib')")
+    write(tmp_path, "package/adds.py", "import sys\ndef add(place):\n    sys.path.append(place)")
+    write(tmp_path, "namespace/inner/edits.py", "import sys\nsys.path.append('lib')")
+    found = _read(tmp_path, f"import os, sys, yaml\n{text}\nimport numpy")
+    assert found.imports == [Import("yaml")]
+    assert ", line " in found.stopped
+
+
+def test_the_reading_names_the_place_where_it_stops_and_notes_variables_beyond(tmp_path: Path) -> None:
+    write(tmp_path, "paths.py", "import sys\n\nsys.path.append('lib')")
+    found = _read(tmp_path, "import os, yaml, paths, numpy\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch")
+    assert (found.imports, found.stopped, found.decisive) == (
+        [Import("yaml")],
+        "paths.py, line 3",
+        ["OMP_NUM_THREADS"],
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + '/third_party')",
-        "sys.path.insert(1, os.path.join(os.path.dirname(os.path.realpath(__file__)), '..', 'third_party'))",
-        "sys.path.append(os.path.join(os.path.dirname(__file__), os.pardir, 'third_party'))",
-        "sys.path += [str(Path(__file__).resolve().parent.parent / 'third_party')]",
-        "sys.path.extend((str(pathlib.Path(__file__).parents[1].joinpath('third_party')), Path('no string')))",
-        "import os.path as osp\nsys.path.insert(0, osp.join(osp.dirname(__file__), '../third_party'))",
-        "from os.path import dirname, join\nsys.path.insert(0, join(dirname(dirname(__file__)), 'third_party'))",
-        "os.chdir('/')\nsys.path.insert(0, os.path.abspath(os.path.dirname(__file__) + '/../third_party'))",
-        "try:\n    root = 'third_party'\nfinally:\n    pass\nroot = 'third_party'\nsys.path.insert(0, root)",
-        "def add(p):\n    sys.path.insert(0, p)\nsys.path.insert(0, 'third_party')",
-        "from sys import path\npath.insert(0, 'third_party')",
-        "from sys import path\npath += ['third_party']",
-        "root = Path(__file__).resolve().parents[1]\nplace: str = str(root / 'third_party')\n"
-        "if place not in sys.path:\n    sys.path.insert(0, place)",
-        "try:\n    root = Path(__file__).parent.parent\n    sys.path.insert(0, str(root / 'third_party'))\n"
-        "except OSError:\n    raise",
-        "if os.getcwd() not in sys.path:\n    sys.path.append(os.getcwd() + '/third_party')",
-        "print(len(sys.path), *sys.path)\nsys.path.append('third_party')",
-        "os.environ['X'] = os.pathsep.join(sys.path)\nsys.path.append('third_party')",
-        "print(f'{sys.path} %s' % sys.path)\nsys.path.append('third_party')",
-        "os.environ['PYTHONPATH'] = os.pathsep.join(['x'] + sys.path)\nsys.path.append('third_party')",
-        "if not sys.path:\n    raise SystemExit\nsys.path.append('third_party')",
-        "for place in sys.path:\n    print(place, sys.path[0], sys.modules.get('x'))\nsys.path.append('third_party')",
+        "print(sys.path[0], 'x' in sys.modules, sys.modules.get('y'), sys.modules[__name__], sys.argv, os.path.sep)",
+        "def add(place):\n    sys.path.append(place)",
+        "def main():\n    import edits",
+        "here = os.path.abspath(args.path if (args := None) else '.')",
+        "os.environ['PYTHONPATH'] = 'lib'",
     ],
 )
-def test_directories_that_a_script_adds_to_its_path_are_followed(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "third_party/nets.py", "import numpy")
-    (tmp_path / "scripts").mkdir()
-    text = f"import os, pathlib, sys, yaml\nfrom pathlib import Path\n{text}\nimport nets, safetensors\n"
-    found = _read(tmp_path / "scripts", text)
-    assert [item.module for item in found.imports] == ["yaml", "numpy", "safetensors"]
-    place = str(tmp_path / "third_party")
-    assert (found.directories, found.behind) == (([place], []) if "insert" in text else ([], [place]))
+def test_what_changes_no_import_does_not_stop_the_reading(text: str, tmp_path: Path) -> None:
+    write(tmp_path, "edits.py", "import sys\nsys.path.append('lib')")
+    assert _read(tmp_path, f"import os, sys, yaml\n{text}\nimport numpy") == Reading(
+        [Import("yaml"), Import("numpy")], [("PYTHONPATH", 1)] if "PYTHONPATH" in text else []
+    )
+
+
+def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_agents.warm.imports.MOST_FILES", 2)
+    for name in ("a", "b", "c"):
+        write(tmp_path, f"{name}.py", f"import {chr(ord(name) + 1)}")
+    found = _read(tmp_path, "import yaml, a\nimport numpy")
+    assert (found.imports, found.stopped) == ([Import("yaml")], "after 2 files")
+
+
+def test_packages_without_init_files_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, "parts/nets/small.py", "import yaml\nfrom .. import other\nfrom . import large")
+    write(tmp_path, "parts/nets/large.py", "import numpy")
+    write(tmp_path, "parts/other.py", "import safetensors")
+    found = _read(tmp_path, "from parts.nets import small")
+    assert [item.module for item in found.imports] == ["yaml", "safetensors", "numpy"]
+
+
+def test_a_file_of_the_user_that_hides_one_of_the_standard_library_is_followed(tmp_path: Path) -> None:
+    write(tmp_path, "queue.py", "import yaml")
+    assert _read(tmp_path, "import queue, json").imports == [Import("yaml")]
 
 
 def test_a_statement_may_be_as_deep_as_python_takes(tmp_path: Path) -> None:
     text = f"import yaml\nx = {'+'.join(['input()'] * 1500)}\nimport numpy"
     compile(text, "script.py", "exec")
     assert _read(tmp_path, text).imports == [Import("yaml"), Import("numpy")]
-
-
-def test_what_is_added_behind_the_others_or_is_no_string_hides_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "third_party/yaml.py", "import numpy")
-    for text in ("append('third_party')", "insert(0, Path('third_party'))"):
-        found = _read(tmp_path, f"import sys\nfrom pathlib import Path\nsys.path.{text}\nimport yaml")
-        assert (found.imports, found.directories) == ([Import("yaml")], [])
-    found = _read(tmp_path, "import sys\nsys.path.insert(0, 'third_party')\nimport yaml")
-    assert [item.module for item in found.imports] == ["numpy"]
 
 
 def test_environments_differ_by_what_matters_at_import_only() -> None:
@@ -255,11 +243,8 @@ def test_the_entry_point_of_each_form_is_found(tmp_path: Path, monkeypatch: pyte
     assert entry_point([f"{here}/a"]) == (f"{here}/a/__main__.py", f"{here}/a", "")
     assert entry_point(["-m", "a.script"]) == (script, here, "a.script")
     assert entry_point(["-m", "a"]) == (f"{here}/a/__main__.py", here, "a")
+    write(tmp_path, "a/b/deep.py", "")
+    assert entry_point(["-m", "a.b.deep"]) == (f"{here}/a/b/deep.py", here, "a.b.deep")
     assert entry_point(["-m", "elastic_launch.run_path", script, "x"]) == (script, f"{here}/a", "")
     assert entry_point(["-m", "no.such"])[0] == ""
     assert entry_point(["compiled"])[0] == ""
-
-
-def test_to_look_at_the_path_changes_nothing(tmp_path: Path) -> None:
-    found = _read(tmp_path, "import sys\nprint(sys.path[0], 'x' in sys.modules, sys.modules.get('y'))\nimport yaml")
-    assert found.imports == [Import("yaml")]

@@ -51,15 +51,33 @@ def test_a_worker_finds_loaded_what_its_script_imports(tmp_path: Path) -> None:
         assert starter.run(script).stdout == "True\n"
 
 
-def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_them(tmp_path: Path) -> None:
-    write(tmp_path, "lib/nets.py", "import sys\nLOADED = 'yaml' in sys.modules\nimport yaml")
+def test_what_a_script_imports_before_it_edits_its_path_is_loaded_and_what_the_user_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "lib/nets.py", "import sys\nLOADED = [name in sys.modules for name in ('yaml', 'numpy')]")
     text = (
-        "import os, sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).resolve().parent / 'lib'))\n"
-        "sys.path.append(os.getcwd())\nimport nets\nprint(nets.LOADED, os.path.basename(sys.path[0]))"
+        "import os, sys, yaml\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent / 'lib'))\n"
+        "import nets, numpy\nprint(nets.LOADED, os.path.basename(sys.path[0]))"
     )
     script = write(tmp_path, "script.py", text)
+    caplog.set_level(logging.INFO)
     with warm_starter(config_for(tmp_path, script, preload=())) as starter:
-        assert starter.run(script).stdout == "True lib\n"
+        assert starter.run(script).stdout == "[True, False] lib\n"
+    assert "before it changes where imports look (script.py, line 3) is loaded ahead; --preload names" in caplog.text
+    with warm_starter(config_for(tmp_path, script, preload=("numpy",))) as starter:
+        assert starter.run(script).stdout == "[True, True] lib\n"
+
+
+@pytest.mark.parametrize("edit", ["", "\nsys.path.append('lib')"])
+def test_what_comes_with_a_package_is_loaded_unless_it_may_find_other_things_later(edit: str, tmp_path: Path) -> None:
+    _package(tmp_path, "torch/__init__", "class default_generator:\n    seed = int")
+    write(tmp_path, "site-packages/torch/_dynamo.py", "import companion")
+    package = _package(tmp_path, "companion", "")
+    script = write(tmp_path, "script.py", f"import sys, torch{edit}\nprint('companion' in sys.modules)")
+    for preload, loaded in (((), not edit), (("torch",), True)):
+        config = config_for(tmp_path, script, preload=preload)
+        with warm_starter(config, {"PYTHONPATH": package}) as starter:
+            assert starter.run(script).stdout == f"{loaded}\n"
 
 
 @pytest.mark.parametrize(
@@ -68,20 +86,16 @@ def test_a_script_that_adds_its_own_directories_to_its_path_is_forked_and_finds_
         ("import os, sys", "the script imports nothing that takes long"),
         ("import os, yaml\nos.environ['OMP_NUM_THREADS'] = '2'", "the script sets OMP_NUM_THREADS, which matters"),
         ("import os\nos.environ['HUB'] = '/x'\nimport hub", "the script sets HUB, which its imports read"),
-        ("import os\nos.environ.update({k: k for k in 'ab'})\nimport yaml", "the script sets variables that are not"),
+        (
+            "import os\nos.environ.update({k: k for k in 'ab'})\nimport yaml",
+            "the script sets variables whose names are",
+        ),
         ("import deadly", "the warm server has died as it imported deadly"),
         (
-            "import os, sys\nsys.path.insert(1, os.path.dirname(__file__) + '/../more')\nimport uses_bits",
-            "more may be what libraries import by that name",
+            "import sys\nsys.path.append('lib')\nimport yaml",
+            "the script changes where imports look (script.py, line 2) before it imports what takes long; --preload",
         ),
-        (
-            "import os, sys\nsys.path.append(os.path.dirname(__file__) + '/../more')\nimport asks_for_rests",
-            "rests in /",
-        ),
-        (
-            "import os, sys\nsys.path.append(os.path.dirname(os.path.abspath(__file__)))\nimport uses_tokens",
-            "tokens beside the script may be what libraries import by that name",
-        ),
+        ("import asks_for_rests", "rests beside the script may be what libraries import by that name"),
         ("import uses_tokens", "tokens beside the script may be what libraries import by that name"),
     ],
 )
@@ -91,13 +105,10 @@ def test_workers_are_executed_where_that_is_quicker_or_the_only_way(
     _package(tmp_path, "hub", "import os\nHOME = os.environ.get('HUB')")
     _package(tmp_path, "tokens", "")
     _package(tmp_path, "uses_tokens", "import tokens")
-    _package(tmp_path, "bits", "")
     _package(tmp_path, "asks_for_rests", "try:\n    import rests\nexcept ImportError:\n    rests = None")
-    _package(tmp_path, "uses_bits", "import bits")
     place = _package(tmp_path, "deadly", "import os\nif os.environ.get('RANK') is None: os.abort()")
     write(tmp_path, "mine/tokens.py", "")
-    write(tmp_path, "more/bits.py", "")
-    write(tmp_path, "more/rests/__init__.py", "")
+    write(tmp_path, "mine/rests/any.txt", "")  # a package without __init__.py
     script = write(tmp_path, "mine/script.py", text)
     caplog.set_level(logging.INFO)
     with warm_starter(config_for(tmp_path, script, preload=()), {"PYTHONPATH": place, "RANK": "0"}) as starter:

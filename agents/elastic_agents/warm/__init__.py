@@ -4,7 +4,6 @@
 ``parting``   it imports torch, and forks the server
 ``planning``  what the server is to import
 ``imports``   what a script imports, read without running it
-``paths``     what a script does to its path
 ``loading``   the imports
 ``spying``    what they must not do, and how it is noticed
 ``server``    the process that imports and forks

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from elastic_agents.warm.ending import end
+from elastic_agents.warm.imports import locate
 
 __all__ = ["BLOCKED", "Orders", "await_orders", "become", "die_with_parent", "entry_point", "leave_parent", "show"]
 
@@ -188,16 +189,12 @@ def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _module_file(name: str, search: list[str]) -> str:
-    spec, found = None, ""
+    found = ""
     for part in name.split("."):
-        found = f"{found}.{part}" if found else part
-        spec = importlib.machinery.PathFinder.find_spec(found, search)
-        if spec is None:
-            return ""
-        search = list(spec.submodule_search_locations or ())
+        found, search = locate(part, search)
     if search:
-        spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", search)
-    return spec.origin if spec is not None and spec.origin and spec.origin.endswith(".py") else ""
+        found, _ = locate("__main__", search)
+    return found if found.endswith(".py") else ""
 
 
 def _is_no_source(path: str) -> bool:

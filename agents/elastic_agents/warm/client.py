@@ -303,6 +303,8 @@ class WarmServer:
         self._deadline = time.monotonic() + PATIENCE
         if "warning" in message:
             _log.warning("%s", message["warning"])
+        elif "note" in message:
+            _log.info("%s", message["note"])
         elif "cold" in message:
             _log.info("workers import for themselves: %s", message["cold"])
             self._settle(usable=False)

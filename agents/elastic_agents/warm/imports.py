@@ -1,27 +1,30 @@
 """What a script will import, read from its source; nothing of it is run.
 
-Followed are imports at the top level of modules (and in ``try`` there) through the user's own files, which are read
-and never imported: only what is installed is to be loaded ahead. Directories that a statement adds to ``sys.path`` are
-followed, too; where it is not known what later imports find, the reading ends. What is done to the environment is
-noted.
+Imports at the top level of modules, and in ``try`` there, are followed through the user's own files, which are read
+and never imported: only installed modules are to be imported ahead. The reading stops at the first statement that may
+change what later imports find, such as an edit of ``sys.path``: what the edit does is not worked out. The variables
+that a script sets are noted to its end.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import os
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 
-from elastic_agents.warm.paths import Names, Process, changes_of, run_at_once
-
-__all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "matters_at_import", "read"]
+__all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "locate", "matters_at_import", "read"]
 
 MOST_FILES = 300
-"""The user's files that are followed at most."""
+"""The user's files that are read at most; there the reading stops."""
+
+DECISIVE = frozenset({"path", "modules", "meta_path", "path_hooks", "path_importer_cache", "__dict__"})
+"""Attributes of ``sys`` that decide where imports look, and what they find."""
+
+EDITORS = frozenset({"addsitedir", "addpackage", "addsitepackages", "addusersitepackages"})
+"""Functions of ``site`` that edit ``sys.path``."""
 
 IMPORT_TIME = (
     "OMP_",
@@ -67,20 +70,18 @@ class Import:
 
 @dataclass(slots=True)
 class Reading:
-    """What was found.
+    """What a script's source says.
 
     Attributes:
         imports: of installed modules, in the order of a run, each once.
-        sets: variables that the script sets itself at its top level, with the number of imports before; the name is
-            empty where it is not written out.
-        directories: that the script adds to its path, where what they hold may hide what is installed.
-        behind: likewise, behind what is installed.
+        sets: variables that the script sets at its top level, with the number of imports before; the name is empty
+            where it is not a literal.
+        stopped: the place that may change what later imports find, such as ``train.py, line 3``; "" if there is none.
     """
 
     imports: list[Import] = field(default_factory=list)
-    directories: list[str] = field(default_factory=list)
-    behind: list[str] = field(default_factory=list)
     sets: list[tuple[str, int]] = field(default_factory=list)
+    stopped: str = ""
 
     @property
     def decisive(self) -> list[str]:
@@ -88,10 +89,14 @@ class Reading:
         # An interpreter reads its own once, at its start: to set them is for others.
         return sorted({name for name, _ in self.sets if matters_at_import(name) and not name.startswith("PYTHON")})
 
-    @property
-    def before_imports(self) -> set[str]:
-        """Variables that are set before an import; empty for an unknown one."""
-        return {name for name, before in self.sets if before < len(self.imports)}
+    def set_before(self, asked: Collection[Import]) -> set[str]:
+        """Return the variables that are set before an import; the name is empty for an unknown one.
+
+        Args:
+            asked: what is imported besides; where the script imports these is not known, unless it was read.
+        """
+        last = len(self.imports) + bool({item.top for item in asked} - {item.top for item in self.imports})
+        return {name for name, before in self.sets if before < last}
 
 
 def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
@@ -105,95 +110,101 @@ def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
     """
     reader = _Reader([first, *search] if first else search)
     package = module if os.path.basename(path) in ("__init__.py", "__main__.py") else module.rpartition(".")[0]
-    reader.file(path, package)
+    reader.file(path, package, ahead=True)
     return reader.reading
+
+
+def locate(name: str, search: list[str]) -> tuple[str, list[str]]:
+    """Return a module's file, "" if it has none, and where its submodules are; its parents are not imported for that.
+
+    Args:
+        name: without that of its package.
+        search: directories, those of its package if it is in one.
+    """
+    spec = PathFinder.find_spec(name, search)
+    if spec is None:
+        return "", []
+    return (spec.origin or "") if spec.has_location else "", list(spec.submodule_search_locations or ())
 
 
 class _Reader:
     def __init__(self, search: list[str]) -> None:
         self.reading = Reading()
         self._search = search
-        self._files: set[str] = set()
+        self._files: set[tuple[str, bool]] = set()
         self._seen: set[Import] = set()
-        self._ended = False
-        self._process = Process()
+        self._editors = set(EDITORS)  # names of functions that may change what imports find
 
-    def file(self, path: str, package: str) -> None:
-        names = Names(os.path.abspath(path), self._process)
+    def file(self, path: str, package: str, *, ahead: bool) -> None:
+        """Read a file of the user's.
+
+        Args:
+            package: what its relative imports start from.
+            ahead: whether its imports are to be done ahead; else only its edits count, as it may not be imported.
+        """
         path = os.path.realpath(path)
-        if path in self._files or len(self._files) >= MOST_FILES:
+        if self._files & {(path, True), (path, ahead)}:
             return
-        self._files.add(path)
+        if len(self._files) >= MOST_FILES:
+            self.reading.stopped = f"after {MOST_FILES} files"
+            return
+        self._files.add((path, ahead))
         try:
             with open(path, "rb") as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script itself will warn
                 tree = ast.parse(file.read(), path)
         except (OSError, SyntaxError, ValueError, RecursionError):
-            return  # the script itself will tell
+            return  # the script itself will report it
         for statement in _top_level(tree.body):
-            match statement:
-                case ast.Import(names=aliases):
-                    names.imports(statement)
-                    for alias in aliases:
-                        self._import(Import(alias.name))
-                case ast.ImportFrom(module=name, names=aliases, level=level):
-                    names.imports(statement)
-                    base = _absolute(name or "", level, package)
-                    if base and base != "__future__":
-                        self._import(Import(base, tuple(alias.name for alias in aliases)))
-                case _:
-                    before = len(self.reading.imports)
-                    self.reading.sets += [(name, before) for name in _variables_set(statement)]
-                    self._change_path(statement, names)
+            certain = ahead and isinstance(statement, ast.Import | ast.ImportFrom)
+            for part in _run_at_once(statement):
+                for item in _imports_of(part, package):
+                    self._import(item, ahead=certain)
+            before = len(self.reading.imports)
+            self.reading.sets += [(name, before) for name in _variables_set(statement)]
+            if not self.reading.stopped and self._edits(statement):
+                self.reading.stopped = f"{os.path.basename(path)}, line {statement.lineno}"
 
-    def _change_path(self, statement: ast.stmt, names: Names) -> None:
-        if isinstance(statement, ast.Try):
-            # What is in its body came by itself; how far that is run, and what else, is not known.
-            parts: list[ast.AST] = [*statement.handlers, *statement.orelse, *statement.finalbody]
-            names.forget(statement)
-        else:
-            parts = [statement]
-            names.assigns(statement)
-        for part in parts:
-            known, first, last = changes_of(part, names)
-            self._ended = self._ended or not known
-            if not self._ended:
-                self.reading.directories += first
-                self.reading.behind += last
-                self._search = [*first, *self._search, *last]
+    def _edits(self, statement: ast.stmt) -> bool:
+        """Whether a statement may change what later imports find, by itself or by a function that it mentions."""
+        for part in _run_at_once(statement):
+            match part:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    if _mentions_editor(ast.walk(part), self._editors):
+                        self._editors.add(name)
+                case ast.ImportFrom(names=aliases):
+                    self._editors.update(x.asname for x in aliases if x.asname and x.name in self._editors)
+        return _mentions_editor(_run_at_once(statement), self._editors)
 
-    def _import(self, found: Import) -> None:
-        if self._ended or found in self._seen or found.top in sys.stdlib_module_names:
+    def _import(self, found: Import, *, ahead: bool) -> None:
+        if self.reading.stopped or found in self._seen:
             return
-        self._seen.add(found)
-        spec = importlib.machinery.PathFinder.find_spec(found.top, self._search)
-        origin = _origin(spec)
-        if origin and not _installed(origin) and found.top != "elastic_launch":
-            self._follow(found, origin)
-        else:
-            # What has another finder than the path's (an editable install) may be the user's own: it is left alone.
-            if origin:
-                self.reading.imports.append(found)
+        if ahead:
+            self._seen.add(found)
+        origin, inside = locate(found.top, self._search)
+        places = [origin] if origin else inside
+        installed = [place for place in places if _installed(place) or found.top == "elastic_launch"]
+        # What only another finder than the path's finds (an editable install) may be the user's own: it is left alone.
+        if any(place not in installed and not place.startswith(_STANDARD) for place in places):
+            self._follow(found, ahead=ahead)
+        elif installed and ahead:
+            self.reading.imports.append(found)
 
-    def _follow(self, found: Import, origin: str) -> None:
+    def _follow(self, found: Import, *, ahead: bool) -> None:
         """Read the user's package down to the module, and modules that names may be."""
-        if not origin.endswith("__init__.py"):
-            self.file(origin, "")
-            return
-        self.file(origin, found.top)
-        directory, package = os.path.dirname(origin), found.top
-        for part in found.module.split(".")[1:]:
-            directory = os.path.join(directory, part)
-            package = f"{package}.{part}"
-            self._submodule(directory, package)
+        search, package = self._search, ""
+        for part in found.module.split("."):
+            search = self._module(part, search, package, ahead=ahead)
+            package = f"{package}.{part}".lstrip(".")
         for name in found.names:
-            self._submodule(os.path.join(directory, name), f"{package}.{name}")
+            self._module(name, search, package, ahead=ahead)
 
-    def _submodule(self, path: str, name: str) -> None:
-        if os.path.isfile(f"{path}.py"):
-            self.file(f"{path}.py", name.rpartition(".")[0])
-        elif os.path.isfile(inside := os.path.join(path, "__init__.py")):
-            self.file(inside, name)
+    def _module(self, name: str, search: list[str], package: str, *, ahead: bool) -> list[str]:
+        """Read a module of a package; return where its own submodules are."""
+        origin, inside = locate(name, search)
+        if origin:
+            self.file(origin, f"{package}.{name}".lstrip(".") if inside else package, ahead=ahead)
+        return inside
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -213,22 +224,67 @@ def _absolute(name: str, level: int, package: str) -> str:
     return ".".join([*parts[: len(parts) - level + 1], *([name] if name else [])])
 
 
-def _origin(spec: importlib.machinery.ModuleSpec | None) -> str:
-    if spec is None:
-        return ""
-    if spec.origin and spec.has_location:
-        return spec.origin
-    # A package without __init__.py has places only.
-    return next(iter(spec.submodule_search_locations or ()), "")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
-def _installed(origin: str) -> bool:
-    return any(part in ("site-packages", "dist-packages") for part in origin.split(os.sep))
+def _installed(place: str) -> bool:
+    return any(part in ("site-packages", "dist-packages") for part in place.split(os.sep))
+
+
+def _run_at_once(statement: ast.AST) -> Iterator[ast.AST]:
+    """Yield a statement's parts, parents first, without what is in functions, which run later."""
+    ahead = [statement]
+    while ahead:
+        part = ahead.pop()
+        yield part
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            ahead += reversed(list(ast.iter_child_nodes(part)))
+
+
+def _imports_of(part: ast.AST, package: str) -> Iterator[Import]:
+    match part:
+        case ast.Import(names=aliases):
+            yield from (Import(alias.name) for alias in aliases)
+        case ast.ImportFrom(module=name, names=aliases, level=level):
+            base = _absolute(name or "", level, package)
+            if base and base != "__future__":
+                yield Import(base, tuple(alias.name for alias in aliases))
+
+
+def _mentions_editor(parts: Iterator[ast.AST], editors: Collection[str]) -> bool:
+    """Whether code may change what imports find: it does more to what decides that than to look, or names an editor.
+
+    Names are taken at their face value: one that is bound to something else only makes the reading stop too early.
+
+    Args:
+        parts: of the code, parents first.
+    """
+    harmless: set[ast.AST] = set()
+    for part in parts:
+        match part:
+            case ast.Subscript(value=target, ctx=ast.Load()) | ast.Call(func=ast.Attribute(value=target, attr="get")):
+                harmless.add(target)
+            case ast.Compare(left=left, comparators=others):
+                harmless.update((left, *others))
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                if any(alias.name == "sys" and alias.asname not in (None, "sys") for alias in aliases):
+                    return True
+                from_sys = isinstance(part, ast.ImportFrom) and part.module == "sys" and not part.level
+                if from_sys and not {"*", *DECISIVE}.isdisjoint(alias.name for alias in aliases):
+                    return True
+            case ast.Attribute(value=ast.Name(id="sys") as module, attr=name):
+                harmless.add(module)
+                if name in DECISIVE and part not in harmless:
+                    return True
+            case ast.Attribute(attr=name) | ast.Name(id=name):
+                if name in editors or (name == "sys" and part not in harmless):
+                    return True
+    return False
 
 
 def _variables_set(statement: ast.stmt) -> Iterator[str]:
-    """Names of variables that a statement gives to the environment; empty where they are not written out."""
-    for node in run_at_once(statement):
+    """Names of variables that a statement gives to the environment; empty where they are not literals."""
+    for node in _run_at_once(statement):
         match node:
             case ast.Subscript(value=target, slice=key, ctx=ast.Store() | ast.Del()) if _is_environ(target):
                 yield _text(key)

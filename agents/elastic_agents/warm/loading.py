@@ -7,14 +7,14 @@ import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from elastic_agents.warm.imports import Import
 from elastic_agents.warm.spying import Watch
 
-__all__ = ["OURS", "TORCH", "Loaded", "Loading", "hidden_by", "modules_in"]
+__all__ = ["OURS", "TORCH", "Loaded", "Loading", "meant_by_libraries"]
 
 TORCH = (
     "torch._dynamo",  # the first use of an optimizer imports it
@@ -61,7 +61,7 @@ class Loading:
         without: modules that are left out.
     """
 
-    def __init__(self, asked: Collection[str], without: Collection[str]) -> None:
+    def __init__(self, asked: Collection[str], without: Set[str]) -> None:
         self._asked, self._without = asked, without
         self._before = dict(os.environ)
         os.environ[NVML] = "1"  # else a question for devices would spoil CUDA for forks
@@ -94,16 +94,23 @@ class Loading:
         elif found and item.module not in self._asked:
             self.faults[item.top] = "; ".join(found)
 
-    def finish(self, wanted: Sequence[Import], tell: Callable[[str], None]) -> Loaded:
+    def finish(self, wanted: Sequence[Import], completes: Callable[[str], bool], tell: Callable[[str], None]) -> Loaded:
         """Import what is wanted, and what comes with torch and with this project's library, and return what came of it.
 
         Args:
+            completes: whether what comes with a package may be imported.
             tell: called with each module's name before it is imported.
         """
         try:
-            for item in _in_order(wanted, self._without):
+            for item in wanted:
                 tell(item.module)
                 self.add(item)
+            for package, companions in (("elastic_launch", OURS), ("torch", TORCH)):
+                if package in sys.modules and completes(package):
+                    for item in map(Import, companions):
+                        if not {"torch", package, item.module} & self._without:
+                            tell(item.module)
+                            self.add(item)
             # What was asked for by name is not what a library would find.
             self._missed.names -= {item.top for item in wanted}
         finally:
@@ -127,27 +134,29 @@ class Loading:
             del os.environ[NVML]
 
 
-def modules_in(directory: str) -> dict[str, str]:
-    """Return the modules that a directory in the path holds: their names, and the files or packages they are."""
+def meant_by_libraries(directory: str, missed: Collection[str]) -> set[str]:
+    """Return the names by which loaded libraries would have got modules of the script's directory.
+
+    It comes first in the script's path, not in this process'. Libraries import each other by name.
+
+    Args:
+        missed: names that a library has asked for, and nobody has found: a directory without ``__init__.py`` has them,
+            too.
+    """
+    own = os.path.realpath(directory) + os.sep
     try:
         entries = os.listdir(directory) if directory else []
     except OSError:
-        return {}  # to imports, too, it is empty then
-    return {
-        name.partition(".")[0]: os.path.join(directory, name)
-        for name in entries
-        if name.endswith((".py", ".so")) or os.path.isfile(os.path.join(directory, name, "__init__.py"))
-    }
-
-
-def hidden_by(directory: str) -> set[str]:
-    """Return the loaded modules that a script with files of that name in its path would not have got.
-
-    Libraries import each other by name, and the directory comes first in the script's path, not in this process'.
-    """
-    own = os.path.realpath(directory) + os.sep
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules_in(directory)}
-    return {name for name, file in files.items() if file and not os.path.realpath(file).startswith(own)}
+        return set()  # imports, too, find nothing there
+    found = set()
+    for entry in entries:
+        name, path = entry.partition(".")[0], os.path.join(directory, entry)
+        is_module = entry.endswith((".py", ".pyc", ".so")) or os.path.isfile(os.path.join(path, "__init__.py"))
+        file = getattr(sys.modules.get(name), "__file__", None)
+        hides = is_module and file and not os.path.realpath(file).startswith(own)
+        if hides or (name in missed and (is_module or os.path.isdir(path))):
+            found.add(name)
+    return found
 
 
 class _Missed(importlib.abc.MetaPathFinder):
@@ -159,18 +168,6 @@ class _Missed(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if "." not in fullname:
             self.names.add(fullname)
-
-
-def _in_order(wanted: Sequence[Import], without: Collection[str]) -> Iterator[Import]:
-    yield from wanted
-    ours = [Import(name) for name in OURS] if "elastic_launch" in sys.modules and "torch" not in without else []
-    yield from (item for item in ours if _kept(item, without))
-    if "torch" in sys.modules:
-        yield from (item for item in map(Import, TORCH) if _kept(item, without))
-
-
-def _kept(item: Import, without: Collection[str]) -> bool:
-    return item.top not in without and item.module not in without
 
 
 def _import(item: Import) -> BaseException | None:

@@ -8,13 +8,15 @@ from typing import Any
 
 from elastic_agents.warm.become import entry_point
 from elastic_agents.warm.imports import Import, Reading, read
-from elastic_agents.warm.loading import Loaded, hidden_by, modules_in
+from elastic_agents.warm.loading import Loaded, meant_by_libraries
 from elastic_agents.warm.spying import watched
 
-__all__ = ["Plan", "plan"]
+__all__ = ["REMEDY", "Plan", "plan"]
 
 HARMLESS = frozenset({"numpy", "elastic_launch"})
 """What a script may import before torch without a difference: torch imports the one, and the other is this project."""
+
+REMEDY = "--preload names modules to load ahead all the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,21 @@ class Plan:
         """Whether torch may be imported before all else, as far as the script can tell."""
         return next((item.top for item in self.wanted if item.top not in HARMLESS), "") == "torch"
 
+    def completes(self, package: str) -> bool:
+        """Whether what comes with a package may be imported, too: the script's own imports of it find the same."""
+        return not self.reading.stopped or package in {item.top for item in map(Import, self.asked)}
+
+    @property
+    def set_before(self) -> set[str]:
+        """Variables that the script sets before an import; the name is empty for an unknown one."""
+        return self.reading.set_before([*map(Import, self.asked)])
+
     def doubt(self, loaded: Loaded) -> str:
         """Return why what was imported may not be what the script would get; "" if it is."""
-        if names := self.reading.before_imports & loaded.read:
+        if names := self.set_before & loaded.read:
             return f"the script sets {', '.join(sorted(names))}, which its imports read"
-        before = {self.first, *self.reading.directories}
-        for directory in (self.first, *self.reading.directories, *self.reading.behind):
-            meant = loaded.missed & modules_in(directory).keys()
-            if directory in before:
-                meant |= hidden_by(directory)
-            if meant:
-                where = "beside the script" if directory == self.first else f"in {directory}"
-                return f"{', '.join(sorted(meant))} {where} may be what libraries import by that name"
+        if names := meant_by_libraries(self.first, loaded.missed):
+            return f"{', '.join(sorted(names))} beside the script may be what libraries import by that name"
         return ""
 
 
@@ -83,7 +88,11 @@ def _plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
     reading = read(path, first, search, module)
     if reading.decisive:
         return f"the script sets {', '.join(reading.decisive)}, which matters before its imports"
-    if "" in reading.before_imports:
-        return "the script sets variables that are not written out before its imports"
     found = Plan(first, reading, tuple(settings["preload"]), frozenset(settings["without"]))
-    return found if found.wanted else "the script imports nothing that takes long"
+    if "" in found.set_before:
+        return "the script sets variables whose names are not literals before its imports"
+    if found.wanted:
+        return found
+    if reading.stopped:
+        return f"the script changes where imports look ({reading.stopped}) before it imports what takes long; {REMEDY}"
+    return "the script imports nothing that takes long"

@@ -1,9 +1,10 @@
 """The process that has imported what workers need, and forks them. It computes nothing and starts no thread.
 
-Into a pipe it says, as JSON lines, ``{"ready": [variables that imports read]}`` or ``{"cold": why}`` once, before
-that ``{"importing": module}`` and ``{"warning": text}``; then it forks a process for each descriptor that comes over a
-socket: the end of another socket, over which the process itself tells its pid, waits for a go, says ``ready``, and
-some time takes its orders: ``{"argv", "env"}`` with the descriptors of the worker's standard output and error.
+Into a pipe it writes JSON lines: ``{"importing": module}``, ``{"warning": text}`` and ``{"note": text}``, and at last,
+once, ``{"ready": [variables that imports read]}`` or ``{"cold": why}``. Then it forks a process for each descriptor
+that comes over a socket: the end of another socket, over which the process itself sends its pid, waits for a go, says
+``ready``, and later takes its orders: ``{"argv", "env"}`` with the descriptors of the worker's standard output and
+error.
 
 A worker is forked by an intermediate process that exits at once: so it becomes a child of the agent, which is a
 subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
@@ -26,7 +27,7 @@ from typing import Any, BinaryIO
 from elastic_agents.warm.become import BLOCKED, become, die_with_parent, leave_parent
 from elastic_agents.warm.groups import outlive_users
 from elastic_agents.warm.loading import Loaded, Loading
-from elastic_agents.warm.planning import Plan, plan
+from elastic_agents.warm.planning import REMEDY, Plan, plan
 
 __all__ = ["command", "entered", "fork_on_demand", "open_log", "serve", "serve_as"]
 
@@ -99,10 +100,15 @@ def _import(settings: dict[str, Any], planned: Plan, loading: Loading | None) ->
     """Do the imports; return why workers cannot be forked, if so."""
     sys.argv[:] = settings["argv"][2:]
     loading = loading or Loading(planned.asked, planned.without)
-    loaded = loading.finish(planned.wanted, lambda name: _say(settings, {"importing": name}))
+    loaded = loading.finish(planned.wanted, planned.completes, lambda name: _say(settings, {"importing": name}))
     if loaded.faults:
         _begin_again(settings, loaded.faults)
         return f"{', '.join(loaded.faults)} cannot be loaded ahead"
+    if stopped := planned.reading.stopped:
+        text = (
+            f"only what the script imports before it changes where imports look ({stopped}) is loaded ahead; {REMEDY}"
+        )
+        _say(settings, {"note": text})
     return planned.doubt(loaded) or loaded
 
 
