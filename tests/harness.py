@@ -100,6 +100,14 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """Return the name of the program that a process runs, or nothing when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie doesn't."""
     return _state(Path(f"/proc/{pid}/stat")) not in "ZX"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Job, alive, round_of, wait_for
+from harness import Job, alive, name_of, round_of, tree, wait_for
 
 TORCHRUN = {
     "RANK": "1",
@@ -211,6 +211,8 @@ def test_a_program_gets_the_launchers_signal(job: Job, tmp_path: Path, number: s
     flags = ["--standalone", "--shutdown-timeout", "600", "--no-python"]
     agent = job.launch(*flags, command=["bash", str(program)])
     agent.says("begun")
+    # Before that, bash's child may lose the signal, and bash waits for it.
+    wait_for("the program's sleep", lambda: "sleep" in map(name_of, tree(agent.process.pid)))
     agent.signal(number)
     assert agent.wait() == 128 + number
     assert f"got {number.name}" in agent.output
