@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.elastic import metrics
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     ElasticAgent,
@@ -32,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
 from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
@@ -40,6 +42,7 @@ from torch.distributed.launcher.api import launch_agent as launch_torchs_agent
 
 from elastic_agents.calls.caller import Ended, run_agent
 from elastic_agents.calls.function import ForkedCall, FunctionCall, Results, name_of
+from elastic_agents.calls.metrics import put_results, timed_run
 from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
 from elastic_launch.cli import check_directory
 from elastic_launch.config import LaunchConfig as OwnConfig
@@ -56,6 +59,9 @@ __all__ = ["LaunchConfig", "LocalElasticAgent", "elastic_launch", "launch_agent"
 log = logging.getLogger(__name__)
 
 AnyConfig = LaunchConfig | OwnConfig
+
+EXIT_BARRIER = 300
+"""torch's default, which is no wish."""
 
 
 class elastic_launch:
@@ -107,8 +113,8 @@ def launch_agent(
         raise ValueError(str(error)) from error
     if found.foreign is not None:
         return _run_foreign(config, entrypoint, args, health_check_server)
-    if isinstance(config, LaunchConfig) and config.metrics_cfg:
-        log.warning("metrics_cfg has no effect: this project's agent records no metrics of torch's.")
+    if isinstance(config, LaunchConfig):
+        metrics.initialize_metrics(MetricsConfig(config.metrics_cfg))
     result = _run(found, entrypoint, args, health_check_server)
     if result.is_failed():
         raise ChildFailedError(name=_name(entrypoint), failures=result.failures)
@@ -123,11 +129,11 @@ class LocalElasticAgent(ElasticAgent):
             backends ``elastic-c10d`` and ``elastic-etcd``.
         logs_specs: where the workers' output goes.
         start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter, or ``fork``.
-        exit_barrier_timeout: no effect: the run ends when all its workers have.
+        exit_barrier_timeout: not used: the run ends when all its workers have.
         log_line_prefix_template: of streams that are shown beside their file.
         shutdown_timeout: seconds from SIGTERM to SIGKILL.
         health_check_server: stopped at the end.
-        uninterruptible_state_timeout: no effect.
+        uninterruptible_state_timeout: not used.
 
     Raises:
         ValueError: if the spec cannot be a launch.
@@ -150,6 +156,13 @@ class LocalElasticAgent(ElasticAgent):
                 f"spec.rdzv_handler is a {type(handler).__name__}, whose rounds only torch's own LocalElasticAgent can "
                 "run. Have rdzv_registry make one for the backend elastic-c10d or elastic-etcd."
             )
+        if exit_barrier_timeout != EXIT_BARRIER:
+            log.warning(
+                "exit_barrier_timeout=%g is not used: a node whose workers have finished waits for those of all others",
+                exit_barrier_timeout,
+            )
+        if uninterruptible_state_timeout is not None:
+            log.warning("uninterruptible_state_timeout=%g is not used", uninterruptible_state_timeout)
         self._group = WorkerGroup(spec)
         self._health_check_server = health_check_server
         self._began = time.monotonic()
@@ -166,6 +179,7 @@ class LocalElasticAgent(ElasticAgent):
                     event_log_handler=spec.event_log_handler,
                     numa_binding=spec.numa_options.affinity_mode.value if spec.numa_options else None,
                     virtual_local_rank=spec.virtual_local_rank,
+                    monitor_interval=spec.monitor_interval,
                     start_method=start_method,
                 ),
                 output=replace(
@@ -272,7 +286,11 @@ def _run(
             raise ValueError(str(error)) from error
         if config.alone and config.token is None:
             config = replace(config, token=Token.made(), own_token=True)
-        return _result(run_agent(config, call if isinstance(call, ForkedCall) else None), call, group)
+        with timed_run():
+            ended = run_agent(config, call if isinstance(call, ForkedCall) else None)
+            result = _result(ended, call, group)
+            put_results(config.role, result, ended.report["restarts"], ended.report["max_restarts"])
+            return result
     finally:
         if call is not None:
             call.close()

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
 from elastic_launch.cli import build, here, read_command
-from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.config import Command, LaunchConfig, check_seconds
 from elastic_launch.errors import UsageError
 from elastic_launch.flags import Line, Values
 from elastic_launch.output import Std, Streams
@@ -79,6 +79,7 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
         stdout_filters=tuple(config.duplicate_stdout_filters or ()),
         stderr_filters=tuple(config.duplicate_stderr_filters or ()),
     )
+    check_seconds(f"monitor_interval {config.monitor_interval:g}", config.monitor_interval, zero=False)
     options = replace(found.options, start_method=config.start_method, monitor_interval=config.monitor_interval)
     assert config.logs_specs is not None
     return with_logs(replace(found, output=output, options=options), config.logs_specs)

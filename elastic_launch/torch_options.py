@@ -70,8 +70,9 @@ class TorchOptions:
         event_log_handler: a log handler known to torch's elastic events, which is told how agent and workers end.
         numa_binding: which CPUs near its GPU a worker is bound to, one of NUMA_MODES; None: it is not bound.
         virtual_local_rank: each worker sees one GPU only, its own, and is told the local rank 0.
-        monitor_interval: seconds between two looks at the workers; heeded by torch's own agent only.
-        start_method: how Python functions are started; heeded by torch's own agent only.
+        monitor_interval: seconds between two looks of torch's own agent at the workers; this project's sees an exit at
+            once, and for a Python caller it is the time between two metrics of their state.
+        start_method: how Python functions are started.
     """
 
     event_log_handler: str = "null"

@@ -142,6 +142,11 @@ class LocalElasticAgent(ElasticAgent):
         return self._finished
 
     @property
+    def restarts(self) -> int:
+        """Restarts charged to the run's budget so far, as far as this node knows."""
+        return self._restarts
+
+    @property
     def max_restarts(self) -> int:
         """The run's limit, as far as this node knows."""
         return self._max_restarts

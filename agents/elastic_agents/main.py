@@ -7,11 +7,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.dumpable import set_dumpable
@@ -25,7 +25,7 @@ from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import raise_limit, reserve
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, JsonLines
+from elastic_launch.events import Event, EventSink, JsonLines
 from elastic_launch.notice_sources import claimed
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.termination import write_termination_log
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from elastic_agents.sinks import Kept
     from elastic_agents.warm.parting import Begun
 
-    OnEnd = Callable[[LocalElasticAgent, RunResult], None]
+    class Watcher(EventSink, Protocol):
+        """Sees an agent begin and end, and its events, which may come from several threads."""
+
+        def begun(self, agent: LocalElasticAgent) -> None: ...
+
+        def ended(self, agent: LocalElasticAgent, result: RunResult) -> None: ...
+
 
 __all__ = ["run"]
 
@@ -59,12 +65,15 @@ PATIENCE = 3.0
 class _Journal:
     """Events go to the node's file; the leader's decisions also to the console, one line each, with what they cost."""
 
-    def __init__(self, file: JsonLines, clock: Clock) -> None:
+    def __init__(self, file: JsonLines, clock: Clock, watcher: Watcher | None) -> None:
         self._file = file
+        self._watcher = watcher
         self.ledger = LiveLedger(clock)
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
+        if self._watcher is not None:
+            self._watcher.emit(event)
         if type(event).leader and (line := event.line()):
             _log.info("%s", line)
         for incident in self.ledger.add(event):
@@ -72,14 +81,14 @@ class _Journal:
 
 
 def run(
-    config: LaunchConfig, begun: Begun | None = None, *, level: int | None = None, ended: OnEnd | None = None
+    config: LaunchConfig, begun: Begun | None = None, *, level: int | None = None, watcher: Watcher | None = None
 ) -> int:
     """Run this node's part of a run and return its exit code.
 
     Args:
         begun: what this process has begun with, having announced the run; None: with nothing.
         level: of the launcher's own lines; None: as LOGLEVEL says.
-        ended: called with the agent, and with what it has returned, once it has ended.
+        watcher: is shown what the agent does.
     """
     consoles = Consoles()
     with closing(consoles):
@@ -87,7 +96,7 @@ def run(
         if line := untested_torch():
             _log.warning("%s", line)
         with errors_told(as_torchrun=config.torchrun):
-            code = _run(config, begun, consoles, ended) if config.foreign is None else _run_foreign(config)
+            code = _run(config, begun, consoles, watcher) if config.foreign is None else _run_foreign(config)
         return _told(config, code)
 
 
@@ -104,7 +113,7 @@ def _run_foreign(config: LaunchConfig) -> int:
     return run_foreign(config)
 
 
-def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, ended: OnEnd | None) -> int:
+def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, watcher: Watcher | None) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
@@ -126,6 +135,7 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, ended: O
                 files,
             ),
             clock,
+            watcher,
         )
         _check(config)
         # First of all: it takes longest, and needs nothing of what follows.
@@ -143,6 +153,8 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, ended: O
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes
         )
         events.group = agent.get_worker_group()
+        if watcher is not None:
+            watcher.begun(agent)
         if health is not None:
             health.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
@@ -150,8 +162,8 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, ended: O
             # What is not saved may still be, by the user, in the time that is left.
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
-        if ended is not None:
-            ended(agent, result)
+        if watcher is not None:
+            watcher.ended(agent, result)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
         if line := journal.ledger.summary(agent.max_restarts):
             _log.info("%s", line)

@@ -21,6 +21,7 @@ import pytest
 from called_logs import OwnSpecs
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, SLOWNESS, alive, free_port, tree, wait_for
+from torch.distributed.elastic import metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,7 +46,7 @@ def configured(directory: Path, **options: Any) -> LaunchConfig:
 
 
 def test_a_function_returns_to_its_caller_who_finds_all_as_it_was(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = [number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)]
 
@@ -55,9 +56,13 @@ def test_a_function_returns_to_its_caller_who_finds_all_as_it_was(
         limits = Path("/proc/self/limits").read_text()
         return dict(os.environ), os.getcwd(), list(sys.path), handlers, mask, limits, os.getpriority(os.PRIO_PROCESS, 0)
 
+    configurations: list[Any] = []
+    monkeypatch.setattr(metrics, "initialize_metrics", configurations.append)
     before = own()
-    results = elastic_launch(configured(tmp_path), called.describe)("a", {"b": (1, 2)}, "rank ${local_rank}")
+    config = configured(tmp_path, metrics_cfg={"sink": "file"})
+    results = elastic_launch(config, called.describe)("a", {"b": (1, 2)}, "rank ${local_rank}")
     assert own() == before
+    assert [found.params for found in configurations] == [{"sink": "file"}]
     assert sorted(results) == [0, 1]
     for rank, found in results.items():
         assert found["args"] == ("a", {"b": (1, 2)}, f"rank {rank}")
@@ -175,17 +180,50 @@ def test_a_script_a_program_and_a_thread(tmp_path: Path, caplog: pytest.LogCaptu
     assert texts == {"out-a-0": "1", "out-a-1": "1", "out-b-0": "0", "out-b-1": "1", "out-c": "0"}
 
 
-def test_an_agent_is_made_of_torchs_worker_spec(tmp_path: Path) -> None:
+class KeptMetrics(metrics.MetricHandler):
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int]] = []
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        self.found.append((metric_data.name, metric_data.value))
+
+
+@pytest.fixture
+def kept_metrics() -> Iterator[list[tuple[str, int]]]:
+    handler = KeptMetrics()
+    metrics.configure(handler, "torchelastic")
+    yield handler.found
+    metrics.configure(metrics.NullMetricHandler(), "torchelastic")
+
+
+def test_an_agent_is_made_of_torchs_worker_spec(
+    tmp_path: Path, kept_metrics: list[tuple[str, int]], caplog: pytest.LogCaptureFixture
+) -> None:
     parameters = RendezvousParameters("elastic-c10d", "", "spec", 1, 1)
     handler = get_rendezvous_handler(parameters)
-    spec = WorkerSpec("trainer", 2, handler, entrypoint=called.describe, args=("a",), max_restarts=0)
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs")))
+    spec = WorkerSpec(
+        "trainer", 2, handler, entrypoint=called.describe, args=("a",), max_restarts=0, monitor_interval=0.05
+    )
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))
+    agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=10)
+    assert "exit_barrier_timeout=10 is not used" in caplog.text
     result = agent.run()
     assert (result.state, result.failures) == (WorkerState.SUCCEEDED, {})
     assert [result.return_values[rank]["ROLE_NAME"] for rank in (0, 1)] == ["trainer", "trainer"]
     assert [worker.global_rank for worker in agent.get_worker_group().workers] == [0, 1]
     assert agent.get_event_succeeded().metadata["run_id"] == "spec"
     assert handler.shutdown()
+    names = [name for name, _ in kept_metrics]
+    assert names.count("workers.trainer.healthy") > 2  # as many as intervals, while the workers begin
+    assert dict(kept_metrics)["workers.trainer.remaining_restarts"] == 0
+    for name in (
+        "workers.trainer.succeeded",
+        "workers.trainer.run_success_no_retries",
+        "SimpleElasticAgent.run.success",
+    ):
+        assert kept_metrics.count((name, 1)) == 1
+    for name in ("_rendezvous", "_initialize_workers", "run"):
+        assert names.count(f"SimpleElasticAgent.{name}.duration.ms") == 1
 
 
 @pytest.mark.slow
@@ -306,6 +344,7 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
         return re.sub(r"\s+", " ", str(caught.value))
 
     assert "There is no entry point" in refused(None)
+    assert "monitor_interval 0 is not a time to wait" in refused(called.describe, monitor_interval=0)
     assert "is not supported" in refused(called.describe, rdzv_backend="carrier-pigeon")
     assert "leaves no room" in refused(called.describe, rdzv_configs={"dead_after": 0.5, "beat": 1})
     assert "--start-method never is none" in refused(called.describe, start_method="never")

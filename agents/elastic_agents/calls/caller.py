@@ -22,6 +22,7 @@ from typing import Any
 
 from elastic_agents.calls.forking import fork_agent
 from elastic_agents.calls.function import ForkedCall
+from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
 from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import given_limit
@@ -63,7 +64,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
 
     In the main thread, signals that make an agent leave go to that process until then; handlers are as before
     afterwards. If an exception ends the wait, as another handler of the caller's may raise one, the process is ended
-    first.
+    first. Metrics that this process has a handler for are put meanwhile.
 
     Args:
         forked: what the workers call if they are forked from this process.
@@ -71,14 +72,16 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
     caught: list[int] = []
     with ExitStack() as stack:
         order, report = (_memory(name, stack) for name in ("order", "report"))
+        monitor, tell = _monitor(config, stack)
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
-            pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level()), file)
+            pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level(), tell), file)
         # Before signals are handled here: a forked worker has the handlers that the caller has given this process.
+        inherit = [order, report] if tell is None else [order, report, tell]
         if forked is None:
-            process = _executed([order, report, *config.command.inherit], order, report)
+            process = _executed([*inherit, *config.command.inherit], order, report)
         else:
-            process = _forked(forked, order, report)
+            process = _forked(forked, inherit, order, report)
 
         def catch(number: int, frame: FrameType | None) -> None:
             caught.append(number)
@@ -87,7 +90,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         try:
             with _handling(config.signals.leave, catch):
                 try:
-                    process.wait()
+                    _await(process, monitor)
                 finally:
                     process.end(config.shutdown_timeout + MARGIN)
         finally:
@@ -121,11 +124,17 @@ class _Process:
             with suppress(ProcessLookupError):  # it has just been reaped
                 signal.pidfd_send_signal(self._descriptor, number)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end; return whether it has come. Signal handlers run meanwhile."""
+    def wait(self, timeout: float | None = None, pipe: int = -1) -> bool:
+        """Wait for its end, or until there is something in a pipe; return whether it has come.
+
+        Signal handlers run meanwhile.
+        """
         end = select.poll()
         end.register(self._descriptor, select.POLLIN)
-        return bool(end.poll(None if timeout is None else 1000 * timeout))
+        if pipe >= 0:
+            end.register(pipe, select.POLLIN)
+        found = end.poll(None if timeout is None else 1000 * timeout)
+        return any(descriptor == self._descriptor for descriptor, _ in found)
 
     def end(self, timeout: float) -> None:
         """End it if it still runs: by SIGTERM, after a time by SIGKILL, when the guard ends its workers."""
@@ -193,9 +202,28 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
     return _Process(started.pid)
 
 
-def _forked(forked: ForkedCall, order: int, report: int) -> _Process:
+def _forked(forked: ForkedCall, inherit: Sequence[int], order: int, report: int) -> _Process:
     command = partial(_command, order, report)
-    return _Process(fork_agent(command, _environment(), [order, report], forked.function, forked.args, forked.results))
+    return _Process(fork_agent(command, _environment(), inherit, forked.function, forked.args, forked.results))
+
+
+def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:
+    """Return what puts metrics, and the agent's end of its pipe; None if no handler here wants any."""
+    if not wanted():
+        return None, None
+    source, tell = os.pipe2(os.O_CLOEXEC)
+    for descriptor in (source, tell):
+        stack.callback(os.close, descriptor)
+    return Monitor(source, config.role, config.options.monitor_interval), tell
+
+
+def _await(process: _Process, monitor: Monitor | None) -> None:
+    if monitor is None:
+        process.wait()
+        return
+    while not process.wait(monitor.pause, monitor.descriptor):
+        monitor.put()
+    monitor.put()
 
 
 @contextmanager

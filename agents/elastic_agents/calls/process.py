@@ -12,9 +12,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from elastic_agents.calls.metrics import Meter, MetricPipe
 from elastic_agents.warm.parting import Begun, Forked, Parted
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.events import Event
 from elastic_launch.process import exiting
 from elastic_launch.secret import Token
 
@@ -37,12 +39,14 @@ class Order:
         token: its text.
         caller: the caller's pid.
         level: of the agent's own lines on the console; None: as LOGLEVEL says.
+        metrics: descriptor of a pipe for metrics, if the caller wants any.
     """
 
     config: LaunchConfig
     token: str | None
     caller: int
     level: int | None
+    metrics: int | None = None
 
 
 def main(order: int, report: int, server: int = 0, orders: int = -1, source: int = -1) -> None:
@@ -69,7 +73,11 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
         for descriptor in (orders, source):
             os.set_inheritable(descriptor, False)
         begun = Begun([], parted=Parted(Forked(server), socket.socket(fileno=orders), source))
-    exiting(lambda: _run(config, ordered.level, report, begun))
+    pipe = None
+    if ordered.metrics is not None:
+        os.set_inheritable(ordered.metrics, False)
+        pipe = MetricPipe(ordered.metrics)
+    exiting(lambda: _run(config, ordered.level, report, begun, pipe))
 
 
 def _end_with(caller: int) -> None:
@@ -79,16 +87,44 @@ def _end_with(caller: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def _run(config: LaunchConfig, level: int | None, report: int, begun: Begun | None) -> int:
+class _Watcher:
+    """Sees what the agent does, for the caller.
+
+    Attributes:
+        told: how it has ended.
+    """
+
+    def __init__(self, config: LaunchConfig, pipe: MetricPipe | None) -> None:
+        self._config = config
+        self._pipe = pipe
+        self._meter: Meter | None = None
+        self.told: dict[str, Any] = {}
+
+    def begun(self, agent: LocalElasticAgent) -> None:
+        pipe = self._pipe
+        if pipe is not None:
+            self._meter = Meter(
+                self._config.nproc,
+                time.monotonic,
+                pipe.put,
+                lambda state: pipe.put(state, agent.max_restarts - agent.restarts),
+            )
+
+    def emit(self, event: Event) -> None:
+        if self._meter is not None:
+            self._meter.hear(event)
+
+    def ended(self, agent: LocalElasticAgent, result: RunResult) -> None:
+        self.told.update(_ended(self._config, agent, result))
+
+
+def _run(config: LaunchConfig, level: int | None, report: int, begun: Begun | None, pipe: MetricPipe | None) -> int:
     from elastic_agents.main import run
 
-    told: dict[str, Any] = {}
-
-    def ended(agent: LocalElasticAgent, result: RunResult) -> None:
-        told.update(_ended(config, agent, result))
-
+    watcher = _Watcher(config, pipe)
+    told = watcher.told
     try:
-        code = run(config, begun, level=level, ended=ended)
+        code = run(config, begun, level=level, watcher=watcher)
     except ElasticLaunchError as error:
         code = type(error).exit_code  # one of this project's own, whatever the process is to exit with
         told = {"code": code, "cause": str(error)}
@@ -103,6 +139,7 @@ def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) ->
         "code": int(outcome.code),
         "cause": outcome.cause,
         "restarts": outcome.restarts,
+        "max_restarts": agent.max_restarts,
         "round": agent.finished_round,
         "ranks": [worker.global_rank for worker in agent.get_worker_group().workers],
         "failures": [
