@@ -21,6 +21,7 @@ BIN := $(VENV)/bin
 # The tests of a file stay together: some share what took long to make. tests/conftest.py puts long files first.
 PARALLEL := -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.elastic-launch-env
+DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
@@ -28,7 +29,7 @@ CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       make the environment, train on two workers, kill one, compare the weights with an undisturbed run'
+	@echo 'make demo       install torch, scikit-learn and the package, train on two workers, kill one, compare the weights with an undisturbed run'
 	@echo 'make test       make the environment, check, and run the tests'
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
@@ -47,9 +48,18 @@ help:
 env: $(STAMP)
 
 # An environment that is already there, made by hand perhaps, is brought up to date and kept.
-$(STAMP): pyproject.toml constraints.txt scripts/make_env.py
+define install
 	@test -x "$(BIN)/python" || { scripts/preflight "$(PYTHON)" && "$(PYTHON)" -m venv "$(VENV)"; }
-	@"$(BIN)/python" scripts/make_env.py $(REUSE)
+	@"$(BIN)/python" scripts/make_env.py $(REUSE) --extra $(1)
+endef
+
+# With all that the tests need comes all that the demo needs.
+$(STAMP): pyproject.toml constraints.txt scripts/make_env.py
+	$(call install,dev)
+	@touch "$@" "$(DEMO)"
+
+$(DEMO): pyproject.toml constraints.txt scripts/make_env.py
+	$(call install,demo)
 	@touch "$@"
 
 # Only what test-all runs needs it, so that test does not wait for it.
@@ -57,7 +67,7 @@ $(FRAMEWORKS): $(STAMP)
 	@"$(BIN)/python" scripts/make_env.py --frameworks
 	@touch "$@"
 
-demo: env
+demo: $(DEMO)
 	@"$(BIN)/python" examples/demo.py
 
 check: env
@@ -85,6 +95,6 @@ clean:
 	find elastic_launch agents tests examples scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean
-	@for stamp in .venv*/.elastic-launch-env; do \
+	@for stamp in .venv*/.elastic-launch-env .venv*/.elastic-launch-demo; do \
 	  test ! -e "$$stamp" || { echo "rm -rf $${stamp%/*}"; rm -rf "$${stamp%/*}"; }; \
 	done

@@ -23,6 +23,9 @@ LINK_NAME = "torch-of-another-interpreter.pth"
 FRAMEWORKS = "frameworks"
 """The extra that `make test-all` adds: its tests alone need it."""
 
+EXTRAS = ("dev", "demo")
+"""What an environment is for: with the first it has all other extras but the frameworks."""
+
 DESCRIBE = """
 import json, os, sys, torch
 directories = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
@@ -60,7 +63,7 @@ def find_torch(interpreter: str) -> OtherTorch | None:
     return OtherTorch(interpreter, torch_version, (major, minor), directories)
 
 
-def link_torch(torch: OtherTorch, site_packages: Path) -> None:
+def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
     if torch.python != sys.version_info[:2]:
         sys.exit(
             f"env: {torch.interpreter} and the environment in {sys.prefix} differ in their Python version; "
@@ -71,9 +74,10 @@ def link_torch(torch: OtherTorch, site_packages: Path) -> None:
     dependencies: list[str] = project["dependencies"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     skipped = ("torch", project["name"])
+    names = [name for name in extras if name != FRAMEWORKS] if extra == "dev" else [extra]
     wanted = [
         line
-        for line in (*dependencies, *(line for name, extra in extras.items() if name != FRAMEWORKS for line in extra))
+        for line in (*dependencies, *(line for name in names for line in extras[name]))
         if re.split(r"[^\w.-]", line)[0] not in skipped
     ]
     # pip must not see the other interpreter's packages while it installs the tools: it would count
@@ -108,6 +112,7 @@ def add_frameworks() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reuse-torch-of", metavar="PYTHON", help="use this interpreter's torch if it has one")
+    parser.add_argument("--extra", choices=EXTRAS, default="dev", help="what the environment is for")
     parser.add_argument("--frameworks", action="store_true", help="add the extra of that name to an environment")
     args = parser.parse_args()
     if args.frameworks:
@@ -118,9 +123,9 @@ def main() -> None:
     torch = find_torch(interpreter) if interpreter else None
     if torch is None:
         # constraints.txt pins torch: without it pip may bring gigabytes of another build.
-        pip_install("-e", ".[dev]")
+        pip_install("-e", f".[{args.extra}]")
     else:
-        link_torch(torch, Path(sysconfig.get_path("purelib")))
+        link_torch(torch, Path(sysconfig.get_path("purelib")), args.extra)
     print(f"env: ready in {sys.prefix} with torch {torch.version if torch else version('torch')}")
 
 
