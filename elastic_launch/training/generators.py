@@ -10,9 +10,9 @@ from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleT
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["own_generators"]
+__all__ = ["generators_of_modules", "own_generators"]
 
 DEPTH = 8
 """Of attributes and elements that are looked into."""
@@ -48,6 +48,16 @@ def own_generators(value: object, name: str) -> list[str]:
         elif depth < DEPTH:
             queue.extend((path + part, inner, depth + 1) for part, inner in _parts(item))
     return sorted(found.values())
+
+
+def generators_of_modules(model: nn.Module) -> list[str]:
+    """Return the generators that a model's modules hold, as ``module.attribute (type)``."""
+    return [
+        f"{path}.{name} ({kind})" if path else f"{name} ({kind})"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if (kind := _kind(value))
+    ]
 
 
 def _kind(value: object) -> str:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
@@ -96,7 +95,7 @@ class Gradients:
         self._step_hooks = [
             each.register_step_pre_hook(self._before_step)
             for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
-            if isinstance(each, torch.optim.Optimizer)
+            if hasattr(each, "_optimizer_step_pre_hooks")  # none of one that wraps another and begins nothing itself
         ]
         self._taking = False
         self._took = False

@@ -19,6 +19,7 @@ from elastic_launch.training.branches import within
 from elastic_launch.training.buffer_rules import buffers_of
 from elastic_launch.training.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.durations import total_steps
+from elastic_launch.training.generators import generators_of_modules
 from elastic_launch.training.gradients import ExactGradients, Gradients
 from elastic_launch.training.loader import Loader
 from elastic_launch.training.means import cargo_size
@@ -99,6 +100,12 @@ class Loop:
         self._step = options.start
         if options.exact:
             loader.check_exact()
+            if found := generators_of_modules(self._model):
+                raise UsageError(
+                    f"exact=True: the model has a generator of its own, which is not restored: {', '.join(found)}.",
+                    "Draw from the global generators, which are seeded for each micro-batch, or make one where you "
+                    "draw: torch.Generator().manual_seed(torch.initial_seed()).",
+                )
 
     def __iter__(self) -> Iterator[Step]:
         with self._run.trainings.looping():

@@ -42,6 +42,8 @@ def differences(part: object, saved: Any, kind: str) -> str:
     if not isinstance(part, torch.optim.Optimizer):
         return ""
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
+        if "param_groups" not in part.state_dict():
+            return ""  # one that wraps another has a form of its own
         names = f" ({_some(saved)})" if isinstance(saved, Mapping) else ""
         return f"it is of several optimizers{names}, and here is one, {mine}"
     there, here = saved["param_groups"], part.param_groups

@@ -1,4 +1,4 @@
-"""Schedulers of the learning rate that a training has and its checkpoints have not."""
+"""Schedulers and averaged models that a training has and its checkpoints have not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_launch.training.state import Group, Stateful
 
-__all__ = ["forgotten"]
+__all__ = ["forgotten", "has_forgotten_average"]
 
 _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
 """Attributes of a ReduceLROnPlateau."""
@@ -31,6 +33,16 @@ def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
         for each in optimizers
         if id(each) not in saved and (hasattr(each.step, "_wrapped_by_lr_sched") or _has_plateau(each))
     ]
+
+
+def has_forgotten_average(parts: Iterable[Stateful]) -> bool:
+    """Whether the process has an AveragedModel that neither is among parts nor belongs to one."""
+    saved: set[int] = set()
+    for part in _members(parts):
+        for holder in (part, *getattr(part, "__dict__", {}).values()):
+            saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
+    # The collector knows objects by their class, too.
+    return any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
 
 
 def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:

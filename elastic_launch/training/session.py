@@ -30,7 +30,7 @@ from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.same import check_same
 from elastic_launch.training.saving import Saver
-from elastic_launch.training.schedules import forgotten
+from elastic_launch.training.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.state import Stateful, TrainingState
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
@@ -88,7 +88,7 @@ class Run:
         self._unchanging: dict[str, int] = {}
         self._replicas: ReplicaCheck | None = None
         self.trainings = Trainings()
-        self._warned = False
+        self._warned = self._warned_of_average = False
         self._settings = settings
         self._timeout = timeout
         self._unchecked = False
@@ -298,6 +298,12 @@ class Run:
         if self._checkpoint is None and self._link is None:
             return
         state.check()
+        if self.rank == 0 and not self._warned_of_average and has_forgotten_average(state.parts):
+            self._warned_of_average = True
+            _log.warning(
+                "an AveragedModel is not saved: after a restart it would begin anew; give it to "
+                'run.register("average", averaged) before the loop'
+            )
         if self.rank == 0 and not self._warned and forgotten(state.parts):
             self._warned = True
             _log.warning(

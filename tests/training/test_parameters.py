@@ -185,3 +185,61 @@ def test_a_short_script_trains_one_model_at_one_and_two_workers(job: Job, case: 
         found += re.findall(rf"{case} rank \d (\w+)", agent.output)
     assert len(found) == 3
     assert len(set(found)) == 1
+
+
+class Wrapping(torch.optim.Optimizer):
+    """One that wraps another and leaves its base class out, as scripts have it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.slow, self.steps = inner, [p.detach().clone() for p in inner.param_groups[0]["params"]], 0
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.steps += 1
+        for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            slow.lerp_(parameter.detach(), 0.5)
+            parameter.data.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.slow, self.steps = state["slow"], state["steps"]
+
+
+def test_an_optimizer_that_wraps_another_is_trained_and_resumed(tmp_path: Path) -> None:
+    def train(until: int, directory: str) -> str:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = Wrapping(torch.optim.Adam(model.parameters(), lr=0.1))
+        loader = el.ElasticLoader(torch.arange(24.0).view(8, 3), el.GlobalBatch(2, 1))
+        run = Run(World(), torch.device("cpu"))
+        for step in run.steps(
+            loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(tmp_path / directory)
+        ):
+            for x in step:
+                step.backward(model(x).square().mean())
+            step.update()
+        run.close()
+        return el.weights_sha256(model)
+
+    undisturbed = train(6, "a")
+    assert train(3, "b") != undisturbed
+    assert train(6, "b") == undisturbed
+
+
+def test_a_generator_of_the_models_own_is_refused_in_exact_mode() -> None:
+    model = nn.Sequential(nn.Linear(3, 1), nn.Dropout())
+    model[1].noise = torch.Generator()  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = el.ElasticLoader(torch.ones(8, 3), el.GlobalBatch(2, 1))
+    run = Run(World(), torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"the model has a generator of its own.*: 1\.noise \(torch\.Generator\)"):
+        list(run.steps(loader, model, optimizer, until=1, exact=True))
+    model[1].noise = torch.default_generator
+    iter(run.steps(loader, model, optimizer, until=1, exact=True))

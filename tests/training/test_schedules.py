@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from harness import SCRIPTS, Job
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
-from elastic_launch.training.schedules import forgotten
+from elastic_launch.training.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.session import Run
 from elastic_launch.training.state import Group
 from elastic_launch.training.world import World
@@ -68,6 +70,31 @@ def test_a_scheduler_is_forgotten_unless_it_or_its_holder_is_saved(make: Any) ->
     forgotten_one = make(other)
     assert forgotten([optimizer, other, scheduler]) == [other]
     assert forgotten([optimizer, other, scheduler, forgotten_one]) == []
+
+
+def test_an_average_of_a_model_is_forgotten_unless_it_or_its_holder_is_saved() -> None:
+    model = nn.Linear(1, 1)
+    gc.collect()
+    assert not has_forgotten_average([model])
+    averaged = AveragedModel(model)
+    assert has_forgotten_average([model])
+    for saved in (averaged, Holder(averaged), Group({"a": averaged}), nn.ModuleList([averaged])):
+        assert not has_forgotten_average([model, saved])
+
+
+def test_an_average_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    averaged = AveragedModel(model)
+    loader = el.ElasticLoader(torch.ones(8, 1), el.GlobalBatch(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(World(), torch.device("cpu"))
+    for step in run.steps(loader, model, optimizer, until=1, checkpoint=el.Checkpoint(tmp_path)):
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+        averaged.update_parameters(model)
+    run.close()
+    assert [text for text in caplog.messages if "an AveragedModel is not saved" in text and "run.register" in text]
 
 
 @pytest.mark.parametrize("when", ["before", "in the first step"])
