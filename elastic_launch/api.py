@@ -260,7 +260,10 @@ def _run_foreign(
     )
     # Older versions of torch have no place for one.
     more = () if health_check_server is None else (health_check_server,)
-    found: dict[int, Any] = launch_torchs_agent(config, entrypoint, args, *more)
+    try:
+        found: dict[int, Any] = launch_torchs_agent(config, entrypoint, args, *more)
+    except ImportError as error:
+        raise ValueError(f"rdzv_backend {config.rdzv_backend} cannot be used: {error}") from error
     return found
 
 

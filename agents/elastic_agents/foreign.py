@@ -57,7 +57,7 @@ def run_foreign(config: LaunchConfig) -> int:
         return 128 + int(error.sigval)
     except TorchError as error:
         raise RendezvousError(f"the rendezvous {config.backend} failed: {error}") from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise UsageError(f"--rdzv-backend {config.backend}: {error}", "See what its handler needs.") from error
     _log.info("done: all workers finished; logs in %s", config.log_dir)
     return ExitCode.DONE

@@ -346,6 +346,8 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
     assert "There is no entry point" in refused(None)
     assert "monitor_interval 0 is not a time to wait" in refused(called.describe, monitor_interval=0)
     assert "is not supported" in refused(called.describe, rdzv_backend="carrier-pigeon")
+    missing = refused(called.describe, rdzv_backend="etcd-v2", rdzv_endpoint="localhost:1")
+    assert missing == "rdzv_backend etcd-v2 cannot be used: The 'etcd' module is required but not installed."
     assert "leaves no room" in refused(called.describe, rdzv_configs={"dead_after": 0.5, "beat": 1})
     assert "--start-method never is none" in refused(called.describe, start_method="never")
     monkeypatch.chdir(tmp_path)
