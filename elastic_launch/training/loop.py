@@ -98,6 +98,7 @@ class Loop:
             self._parts[OWN] = own
         self._state: TrainingState = run.state.extended(self._parts)
         self._step = options.start
+        self._began_in_training_mode: bool | None = None
         if options.exact:
             loader.check_exact()
             if found := generators_of_modules(self._model):
@@ -135,6 +136,7 @@ class Loop:
                 with closing(self._loader.epoch_from(self._step, self._run.world_size, self._run.rank)) as batches:
                     for step in self._steps_of_epoch(batches, gradients):
                         yield step
+                        self._watch_mode(step)
                         if step.too_large:
                             self._halve(step)
                             break
@@ -172,6 +174,19 @@ class Loop:
                 settle=self._run.settle,
                 origin=self._origin,
                 agreement=self._run.agreement,
+            )
+
+    def _watch_mode(self, step: Step) -> None:
+        """Warn if the model has stayed in evaluation mode: a restart would begin in the other one."""
+        if self._began_in_training_mode is None:
+            self._began_in_training_mode = step.in_training_mode
+        if self._began_in_training_mode and step.in_training_mode is False and self._run.rank == 0:
+            self._began_in_training_mode = False
+            _log.warning(
+                "step %d trained the model in evaluation mode, and those before in training mode: if that was not "
+                "wanted, call model.train() after the evaluation; otherwise set the mode in each step, as a restart "
+                "runs the script from its start",
+                step.number,
             )
 
     def _origin(self, step: int, micro: int) -> str:

@@ -43,6 +43,7 @@ class Step:
         updated: whether an optimizer's step was made, and no pass has begun since.
         skipped: whether the scaler left it out, for gradients that overflowed.
         too_large: whether it is to be done again because a micro-batch did not fit into some rank's memory.
+        in_training_mode: whether the model was, in the last backward pass; None before.
 
     Args:
         batches: yields this rank's collated micro-batches.
@@ -78,6 +79,7 @@ class Step:
         self.updated = False
         self.skipped = False
         self.too_large = False
+        self.in_training_mode: bool | None = None
         self._batches = batches
         self._gradients = gradients
         self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
@@ -216,6 +218,7 @@ class Step:
                 "step.backward(loss): no gradient leads from this loss to a parameter.",
                 "Compute it without detach(), item() and torch.no_grad(), from parameters that require gradients.",
             )
+        self.in_training_mode = self.model.training
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples

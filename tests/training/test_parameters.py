@@ -243,3 +243,20 @@ def test_a_generator_of_the_models_own_is_refused_in_exact_mode() -> None:
         list(run.steps(loader, model, optimizer, until=1, exact=True))
     model[1].noise = torch.default_generator
     iter(run.steps(loader, model, optimizer, until=1, exact=True))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_model_that_stays_in_evaluation_mode_is_reported(caplog: pytest.LogCaptureFixture, forgotten: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 1), nn.Dropout())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = el.ElasticLoader(torch.ones(8, 3), el.GlobalBatch(2, 1))
+    for step in Run(World(), torch.device("cpu")).steps(loader, model, optimizer, until="4ba"):
+        if not forgotten:
+            model.train()
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+        if step.number == 2:
+            model.eval()
+    said = [text for text in caplog.messages if "trained the model in evaluation mode" in text]
+    assert [text.split()[:2] for text in said] == ([["step", "3"]] if forgotten else [])
