@@ -119,9 +119,9 @@ def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torch
     os.environ.update(job.added)
     begun = None
     if whole:
-        from elastic_agents.warm.anew import begin_anew
+        from elastic_agents.warm.reexec import reexec
 
-        begun = begin_anew(config)
+        begun = reexec(config)
     # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
     from elastic_agents.main import run
 

@@ -4,7 +4,7 @@ An agent's imports, and those of its warm server, torch above all, cost four fif
 What follows the imports is the same code as in an agent that is executed: each is a process of its own, with its own
 session, environment, command, standard streams and exit.
 
-An agent executes itself anew to import torch for both itself and the warm server (``elastic_agents.warm.anew``). A
+An agent executes itself anew to import torch for both itself and the warm server (``elastic_agents.warm.reexec``). A
 forked one is made what it would be after that, with torch imported: signals, environment, path, arguments and logging
 are those of a new interpreter. From there it forks its server, and the server its workers, as always. What differs:
 
@@ -48,8 +48,8 @@ MODULES = (
     "elastic_launch.rendezvous.elected",
     "elastic_launch.rendezvous.hosting",
     "elastic_launch.rendezvous.static",
-    "elastic_agents.warm.anew",
-    "elastic_agents.warm.parting",
+    "elastic_agents.warm.reexec",
+    "elastic_agents.warm.fork_bootstrap",
     "torch._dynamo",
     "torch.distributed.algorithms.join",
     "torch.distributed.tensor",
@@ -219,7 +219,7 @@ class _Anew(BaseException):
         log.setLevel(logging.NOTSET)
         if threads := self.env.get("OMP_NUM_THREADS"):
             importlib.import_module("torch").set_num_threads(int(threads))
-        importlib.import_module("elastic_agents.warm.parting").part(self.argument)()
+        importlib.import_module("elastic_agents.warm.fork_bootstrap").bootstrap(self.argument)()
 
 
 def _alone() -> bool:
@@ -236,14 +236,14 @@ def _begins_anew() -> Callable[..., NoReturn]:
     """Return what stands for ``os.execve`` where an agent begins anew, and is that everywhere else."""
     execve = os.execve
     entered = importlib.import_module("elastic_agents.warm.server").entered
-    code = entered("from elastic_agents.warm.parting import part", "part(sys.argv[1])()")
+    code = entered("from elastic_agents.warm.fork_bootstrap import bootstrap", "bootstrap(sys.argv[1])()")
 
     def stand_in(path: str, argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         if [*argv[1:4]] != ["-u", "-c", code] or not _alone():
             execve(path, argv, env)
         os.execve = execve
         settings = json.loads(argv[4])
-        for name in ("kept", "health"):  # which are closed as this unwinds
+        for name in ("state", "health"):  # which are closed as this unwinds
             if settings[name] is not None:
                 settings[name] = os.dup(settings[name])
         raise _Anew(json.dumps(settings), env)
@@ -288,9 +288,9 @@ def _become(order: dict[str, object], output: int) -> None:
     sys.path.insert(0, cwd)  # as -m does
     sys.argv[:] = ["", *arguments]
     sys.orig_argv[:] = [sys.executable, "-m", "elastic_launch", *arguments]
-    importlib.import_module("elastic_agents.warm.become").show(sys.orig_argv)
+    importlib.import_module("elastic_agents.warm.run_script").show(sys.orig_argv)
     # It has torch, and nothing comes of it that it has.
-    importlib.import_module("elastic_agents.warm.anew")._is_plain = lambda: True
+    importlib.import_module("elastic_agents.warm.reexec")._is_plain = lambda: True
     os.execve = _begins_anew()
     try:
         runpy.run_module("elastic_launch", run_name="__main__", alter_sys=True)

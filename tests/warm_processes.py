@@ -15,7 +15,8 @@ from threading import Event
 from elastic_agents.placing import shared_environment
 from elastic_agents.processes import ExecProcesses, StartRequest, WorkerProcesses
 from elastic_agents.sessions import kill_sessions, reap_orphans
-from elastic_agents.warm.client import WarmProcesses, WarmServer
+from elastic_agents.warm.client import WarmServer
+from elastic_agents.warm.processes import WarmProcesses
 from elastic_launch.config import Command, LaunchConfig
 
 WAYS = ("warm", "exec")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.summary import last_words, leave_error, root_cause
-from elastic_agents.warm.client import start_processes
+from elastic_agents.warm.processes import start_processes
 from elastic_agents.watchdog import watchdog
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config import LaunchConfig
@@ -28,6 +30,8 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import Event, EventSink, JsonLines
 from elastic_launch.notice_sources import claimed
 from elastic_launch.observe.live import LiveLedger
+from elastic_launch.process import exiting, reported
+from elastic_launch.secret import Token
 from elastic_launch.termination import write_termination_log
 from elastic_launch.threads import deaths_reported_to
 from elastic_launch.torch_options import TorchOptions, untested_torch
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
     from elastic_agents.sinks import Kept
-    from elastic_agents.warm.parting import Begun
+    from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
 
     class Watcher(EventSink, Protocol):
         """Sees an agent begin and end, and its events, which may come from several threads."""
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
         def ended(self, agent: LocalElasticAgent, result: RunResult) -> None: ...
 
 
-__all__ = ["run"]
+__all__ = ["resume", "run"]
 
 _log = logging.getLogger("elastic_launch")
 
@@ -81,7 +85,7 @@ class _Journal:
 
 
 def run(
-    config: LaunchConfig, begun: Begun | None = None, *, level: int | None = None, watcher: Watcher | None = None
+    config: LaunchConfig, begun: Bootstrap | None = None, *, level: int | None = None, watcher: Watcher | None = None
 ) -> int:
     """Run this node's part of a run and return its exit code.
 
@@ -100,6 +104,25 @@ def run(
         return _told(config, code)
 
 
+def resume(state: AgentState, begun: Bootstrap, error: BaseException | None) -> NoReturn:
+    """Run an agent that has executed itself anew (:mod:`elastic_agents.warm.reexec`), to the end of its process.
+
+    Args:
+        state: what it has kept over the exec.
+        error: with which the import of torch has ended, if it has; a second import would fail of what that has left.
+    """
+    config: LaunchConfig = pickle.loads(state.config)
+    if state.token is not None:
+        config = replace(config, token=Token(state.token, "what this process has kept"))
+
+    def act() -> int:
+        if error is not None:
+            raise error
+        return run(config, begun)
+
+    exiting(lambda: reported(act))
+
+
 def _told(config: LaunchConfig, code: int) -> int:
     """Return the exit code of this process."""
     return code_of(code) if config.torchrun else code
@@ -113,7 +136,7 @@ def _run_foreign(config: LaunchConfig) -> int:
     return run_foreign(config)
 
 
-def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, watcher: Watcher | None) -> int:
+def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watcher: Watcher | None) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
@@ -139,7 +162,7 @@ def _run(config: LaunchConfig, begun: Begun | None, consoles: Consoles, watcher:
         )
         _check(config)
         # First of all: it takes longest, and needs nothing of what follows.
-        processes = start_processes(config, begun.parted if begun is not None else None, files)
+        processes = start_processes(config, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_agents.logs import link_latest
@@ -178,7 +201,7 @@ def _tell_lost(lines: int, seconds: float) -> None:
 
 
 @contextmanager
-def _health(config: LaunchConfig, begun: Begun | None) -> Iterator[Health | None]:
+def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | None]:
     """Answer who asks whether this node is well, if that is wanted; from the start, which may take long."""
     if config.health_port is None:
         yield None

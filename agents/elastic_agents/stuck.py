@@ -1,9 +1,9 @@
 """Whether a Python process hangs in its interpreter's lock: a thread that does not run holds it, another waits for it.
 
-So hang scripts that use DDP at their end: see :mod:`elastic_agents.warm.groups`. Workers that were executed run nothing
-of ours, so it is seen from outside: the main thread is never scheduled again, and a thread waits for the lock, with a
-time-out of 5 ms each time, as CPython does (take_gil in Python/ceval_gil.c). The lock is part of the interpreter's own
-data, so no other lock looks like it.
+So hang scripts that use DDP at their end: see :mod:`elastic_agents.warm._process_groups`. Workers that were executed
+run nothing of ours, so it is seen from outside: the main thread is never scheduled again, and a thread waits for the
+lock, with a time-out of 5 ms each time, as CPython does (take_gil in Python/ceval_gil.c). The lock is part of the
+interpreter's own data, so no other lock looks like it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from harness import asked, free_port
 from elastic_agents import health as module
 from elastic_agents.health import Health, health_listener
 from elastic_agents.inbox import HowAreYou, Inbox
-from elastic_agents.warm.meanwhile import Meanwhile
+from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError
@@ -68,7 +68,7 @@ def test_an_agent_that_still_imports_torch_is_alive_and_not_ready() -> None:
     with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        with Meanwhile(listener), socket.create_connection(("127.0.0.1", port), timeout=20):
+        with answering(listener), socket.create_connection(("127.0.0.1", port), timeout=20):
             # A client that asks nothing holds up no other.
             for path, expected in (("livez?verbose", (200, "starting")), ("readyz", (503, "starting"))):
                 assert asked(f"http://127.0.0.1:{port}/{path}") == expected

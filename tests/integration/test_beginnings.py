@@ -41,8 +41,8 @@ def _shared(agent: Agent) -> int:
 
 
 def _parts(agent: Agent) -> bool:
-    """Whether it is the process that has begun anew, and has not parted yet."""
-    return "warm.parting" in " ".join(_command(agent.process.pid)) and len(tree(agent.process.pid)) == 1
+    """Whether it is the process that was executed anew, and has not forked its server yet."""
+    return "warm.fork_bootstrap" in " ".join(_command(agent.process.pid)) and len(tree(agent.process.pid)) == 1
 
 
 @pytest.mark.parametrize(

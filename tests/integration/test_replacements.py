@@ -6,7 +6,7 @@ import pytest
 from changes import Changes
 from harness import Job, wait_for
 
-from elastic_agents.warm.loading import OURS, TORCH
+from elastic_agents.warm._preload import OURS, TORCH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

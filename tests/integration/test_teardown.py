@@ -1,4 +1,4 @@
-"""Scripts that use DDP come to their end, however they do; see elastic_agents.warm.groups and .ending."""
+"""Scripts that use DDP come to their end, however they do; see elastic_agents.warm._process_groups and .ending."""
 
 from __future__ import annotations
 

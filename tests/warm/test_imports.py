@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from warm_processes import write
 
-from elastic_agents.warm.become import entry_point
-from elastic_agents.warm.imports import Import, Reading, differs_at_import, read
+from elastic_agents.warm._script_imports import Import, Reading, differs_at_import, entry_point, read
 
 
 def _read(directory: Path, text: str, module: str = "") -> Reading:
@@ -197,7 +196,7 @@ def test_what_changes_no_import_does_not_stop_the_reading(text: str, tmp_path: P
 
 
 def test_so_many_files_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agents.warm.imports.MOST_FILES", 2)
+    monkeypatch.setattr("elastic_agents.warm._script_imports.MOST_FILES", 2)
     for name in ("a", "b", "c"):
         write(tmp_path, f"{name}.py", f"import {chr(ord(name) + 1)}")
     found = _read(tmp_path, "import yaml, a\nimport numpy")

@@ -16,7 +16,7 @@ from harness import alive, wait_for
 from warm_processes import Starter, config_for, warm_starter, write
 
 from elastic_agents.processes import StartRequest
-from elastic_agents.warm.client import WarmProcesses
+from elastic_agents.warm.processes import WarmProcesses
 
 FORKED = "import sys, os\nprint(int('yaml' in sys.modules))"
 LOADED = "print('yaml' in sys.modules, 'odd' in sys.modules)"
@@ -138,7 +138,8 @@ def _request(starter: Starter, script: str) -> StartRequest:
         ("import os\nLOG = open(os.path.join(os.path.dirname(__file__), 'log'), 'w')", "keeps open /"),
         (
             # As the driver's file, of which there is none here.
-            "import sys\nsys.modules['elastic_agents.warm.spying'].DEVICES = (__file__,)\nDEVICE = open(__file__)",
+            "import sys\nsys.modules['elastic_agents.warm._import_watch'].DEVICES = (__file__,)\n"
+            "DEVICE = open(__file__)",
             "initializes a device",
         ),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
@@ -302,7 +303,7 @@ def test_a_server_that_cannot_be_replaced_is_closed_once(
 def test_where_the_server_does_not_answer_the_worker_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastic_agents.warm.parked.FORK_TIMEOUT", 0.3)
+    monkeypatch.setattr("elastic_agents.warm.prefork.FORK_TIMEOUT", 0.3)
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
         server = _server(starter)
@@ -331,7 +332,7 @@ def test_who_starts_workers_does_not_wait_for_a_server_that_is_stopped(
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
         os.kill(_server(starter), signal.SIGSTOP)
-        monkeypatch.setattr("elastic_agents.warm.parked.FORK_TIMEOUT", 1.0)
+        monkeypatch.setattr("elastic_agents.warm.prefork.FORK_TIMEOUT", 1.0)
         prepared: list[float] = []
         began = time.monotonic()
         starter.processes.prepare(1, lambda: prepared.append(time.monotonic()))
@@ -345,12 +346,12 @@ def test_who_starts_workers_does_not_wait_for_a_server_that_is_stopped(
 def test_a_process_that_is_stopped_as_it_waits_for_work_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_agents.warm.parked.ANSWER_TIMEOUT", 2.0)
+    monkeypatch.setattr("elastic_agents.warm.prefork.ANSWER_TIMEOUT", 2.0)
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script), ahead=2) as starter:
         assert isinstance(starter.processes, WarmProcesses)
         server = starter.processes._server
-        parked = wait_for("processes that wait", lambda: [x.pid for x in server._parked] * (len(server._parked) == 2))
+        parked = wait_for("processes that wait", lambda: [x.pid for x in server._idle] * (len(server._idle) == 2))
         for pid in parked:
             os.kill(pid, signal.SIGSTOP)
         starter.prepare()
@@ -367,14 +368,14 @@ def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None
         by_fork = starter.run(script, env={"X": "0"})
         assert isinstance(starter.processes, WarmProcesses)
         server = starter.processes._server
-        parked = wait_for("processes that wait", lambda: [x.pid for x in server._parked] * (len(server._parked) == 3))
+        parked = wait_for("processes that wait", lambda: [x.pid for x in server._idle] * (len(server._idle) == 3))
         os.kill(parked[2], signal.SIGKILL)
         os.kill(parked[1], signal.SIGTERM)
         environment = {"X": "0", "LONG": "x" * 100_000}  # more than a socket takes at once
         ended = starter.run(script, env=environment)
         assert (ended.pid, ended.code, ended.stdout) == (parked[1], 0, by_fork.stdout)
         assert not alive(parked[2])
-        wait_for("as many again", lambda: len(server._parked) == 3)
+        wait_for("as many again", lambda: len(server._idle) == 3)
     assert not any(map(alive, parked))
 
 
@@ -385,13 +386,13 @@ def test_each_process_is_told_of_as_soon_as_it_waits_for_work(tmp_path: Path) ->
         assert isinstance(starter.processes, WarmProcesses)
         server = starter.processes._server
         waiting: list[int] = []
-        starter.processes.prepare(3, lambda: waiting.append(len(server._parked)))
+        starter.processes.prepare(3, lambda: waiting.append(len(server._idle)))
         wait_for("three processes", lambda: len(waiting) == 3)
         assert waiting == [1, 2, 3]
-        starter.processes.prepare(4, lambda: waiting.append(len(server._parked)))
+        starter.processes.prepare(4, lambda: waiting.append(len(server._idle)))
         wait_for("a fourth", lambda: len(waiting) == 7)
         assert waiting[3:] == [3, 3, 3, 4]
-        parked = {one.pid for one in server._parked}
+        parked = {one.pid for one in server._idle}
         request = StartRequest([sys.executable, "-u", script], starter.env, 1, 2)
         assert {starter.processes.start(request) for _ in range(4)} == parked
         assert {starter.wait() for _ in range(4)} == {(pid, 0) for pid in parked}
@@ -406,12 +407,12 @@ def test_the_next_processes_are_forked_ahead_once_the_workers_train(
     with warm_starter(config_for(tmp_path, script), ahead=2) as starter:
         assert isinstance(starter.processes, WarmProcesses)
         server = starter.processes._server
-        wait_for("processes that wait before any worker begins", lambda: len(server._parked) == 2)
+        wait_for("processes that wait before any worker begins", lambda: len(server._idle) == 2)
         assert starter.run(script).code == 0
         time.sleep(0.5)
-        assert len(server._parked) == 1
+        assert len(server._idle) == 1
         starter.processes.training()
-        wait_for("as many again", lambda: len(server._parked) == 2)
+        wait_for("as many again", lambda: len(server._idle) == 2)
 
 
 def _children(parent: int) -> list[int]:
@@ -429,9 +430,9 @@ from warm_processes import config_for, warm_starter
 with warm_starter(config_for(Path({str(tmp_path)!r}), {script!r}), ahead=1) as starter:
     server = starter.processes._server
     worker = starter.start({script!r})
-    while not server._parked:
+    while not server._idle:
         time.sleep(0.01)
-    print(server.pid, server._parked[0].pid, worker, flush=True)
+    print(server.pid, server._idle[0].pid, worker, flush=True)
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True) as agent:

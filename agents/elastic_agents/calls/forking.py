@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from typing import NoReturn
 
 from elastic_agents.calls.worker import call
-from elastic_agents.warm.become import BLOCKED, await_orders, die_with_parent
+from elastic_agents.warm.run_script import BLOCKED, await_orders, die_with_parent
 from elastic_agents.warm.server import fork_on_demand
 
 __all__ = ["fork_agent"]

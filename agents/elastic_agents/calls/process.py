@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_agents.calls.metrics import Meter, MetricPipe
-from elastic_agents.warm.parting import Begun, Forked, Parted
+from elastic_agents.warm.fork_bootstrap import Bootstrap, ForkedServer, ServerLink
 from elastic_launch.config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.events import Event
@@ -72,7 +72,7 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     if server:
         for descriptor in (orders, source):
             os.set_inheritable(descriptor, False)
-        begun = Begun([], parted=Parted(Forked(server), socket.socket(fileno=orders), source))
+        begun = Bootstrap([], server=ServerLink(ForkedServer(server), socket.socket(fileno=orders), source))
     pipe = None
     if ordered.metrics is not None:
         os.set_inheritable(ordered.metrics, False)
@@ -118,7 +118,7 @@ class _Watcher:
         self.told.update(_ended(self._config, agent, result))
 
 
-def _run(config: LaunchConfig, level: int | None, report: int, begun: Begun | None, pipe: MetricPipe | None) -> int:
+def _run(config: LaunchConfig, level: int | None, report: int, begun: Bootstrap | None, pipe: MetricPipe | None) -> int:
     from elastic_agents.main import run
 
     watcher = _Watcher(config, pipe)

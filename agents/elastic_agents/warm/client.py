@@ -1,8 +1,7 @@
-"""The agent's side of the warm server: worker processes that are forked where possible, and executed where not."""
+"""The agent's side of the warm server's process: it hears it, and has processes forked that wait for work."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -14,26 +13,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
-from elastic_agents.placing import shared_environment
-from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
+from elastic_agents.processes import StartRequest
 from elastic_agents.sessions import kill_sessions, reap_orphans
-from elastic_agents.warm import parked as waiting
-from elastic_agents.warm.anew import server_environment, server_settings, wants_server
-from elastic_agents.warm.imports import differs_at_import
-from elastic_agents.warm.parked import Parked
-from elastic_agents.warm.server import command, open_log
-from elastic_agents.warm.spying import PER_WORKER
+from elastic_agents.warm import prefork
+from elastic_agents.warm._import_watch import PER_WORKER
+from elastic_agents.warm.fork_bootstrap import ServerLink
+from elastic_agents.warm.prefork import Prefork
+from elastic_agents.warm.server import command, open_log, server_environment, server_settings
 from elastic_launch.config import LaunchConfig
 from elastic_launch.descriptors import given_limit
 from elastic_launch.threads import VitalThread
 from elastic_launch.writer import Writer
 
-if TYPE_CHECKING:
-    from elastic_agents.warm.parting import Parted
-
-__all__ = ["WarmProcesses", "WarmServer", "start_processes"]
+__all__ = ["WarmServer"]
 
 _log = logging.getLogger("elastic_launch.warm")
 
@@ -49,49 +42,6 @@ REST = 2.0
 TRAINING_REST = 0.3
 """The same after workers have begun to train, if they say so."""
 
-MOST_REPLACED = 3
-"""So often a server that died is replaced."""
-
-PR_SET_CHILD_SUBREAPER = 36
-
-
-def start_processes(config: LaunchConfig, parted: Parted | None, files: Writer) -> Callable[[OnExit], WorkerProcesses]:
-    """Start what a node's workers will be started by, as early as can be, and return how to take it into use.
-
-    Args:
-        parted: a server that this process comes with.
-        files: opens the file for what imports print, which may hang.
-    """
-    if config.command.forked:
-        assert parted is not None
-        _be_subreaper(True)
-        forks = WarmServer(parted.server, parted.orders, parted.source, {}, config.nproc)
-        return lambda on_exit: CallersForks(on_exit, forks, _no_other)
-    if not wants_server(config):
-        return ExecProcesses
-    env = shared_environment(config)
-    make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
-    try:
-        _be_subreaper(True)
-        server = WarmServer(parted.server, parted.orders, parted.source, env, config.nproc) if parted else make()
-    except OSError as error:
-        _log.warning("workers import for themselves: there can be no warm server (%s)", error)
-        if parted is not None:
-            parted.end()
-        return ExecProcesses
-    return lambda on_exit: WarmProcesses(on_exit, server, make)
-
-
-class Process(Protocol):
-    """A server's process, executed or forked."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout: float) -> object: ...
-
 
 class WarmServer:
     """The server's process, which is asked to fork once it is ready.
@@ -101,21 +51,17 @@ class WarmServer:
         read: variables that its imports asked for.
 
     Args:
-        process: of the server.
-        orders: the socket to it.
-        source: descriptor of the pipe from it.
+        link: to the server.
         env: a worker's environment.
         ahead: how many processes are forked ahead, once workers have begun: as many as may begin together.
     """
 
-    def __init__(
-        self, process: Process, orders: socket.socket, source: int, env: Mapping[str, str], ahead: int
-    ) -> None:
+    def __init__(self, link: ServerLink, env: Mapping[str, str], ahead: int) -> None:
         self.env = server_environment(env)
-        self._process = process
-        self._orders = orders
-        self._orders.settimeout(waiting.FORK_TIMEOUT)
-        self._source = source
+        self._process = link.process
+        self._orders = link.orders
+        self._orders.settimeout(prefork.FORK_TIMEOUT)
+        self._source = link.source
         self._lock = threading.Lock()
         self._known = False
         self._usable = False
@@ -128,7 +74,7 @@ class WarmServer:
         self._wanted: list[tuple[int, Callable[[], None]]] = []  # so many processes, and what to call for each
         self._reaping = threading.Lock()
         self._reaped = False
-        self._parked: list[Parked] = []
+        self._idle: list[Prefork] = []
         self._ahead = ahead
         self._ahead_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -163,7 +109,7 @@ class WarmServer:
                     start_new_session=True,
                 )
             undo.pop_all()
-        return WarmServer(process, orders, source, env, ahead)
+        return WarmServer(ServerLink(process, orders, source), env, ahead)
 
     @property
     def pid(self) -> int:
@@ -172,7 +118,7 @@ class WarmServer:
     @property
     def waiting(self) -> list[int]:
         """The server and the processes that wait for work, which are reaped here; for any thread."""
-        return [self._process.pid, *(one.pid for one in self._parked)]
+        return [self._process.pid, *(one.pid for one in self._idle)]
 
     @property
     def usable(self) -> bool:
@@ -221,9 +167,9 @@ class WarmServer:
         finally:
             self._rest()  # last: the thread, woken, sees how many are left
 
-    def _take(self) -> Parked | None:
+    def _take(self) -> Prefork | None:
         with self._lock:
-            return self._parked.pop() if self._parked else None
+            return self._idle.pop() if self._idle else None
 
     def give_up(self) -> None:
         """Have it count as lost: what was asked of it last must never come to life."""
@@ -288,7 +234,7 @@ class WarmServer:
 
     def _wait(self) -> float | None:
         """Seconds until there is something to do; None if there is nothing."""
-        if self._known and (not self._usable or len(self._parked) >= self._ahead):
+        if self._known and (not self._usable or len(self._idle) >= self._ahead):
             return None
         return max(0.0, (self._ahead_at if self._known else self._deadline) - time.monotonic())
 
@@ -333,12 +279,12 @@ class WarmServer:
         self._ahead_at = time.monotonic() + REST
         try:
             self._weed_out()
-            for _ in range(min(len(self._parked), len(calls))):
+            for _ in range(min(len(self._idle), len(calls))):
                 calls[told]()
                 told += 1
-            with closing(Parked.fork(self._orders, len(calls) - told)) as forked:
+            with closing(Prefork.fork(self._orders, len(calls) - told)) as forked:
                 for one in forked:
-                    self._park(one)
+                    self._keep(one)
                     calls[told]()
                     told += 1
         except OSError as error:
@@ -351,39 +297,39 @@ class WarmServer:
     def _weed_out(self) -> None:
         """End those that wait for work and have died, or are stopped."""
         with self._lock:
-            parked = list(self._parked)
+            preforked = list(self._idle)
         asked = []
-        for one in parked:
+        for one in preforked:
             with suppress(OSError):
                 one.ask()
                 asked.append(one)
-        deadline = time.monotonic() + waiting.ANSWER_TIMEOUT
+        deadline = time.monotonic() + prefork.ANSWER_TIMEOUT
         answer = [one for one in asked if one.answers(deadline)]
-        for one in parked:
+        for one in preforked:
             if one not in answer:
                 with self._lock:
-                    mine = one in self._parked
+                    mine = one in self._idle
                     if mine:
-                        self._parked.remove(one)
+                        self._idle.remove(one)
                 if mine:
                     one.end()
 
-    def _park(self, one: Parked) -> None:
+    def _keep(self, one: Prefork) -> None:
         with self._lock:
-            parked = self._usable and not self._closing
-            if parked:
-                self._parked.append(one)
-        if not parked:
+            preforked = self._usable and not self._closing
+            if preforked:
+                self._idle.append(one)
+        if not preforked:
             one.end()
 
     def _fork_ahead(self) -> None:
         """Have one more process waiting, if workers have begun a while ago."""
         if not self._usable or self._closing or time.monotonic() < self._ahead_at:
             return
-        if len(self._parked) < self._ahead:
+        if len(self._idle) < self._ahead:
             try:
-                for one in Parked.fork(self._orders, 1):
-                    self._park(one)
+                for one in Prefork.fork(self._orders, 1):
+                    self._keep(one)
             except TimeoutError:
                 self.give_up()  # it hangs, and would keep from a start whoever waits for it
             except OSError as error:
@@ -393,8 +339,8 @@ class WarmServer:
     def _dismiss(self) -> None:
         """End the processes that wait for work."""
         with self._lock:
-            parked, self._parked = self._parked, []
-        for one in parked:
+            preforked, self._idle = self._idle, []
+        for one in preforked:
             one.end()
 
     def _settle(self, *, usable: bool) -> None:
@@ -406,111 +352,3 @@ class WarmServer:
                 self._wanted = []
         for call in calls:
             call()
-
-
-class WarmProcesses:
-    """Forks from a warm server what can be forked, and executes everything else.
-
-    This process becomes a subreaper: workers' orphans, and the workers themselves, become its children.
-
-    Attributes:
-        forked: how many workers were.
-    """
-
-    def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
-        _be_subreaper(True)
-        self._server = server
-        self._former: list[tuple[WarmServer, VitalThread]] = []  # and who closes it
-        self._make = make
-        self._replaced = 0
-        self._exec = ExecProcesses(on_exit, self._claimed)
-        self._complained = False
-        self.forked = 0
-
-    def when_ready(self, call: Callable[[], None]) -> None:
-        self._replace_lost()
-        self._server.when_known(call)
-
-    def prepare(self, count: int, call: Callable[[], None]) -> None:
-        self._replace_lost()
-        self._server.prepare(count, call)
-
-    def training(self) -> None:
-        self._server.training()
-
-    def _replace_lost(self) -> None:
-        if not self._server.lost or self._replaced >= MOST_REPLACED:
-            return
-        self._replaced += 1
-        _log.warning("the warm server is gone; another one is started")
-        try:
-            server = self._make()
-        except OSError as error:
-            _log.warning("workers import for themselves: there can be no warm server (%s)", error)
-            return
-        # It may take a while: what it has forked may be stopped.
-        closer = VitalThread(self._server.close, "former warm server")
-        self._former.append((self._server, closer))
-        self._server = server
-        closer.start()
-
-    def _claimed(self) -> list[int]:
-        return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
-
-    def start(self, request: StartRequest) -> int:
-        if not self._server.usable or self._differs(request):
-            return self._exec.start(request)
-        try:
-            pid = self._server.start(request)
-        except OSError as error:
-            _log.warning("a worker imports for itself: %s", error)
-            self._server.give_up()
-            return self._exec.start(request)
-        self._exec.adopt(pid)
-        self.forked += 1
-        return pid
-
-    def signal(self, pid: int, number: int) -> None:
-        self._exec.signal(pid, number)
-
-    def signal_group(self, pid: int, number: int) -> None:
-        self._exec.signal_group(pid, number)
-
-    def close(self) -> None:
-        self._server.close()
-        for _, closer in self._former:
-            closer.join(30)
-        self._exec.close()
-        _be_subreaper(False)
-
-    def _differs(self, request: StartRequest) -> bool:
-        differing = differs_at_import(self._server.env, request.env, self._server.read)
-        if differing and not self._complained:
-            self._complained = True
-            names = ", ".join(differing)
-            _log.info("workers import for themselves: %s differs between them and matters at import", names)
-        return bool(differing)
-
-
-class CallersForks(WarmProcesses):
-    """Forks workers from a copy of the process that has called: there is no other way, and no other copy."""
-
-    def start(self, request: StartRequest) -> int:
-        pid = self._server.start(request)
-        self._exec.adopt(pid)
-        self.forked += 1
-        return pid
-
-    def _replace_lost(self) -> None:
-        pass
-
-
-def _no_other() -> WarmServer:
-    raise OSError("the copy of the caller has ended")
-
-
-def _be_subreaper(yes: bool) -> None:
-    """prctl(2), PR_SET_CHILD_SUBREAPER."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")

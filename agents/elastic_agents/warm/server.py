@@ -19,19 +19,59 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from elastic_agents.warm.become import BLOCKED, become, die_with_parent, leave_parent
-from elastic_agents.warm.groups import outlive_users
-from elastic_agents.warm.loading import Loaded, Loading
-from elastic_agents.warm.planning import REMEDY, Plan, plan
+from elastic_agents.warm._import_watch import PER_WORKER
+from elastic_agents.warm._preload import REMEDY, Loaded, Loading, Plan, plan
+from elastic_agents.warm._process_groups import outlive_users
+from elastic_agents.warm.run_script import BLOCKED, die_with_parent, leave_parent, run_script
 
-__all__ = ["command", "entered", "fork_on_demand", "open_log", "serve", "serve_as"]
+__all__ = [
+    "command",
+    "entered",
+    "fork_on_demand",
+    "open_log",
+    "serve",
+    "serve_as",
+    "server_environment",
+    "server_settings",
+    "wants_server",
+]
+
+if TYPE_CHECKING:
+    from elastic_launch.config import LaunchConfig
 
 MOST_RESTARTS = 3
+
+
+def server_settings(config: LaunchConfig) -> dict[str, object]:
+    """Return the settings of a launch's server, see :func:`serve_as`."""
+    return {
+        "argv": config.command.argv,
+        "preload": config.preload,
+        "without": config.no_preload,
+        "restarts": 0,
+        "mask": None,
+        "log": str(config.run_directory / f"imports-{config.node_id}.log"),
+    }
+
+
+def server_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's environment without what differs between workers."""
+    return {name: value for name, value in env.items() if name not in PER_WORKER}
+
+
+def wants_server(config: LaunchConfig) -> bool:
+    """Whether a node's workers can be forked: they are Python processes like this one."""
+    python, *rest = config.command.argv
+    if not config.warm or config.foreign is not None or config.options.numa_binding is not None:
+        return False
+    if config.command.function or config.command.display[0] == "--no-python":
+        return False
+    return python == sys.executable and rest[0] == "-u"
 
 
 def serve(argument: str) -> Callable[[], None]:
@@ -69,7 +109,7 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
     with socket.socket(fileno=settings["orders"]) as sock:
         agent = fork_on_demand(sock)
     os.close(settings["tell"])
-    return partial(become, agent, settings["mask"], loaded.changed)
+    return partial(run_script, agent, settings["mask"], loaded.changed)
 
 
 def command(settings: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A forked process that has become a child of the agent, and waits to be made a worker."""
+"""A process that is forked ahead: it has become a child of the agent, and waits to be made a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Generator
 
 from elastic_agents.processes import StartRequest
 
-__all__ = ["Parked"]
+__all__ = ["Prefork"]
 
 FORK_TIMEOUT = 10.0
 """Seconds for a fork, which takes 0.03 s on a machine that does not swap."""
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT = 5.0
 """Seconds for what takes a process that runs a millisecond: to answer, and to begin."""
 
 
-class Parked:
+class Prefork:
     """One process; it ends by itself when this process does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Parked:
         self._sock = sock
 
     @staticmethod
-    def fork(server: socket.socket, count: int) -> Generator[Parked]:
+    def fork(server: socket.socket, count: int) -> Generator[Prefork]:
         """Have the warm server fork processes, and yield each as soon as it waits.
 
         Each is asked for before the one before it waits: two forks make a process, and the server does only the first.
@@ -50,13 +50,13 @@ class Parked:
             for number in range(count):
                 while len(asked) < min(2, count - number):
                     asked.append(_ask(server))
-                yield Parked._forked(asked.popleft())
+                yield Prefork._forked(asked.popleft())
         finally:
             for sock in asked:
                 sock.close()
 
     @staticmethod
-    def _forked(mine: socket.socket) -> Parked:
+    def _forked(mine: socket.socket) -> Prefork:
         """Wait for a process that was asked for; take its socket over."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(mine)
@@ -66,7 +66,7 @@ class Parked:
             if not _line(mine):
                 raise OSError("the worker died as it was forked")
             undo.pop_all()
-            return Parked(int(pid), mine)
+            return Prefork(int(pid), mine)
 
     def ask(self) -> None:
         """Ask it whether it runs; see :meth:`answers`.

@@ -1,4 +1,7 @@
-"""Has an agent's process begin anew as what a warm server is, so that both can come from one: see ``parting``."""
+"""Executes an agent's process anew, as one that imports torch for the agent and for the warm server.
+
+What comes after the exec is in :mod:`elastic_agents.warm.fork_bootstrap`.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +13,34 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.placing import shared_environment
-from elastic_agents.warm.become import BLOCKED
-from elastic_agents.warm.parting import Begun, Kept
-from elastic_agents.warm.planning import Plan, plan
-from elastic_agents.warm.server import entered
-from elastic_agents.warm.spying import PER_WORKER
+from elastic_agents.warm._preload import Plan, plan
+from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
+from elastic_agents.warm.run_script import BLOCKED
+from elastic_agents.warm.server import entered, server_environment, server_settings, wants_server
 from elastic_launch.config import LaunchConfig
 from elastic_launch.notice_sources import claimed
 
 _log = logging.getLogger("elastic_launch.warm")
 
-__all__ = ["begin_anew", "server_environment", "server_settings", "wants_server"]
+__all__ = ["reexec"]
+
+AGENT = "elastic_agents.main:resume"
+"""What goes on as the agent after the exec."""
 
 
-def wants_server(config: LaunchConfig) -> bool:
-    """Whether a node's workers can be forked: they are Python processes like this one."""
-    python, *rest = config.command.argv
-    if not config.warm or config.foreign is not None or config.options.numa_binding is not None:
-        return False
-    if config.command.function or config.command.display[0] == "--no-python":
-        return False
-    return python == sys.executable and rest[0] == "-u"
-
-
-def begin_anew(config: LaunchConfig) -> Begun | None:
+def reexec(config: LaunchConfig) -> Bootstrap | None:
     """Replace this process by one that imports torch for the agent and the server.
 
     For a process that is here for this launch alone, and has nothing to lose. Signals wait until the agent hears them.
 
     Returns:
-        what it goes on with if that was impossible; None if it is not to be.
+        what it goes on with if that was impossible; None if it is not to be executed anew.
 
     Raises:
         EndpointError: if the port for ``--health-port`` cannot be had.
@@ -60,18 +54,18 @@ def begin_anew(config: LaunchConfig) -> Begun | None:
         configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
         announce(config)
         if not consoles.flush():  # nobody reads it now; the lines stay until somebody does
-            return Begun(mask, health)
+            return Bootstrap(mask, health)
     try:
-        kept = _kept(config, mask).put()
+        state = _state(config, mask).put()
         try:
-            _execute(config, mask, kept, health)
+            _execute(config, mask, state, health)
         finally:
-            os.close(kept)
+            os.close(state)
     except OSError as error:  # a command that is too long, perhaps
         _log.debug("agent and workers import torch each for themselves: %s", error)
         if health is not None:
             health.set_inheritable(False)
-    return Begun(mask, health)
+    return Bootstrap(mask, health)
 
 
 def _is_plain() -> bool:
@@ -100,8 +94,8 @@ def _listener(config: LaunchConfig) -> socket.socket | None:
     return health_listener(config)
 
 
-def _kept(config: LaunchConfig, mask: list[int]) -> Kept:
-    return Kept(
+def _state(config: LaunchConfig, mask: list[int]) -> AgentState:
+    return AgentState(
         config=pickle.dumps(replace(config, token=None)),
         token=config.token.reveal() if config.token else None,
         environ=dict(os.environ),
@@ -113,16 +107,16 @@ def _kept(config: LaunchConfig, mask: list[int]) -> Kept:
     )
 
 
-def _execute(config: LaunchConfig, mask: list[int], kept: int, health: socket.socket | None) -> NoReturn:
+def _execute(config: LaunchConfig, mask: list[int], state: int, health: socket.socket | None) -> NoReturn:
     """Be another program.
 
     Raises:
         OSError: if that is impossible.
     """
     health_descriptor = health.fileno() if health is not None else None
-    settings = {**server_settings(config), "mask": mask, "kept": kept, "health": health_descriptor}
+    settings = {**server_settings(config), "mask": mask, "agent": AGENT, "state": state, "health": health_descriptor}
     env = server_environment(shared_environment(config))
-    code = entered("from elastic_agents.warm.parting import part", "part(sys.argv[1])()")
+    code = entered("from elastic_agents.warm.fork_bootstrap import bootstrap", "bootstrap(sys.argv[1])()")
     python, *_ = argv = config.command.argv
     # With blanks to leave room for this process' own command in its place.
     label = "agent and warm server of".ljust(len(" ".join(sys.orig_argv)))
@@ -132,20 +126,3 @@ def _execute(config: LaunchConfig, mask: list[int], kept: int, health: socket.so
     if health is not None:
         health.set_inheritable(True)
     os.execve(python, [python, "-u", "-c", code, json.dumps(settings), label, *argv], env)
-
-
-def server_settings(config: LaunchConfig) -> dict[str, object]:
-    """Return what a server is told of a launch, see :func:`~elastic_agents.warm.server.serve_as`."""
-    return {
-        "argv": config.command.argv,
-        "preload": config.preload,
-        "without": config.no_preload,
-        "restarts": 0,
-        "mask": None,
-        "log": str(config.run_directory / f"imports-{config.node_id}.log"),
-    }
-
-
-def server_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's environment without what differs between workers."""
-    return {name: value for name, value in env.items() if name not in PER_WORKER}

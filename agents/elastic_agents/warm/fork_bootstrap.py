@@ -1,14 +1,15 @@
-"""Where an agent and its warm server part: one process imports torch for both, and forks the server.
+"""Begins an agent and its warm server as one process: it imports torch for both, and forks the server.
 
-What is imported once takes a processor's time once, and both share its memory. The process is in all that a worker
-could notice what an executed server is; so the server is the child, and the agent, which has the pid that the user
-knows, puts back what it was started with.
+So torch costs a processor's time once, and both share its memory. To a worker, the process is indistinguishable from
+an executed server; so the server is the child, and the agent, which has the pid that the user knows, restores what it
+was started with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -19,26 +20,33 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_agents.dumpable import set_dumpable
-from elastic_agents.warm.become import BLOCKED, show
-from elastic_agents.warm.imports import Import
-from elastic_agents.warm.loading import Loading
-from elastic_agents.warm.meanwhile import Meanwhile
-from elastic_agents.warm.planning import Plan, plan
+from elastic_agents.http_server import HttpServer, Response
+from elastic_agents.warm._preload import Loading, Plan, plan
+from elastic_agents.warm._script_imports import Import
+from elastic_agents.warm.run_script import BLOCKED, show
 from elastic_agents.warm.server import open_log, serve_as
 
-if TYPE_CHECKING:
-    from elastic_launch.config import LaunchConfig
-
-__all__ = ["Begun", "Forked", "Kept", "Parted", "part"]
+__all__ = ["AgentState", "Bootstrap", "ForkedServer", "ServerLink", "answering", "bootstrap"]
 
 
-class Forked:
+class ServerProcess(Protocol):
+    """A server's process, executed (:class:`subprocess.Popen`) or forked."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float) -> object: ...
+
+
+class ForkedServer:
     """A child that this process has forked, with what :class:`subprocess.Popen` offers for one that it has executed.
 
     Raises:
@@ -83,8 +91,8 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What an agent keeps over the exec that it begins anew with, in memory that is no file's.
+class AgentState:
+    """What an agent keeps when it executes itself anew, in memory that belongs to no file.
 
     Attributes:
         config: the launch's configuration without its token, pickled: to read it takes ``path``.
@@ -114,16 +122,16 @@ class Kept:
         return descriptor
 
     @staticmethod
-    def take(descriptor: int) -> Kept:
+    def take(descriptor: int) -> AgentState:
         """Read it, and close the descriptor."""
         os.lseek(descriptor, 0, os.SEEK_SET)
         with open(descriptor, "rb") as file:
-            kept = pickle.load(file)
-        assert isinstance(kept, Kept)
-        return kept
+            state = pickle.load(file)
+        assert isinstance(state, AgentState)
+        return state
 
     def restore(self) -> None:
-        """Make this process look as it did, but for the signals, which may not come before somebody handles them."""
+        """Make this process look as it did; signals stay blocked until the agent handles them."""
         os.environ.clear()
         os.environ.update(self.environ)
         sys.path[:] = self.path
@@ -135,51 +143,52 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
-    """A server that this process has forked.
+class ServerLink:
+    """An agent's side of a server.
 
     Attributes:
         orders: the socket to it.
         source: the descriptor of the pipe from it.
     """
 
-    server: Forked
+    process: ServerProcess
     orders: socket.socket
     source: int
 
     def end(self) -> None:
-        """Have nothing to do with it."""
+        """End the server."""
         self.orders.close()
         os.close(self.source)
-        self.server.kill()
-        self.server.wait(10)
+        self.process.kill()
+        self.process.wait(10)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Bootstrap:
     """What an agent has begun with, its run being announced.
 
     Attributes:
         mask: the signals that this process is to block from now on; until now it has blocked all that it handles.
         health: listens at the health port, if there is one.
-        parted: its server, if it has one.
+        server: its server, if it has one.
     """
 
     mask: list[int]
     health: socket.socket | None = None
-    parted: Parted | None = None
+    server: ServerLink | None = None
 
 
-def part(argument: str) -> Callable[[], object]:
+def bootstrap(argument: str) -> Callable[[], object]:
     """Fork the server, once this process has imported torch if it may; return what each of the two has to run.
 
     Args:
-        argument: a server's settings as JSON, less its descriptors, with ``kept`` and ``health`` (descriptors of what
-            the agent keeps and of the socket that listens at its health port, or null).
+        argument: a server's settings as JSON, less its descriptors, with ``agent`` (the function that goes on as the
+            agent, as ``module:name``), and ``state`` and ``health`` (descriptors of the agent's state and of the socket
+            that listens at its health port, or null).
     """
     settings = json.loads(argument)
     set_dumpable(False)  # it keeps the token
-    os.set_inheritable(settings["kept"], False)
+    os.set_inheritable(settings["state"], False)
     health = None if settings["health"] is None else socket.socket(fileno=settings["health"])
     if health is not None:
         health.set_inheritable(False)
@@ -194,13 +203,14 @@ def part(argument: str) -> Callable[[], object]:
     if forked is not None and forked.pid == 0:
         if health is not None:
             health.close()
-        os.close(settings["kept"])
+        os.close(settings["state"])
         _be_server(settings["log"], settings["mask"], inherited)
         return serve_as({**settings, **forked.servers()}, planned, loading)
-    parted = forked.agents() if forked is not None else None
+    server = forked.agents() if forked is not None else None
     if loading is not None:
         loading.abandon()
-    return partial(_go_on, settings["kept"], health, parted, loading.error if loading is not None else None)
+    error = loading.error if loading is not None else None
+    return partial(_be_agent, settings["agent"], settings["state"], health, server, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +233,12 @@ class _Fork:
         os.close(self.source)
         return {"orders": self.theirs.detach(), "tell": self.tell}
 
-    def agents(self) -> Parted | None:
+    def agents(self) -> ServerLink | None:
         """Let go of the server's ends, and return the agent's; None if it cannot watch the server, which is ended."""
         self.theirs.close()
         os.close(self.tell)
         try:
-            return Parted(Forked(self.pid), self.orders, self.source)
+            return ServerLink(ForkedServer(self.pid), self.orders, self.source)
         except OSError:
             self.orders.close()
             os.close(self.source)
@@ -252,7 +262,7 @@ def _torch(planned: Plan, health: socket.socket | None) -> Loading | None:
     """Import it, if there is room to watch that; else each of the two processes does so."""
     loading = Loading(planned.asked, planned.without)
     try:
-        loading.add(Import("torch"), Meanwhile(health) if health is not None else None)
+        loading.add(Import("torch"), answering(health) if health is not None else None)
     except OSError:
         loading.abandon()
         return None
@@ -280,21 +290,35 @@ def _be_server(log: str, mask: list[int], inherited: list[int]) -> None:
             os.close(descriptor)
 
 
-def _go_on(descriptor: int, health: socket.socket | None, parted: Parted | None, error: BaseException | None) -> None:
-    """Be the agent, to the end of this process."""
-    kept = Kept.take(descriptor)
-    kept.restore()
-    from elastic_agents.main import run
-    from elastic_launch.process import exiting, reported
-    from elastic_launch.secret import Token
+def _be_agent(
+    agent: str, descriptor: int, health: socket.socket | None, server: ServerLink | None, error: BaseException | None
+) -> None:
+    """Be the agent, to the end of this process.
 
-    config: LaunchConfig = pickle.loads(kept.config)
-    if kept.token is not None:
-        config = replace(config, token=Token(kept.token, "what this process has kept"))
+    Args:
+        agent: the function that is the agent; by name, as this process has none of its modules yet.
+    """
+    state = AgentState.take(descriptor)
+    state.restore()
+    module, _, name = agent.partition(":")
+    getattr(importlib.import_module(module), name)(state, Bootstrap(state.mask, health, server), error)
 
-    def act() -> int:
-        if error is not None:
-            raise error  # a second import of torch would fail of what the first one has left
-        return run(config, Begun(kept.mask, health, parted))
 
-    exiting(lambda: reported(act))
+@contextlib.contextmanager
+def answering(listener: socket.socket) -> Iterator[None]:
+    """Answer at the health port that the agent starts: that it is alive, and not ready.
+
+    No thread is left to a fork. While a library is loaded no thread runs: a probe waits until then. Without room for a
+    thread or for descriptors probes are answered later, by :mod:`elastic_agents.health`.
+
+    Args:
+        listener: which goes on to listen when this ends.
+    """
+    routes = {
+        "/livez": lambda _: Response.text(200, "starting"),
+        "/readyz": lambda _: Response.text(503, "starting"),
+    }
+    with contextlib.ExitStack() as served:
+        with contextlib.suppress(OSError, RuntimeError):
+            served.callback(HttpServer(listener, routes, name="meanwhile").close)
+        yield

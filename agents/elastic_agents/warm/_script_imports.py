@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
+from importlib.util import MAGIC_NUMBER
 
-__all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "locate", "matters_at_import", "read"]
+__all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "entry_point", "matters_at_import", "read"]
 
 MOST_FILES = 300
 """The user's files that are read at most; there the reading stops."""
@@ -99,6 +101,49 @@ class Reading:
         return {name for name, before in self.sets if before < last}
 
 
+def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
+    """Find what a command runs.
+
+    Args:
+        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``; behind the module that stands for
+            torchrun's ``--run-path`` it is the script that counts.
+
+    Returns:
+        the file with its code, what stands first on ``sys.path`` ("" if nothing does), and the module's name with
+        ``-m``. The file is "" where it cannot be known without running something, or is no source.
+    """
+    if argv[0] == "-m" and argv[1] == "elastic_launch.run_path":
+        argv = argv[2:]
+    if argv[0] == "-m":
+        here = "" if sys.flags.safe_path else os.getcwd()
+        return _module_file(argv[1], [here, *sys.path] if here else sys.path), here, argv[1]
+    path = argv[0]
+    if os.path.isdir(path):
+        return os.path.join(path, "__main__.py"), path, ""
+    if not path.endswith((".py", ".pyw")) and _is_no_source(path):
+        return "", "", ""
+    return path, "" if sys.flags.safe_path else os.path.dirname(os.path.realpath(path)), ""
+
+
+def _module_file(name: str, search: list[str]) -> str:
+    found = ""
+    for part in name.split("."):
+        found, search = _locate(part, search)
+    if search:
+        found, _ = _locate("__main__", search)
+    return found if found.endswith(".py") else ""
+
+
+def _is_no_source(path: str) -> bool:
+    """Whether a file is compiled or an archive; both begin with bytes that no source has."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError:
+        return True
+    return start == MAGIC_NUMBER or start.startswith(b"PK")
+
+
 def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
     """Read a script and what it imports of the user's own.
 
@@ -114,7 +159,7 @@ def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
     return reader.reading
 
 
-def locate(name: str, search: list[str]) -> tuple[str, list[str]]:
+def _locate(name: str, search: list[str]) -> tuple[str, list[str]]:
     """Return a module's file, "" if it has none, and where its submodules are; its parents are not imported for that.
 
     Args:
@@ -181,7 +226,7 @@ class _Reader:
             return
         if ahead:
             self._seen.add(found)
-        origin, inside = locate(found.top, self._search)
+        origin, inside = _locate(found.top, self._search)
         places = [origin] if origin else inside
         installed = [place for place in places if _installed(place) or found.top == "elastic_launch"]
         # What only another finder than the path's finds (an editable install) may be the user's own: it is left alone.
@@ -201,7 +246,7 @@ class _Reader:
 
     def _module(self, name: str, search: list[str], package: str, *, ahead: bool) -> list[str]:
         """Read a module of a package; return where its own submodules are."""
-        origin, inside = locate(name, search)
+        origin, inside = _locate(name, search)
         if origin:
             self.file(origin, f"{package}.{name}".lstrip(".") if inside else package, ahead=ahead)
         return inside

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-import importlib.util
 import io
 import json
 import os
@@ -23,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from elastic_agents.warm._script_imports import entry_point
 from elastic_agents.warm.ending import end
-from elastic_agents.warm.imports import locate
 
-__all__ = ["BLOCKED", "Orders", "await_orders", "become", "die_with_parent", "entry_point", "leave_parent", "show"]
+__all__ = ["BLOCKED", "Orders", "await_orders", "die_with_parent", "leave_parent", "run_script", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
@@ -36,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 MOST_BYTES = 8 * 1024 * 1024
 
 
-def become(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+def run_script(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
     """Wait for orders, perhaps for days, and carry them out, to the end of the process.
 
     Ends it before if the agent hangs up.
@@ -53,7 +52,7 @@ def await_orders(agent: int) -> Orders:
     """Wait for orders, perhaps for days, and say that they are carried out; end the process if the agent hangs up.
 
     Args:
-        agent: as for :func:`become`.
+        agent: as for :func:`run_script`.
     """
     with socket.socket(fileno=agent) as sock:
         orders = _receive(sock)
@@ -117,7 +116,7 @@ class Orders:
                 os.environ[name] = value
 
     def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
-        """Become the worker, to its end. See :func:`become`."""
+        """Become the worker, to its end. See :func:`run_script`."""
         self.take_place(changed)
         importlib.invalidate_caches()  # what was not there then may be there by now
         show(self.argv)
@@ -162,49 +161,6 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
-    """Find what a command runs.
-
-    Args:
-        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``; behind the module that stands for
-            torchrun's ``--run-path`` it is the script that counts.
-
-    Returns:
-        the file with its code, what stands first on ``sys.path`` ("" if nothing does), and the module's name with
-        ``-m``. The file is "" where it cannot be known without running something, or is no source.
-    """
-    if argv[0] == "-m" and argv[1] == "elastic_launch.run_path":
-        argv = argv[2:]
-    if argv[0] == "-m":
-        here = "" if sys.flags.safe_path else os.getcwd()
-        return _module_file(argv[1], [here, *sys.path] if here else sys.path), here, argv[1]
-    path = argv[0]
-    if os.path.isdir(path):
-        return os.path.join(path, "__main__.py"), path, ""
-    if not path.endswith((".py", ".pyw")) and _is_no_source(path):
-        return "", "", ""
-    return path, "" if sys.flags.safe_path else os.path.dirname(os.path.realpath(path)), ""
-
-
-def _module_file(name: str, search: list[str]) -> str:
-    found = ""
-    for part in name.split("."):
-        found, search = locate(part, search)
-    if search:
-        found, _ = locate("__main__", search)
-    return found if found.endswith(".py") else ""
-
-
-def _is_no_source(path: str) -> bool:
-    """Whether a file is compiled or an archive; both begin with bytes that no source has."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(4)
-    except OSError:
-        return True
-    return start == importlib.util.MAGIC_NUMBER or start.startswith(b"PK")
 
 
 def _take_streams(stdout: int, stderr: int) -> None:

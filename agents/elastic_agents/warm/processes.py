@@ -1,0 +1,164 @@
+"""Worker processes that are forked from a warm server where possible, and executed where not."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from elastic_agents.placing import shared_environment
+from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
+from elastic_agents.warm._script_imports import differs_at_import
+from elastic_agents.warm.client import WarmServer
+from elastic_agents.warm.fork_bootstrap import ServerLink
+from elastic_agents.warm.server import wants_server
+from elastic_launch.config import LaunchConfig
+from elastic_launch.threads import VitalThread
+from elastic_launch.writer import Writer
+
+__all__ = ["WarmProcesses", "start_processes"]
+
+_log = logging.getLogger("elastic_launch.warm")
+
+MOST_REPLACED = 3
+"""So often a server that died is replaced."""
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_processes(
+    config: LaunchConfig, begun: ServerLink | None, files: Writer
+) -> Callable[[OnExit], WorkerProcesses]:
+    """Start what a node's workers will be started by, as early as can be, and return how to take it into use.
+
+    Args:
+        begun: a server that this process has begun with.
+        files: opens the file for what imports print, which may hang.
+    """
+    if config.command.forked:
+        assert begun is not None
+        _be_subreaper(True)
+        forks = WarmServer(begun, {}, config.nproc)
+        return lambda on_exit: CallersForks(on_exit, forks, _no_other)
+    if not wants_server(config):
+        return ExecProcesses
+    env = shared_environment(config)
+    make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
+    try:
+        _be_subreaper(True)
+        server = WarmServer(begun, env, config.nproc) if begun is not None else make()
+    except OSError as error:
+        _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+        if begun is not None:
+            begun.end()
+        return ExecProcesses
+    return lambda on_exit: WarmProcesses(on_exit, server, make)
+
+
+class WarmProcesses:
+    """Forks from a warm server what can be forked, and executes everything else.
+
+    This process becomes a subreaper: workers' orphans, and the workers themselves, become its children.
+
+    Attributes:
+        forked: how many workers were.
+    """
+
+    def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
+        _be_subreaper(True)
+        self._server = server
+        self._former: list[tuple[WarmServer, VitalThread]] = []  # and who closes it
+        self._make = make
+        self._replaced = 0
+        self._exec = ExecProcesses(on_exit, self._claimed)
+        self._complained = False
+        self.forked = 0
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        self._replace_lost()
+        self._server.when_known(call)
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        self._replace_lost()
+        self._server.prepare(count, call)
+
+    def training(self) -> None:
+        self._server.training()
+
+    def _replace_lost(self) -> None:
+        if not self._server.lost or self._replaced >= MOST_REPLACED:
+            return
+        self._replaced += 1
+        _log.warning("the warm server is gone; another one is started")
+        try:
+            server = self._make()
+        except OSError as error:
+            _log.warning("workers import for themselves: there can be no warm server (%s)", error)
+            return
+        # It may take a while: what it has forked may be stopped.
+        closer = VitalThread(self._server.close, "former warm server")
+        self._former.append((self._server, closer))
+        self._server = server
+        closer.start()
+
+    def _claimed(self) -> list[int]:
+        return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
+
+    def start(self, request: StartRequest) -> int:
+        if not self._server.usable or self._differs(request):
+            return self._exec.start(request)
+        try:
+            pid = self._server.start(request)
+        except OSError as error:
+            _log.warning("a worker imports for itself: %s", error)
+            self._server.give_up()
+            return self._exec.start(request)
+        self._exec.adopt(pid)
+        self.forked += 1
+        return pid
+
+    def signal(self, pid: int, number: int) -> None:
+        self._exec.signal(pid, number)
+
+    def signal_group(self, pid: int, number: int) -> None:
+        self._exec.signal_group(pid, number)
+
+    def close(self) -> None:
+        self._server.close()
+        for _, closer in self._former:
+            closer.join(30)
+        self._exec.close()
+        _be_subreaper(False)
+
+    def _differs(self, request: StartRequest) -> bool:
+        differing = differs_at_import(self._server.env, request.env, self._server.read)
+        if differing and not self._complained:
+            self._complained = True
+            names = ", ".join(differing)
+            _log.info("workers import for themselves: %s differs between them and matters at import", names)
+        return bool(differing)
+
+
+class CallersForks(WarmProcesses):
+    """Forks workers from a copy of the process that has called: there is no other way, and no other copy."""
+
+    def start(self, request: StartRequest) -> int:
+        pid = self._server.start(request)
+        self._exec.adopt(pid)
+        self.forked += 1
+        return pid
+
+    def _replace_lost(self) -> None:
+        pass
+
+
+def _no_other() -> WarmServer:
+    raise OSError("the copy of the caller has ended")
+
+
+def _be_subreaper(yes: bool) -> None:
+    """prctl(2), PR_SET_CHILD_SUBREAPER."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")
