@@ -1,5 +1,7 @@
-"""What an import must not do where the process is to be forked: start threads that a fork does not end, touch a device,
-or read what differs between workers. Each is noticed as it happens and blamed on the module that was being imported.
+"""What an import must not do in a process that is to be forked, and how that is noticed.
+
+It must not start threads that a fork does not end, use a device, or read what differs between workers. Each is noticed
+as it happens, and attributed to the module that is being imported.
 """
 
 from __future__ import annotations
@@ -13,29 +15,13 @@ from dataclasses import dataclass
 __all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork", "tasks", "watched"]
 
 PER_WORKER = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "NODE_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_ERROR_FILE",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "ELASTIC_LAUNCH_LOCAL_RANK",
-        "ELASTIC_LAUNCH_ROUND",
-        "ELASTIC_LAUNCH_SOCKET",
-        "ELASTIC_LAUNCH_START_REASON",
-    }
+    [
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"),
+        *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "ELASTIC_LAUNCH_LOCAL_RANK", "ELASTIC_LAUNCH_ROUND"),
+        *("ELASTIC_LAUNCH_SOCKET", "ELASTIC_LAUNCH_START_REASON"),
+    ]
 )
 """Variables that workers have and the server has not."""
 
