@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous.instructions import Broken
+from elastic_launch.rendezvous.leader_phases import Broken, Ruling
 from elastic_launch.rendezvous.messages import Failure
 from elastic_launch.rendezvous.verdict import Kind, exit_code, judge, root_cause
 
@@ -23,25 +22,6 @@ EARLY = 10.0
 
 LONGEST_DELAY = 30.0
 """Seconds that the next round waits at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ruling:
-    """What follows from a broken round.
-
-    Attributes:
-        kind: what counts of all that was reported.
-        charged: it cost a restart.
-        idle: restarts in a row without progress, if it is charged for that; else 0.
-        delay: seconds until the next round may form.
-        ends: why the run ends here, in words; empty if it goes on.
-    """
-
-    kind: Kind
-    charged: bool = False
-    idle: int = 0
-    delay: float = 0.0
-    ends: str = ""
 
 
 class Budget:

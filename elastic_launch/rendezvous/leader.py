@@ -11,25 +11,25 @@ Invariants, checked by the stateful tests after every event:
 - a round is drained only if the workers of all its members can be, and ends so only when all of them have stopped;
 - a round is charged once, and only for crash, hang and out of memory, or if the training does not advance;
 - nothing is ordered that the record does not hold yet.
+
+What phases a run has, and what moves it from one to the next: :mod:`elastic_launch.rendezvous.leader_phases`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_launch.events import (
-    NodeDiffers,
-    NodeJoined,
-    NodeLeft,
-    NodeRefused,
-    RunResized,
-)
+from elastic_launch.config import Limits, Timing
+from elastic_launch.errors import ExitCode
+from elastic_launch.events import NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.plain_text import clipped, one_line
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.admission import differences, refusal
-from elastic_launch.rendezvous.instructions import Close, Instruction, Node
-from elastic_launch.rendezvous.rounds import COLLECT, LATE, MOST_SECONDS, Rounds
-from elastic_launch.rendezvous.verdict import Kind
+from elastic_launch.rendezvous.instructions import Instruction, Node
+from elastic_launch.rendezvous.leader_phases import Draining, Ended, Parked, last_failure, put_off
+from elastic_launch.rendezvous.leader_state import LeaderState
+from elastic_launch.rendezvous.record import ControlRecord, Round
+from elastic_launch.rendezvous.rounds import MOST_SECONDS, Rounds
 
 __all__ = ["TURN_CAP", "LeaderMachine"]
 
@@ -41,8 +41,8 @@ MOST_COMPARED = 64
 """Kinds of difference between nodes and the run that the user is told at most."""
 
 
-class LeaderMachine(Rounds):
-    """A leader's reign.
+class LeaderMachine:
+    """A leader's reign: who is there and what they say; what follows for the rounds is up to its :class:`Rounds`.
 
     Args:
         record: the record as committed when this leader took its term.
@@ -52,6 +52,56 @@ class LeaderMachine(Rounds):
         dead: incarnations of nodes whose process is known to be gone.
     """
 
+    def __init__(
+        self, record: ControlRecord, timing: Timing, command: str, now: float, dead: frozenset[str] = frozenset()
+    ) -> None:
+        self._state = state = LeaderState(record, timing, now, dead)
+        self._rounds = Rounds(state)
+        self.timing, self.nodes = timing, state.nodes
+        self._send, self._emit, self._close, self._flush = state.send, state.emit, state.close, state.flush
+        self._consider = self._rounds.consider
+        self._owners: dict[int, str] = {}
+        self._command = command
+        self._awake = now
+        self._arrivals = 0
+        self._incarnations: dict[str, list[str]] = {}
+        self._compared: set[tuple[tuple[str, ...], str]] = set()  # in what nodes were found to differ
+
+    @property
+    def record(self) -> ControlRecord:
+        """The run's record, with what is to be committed."""
+        return self._state.record
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's end is recorded."""
+        return isinstance(self._rounds.phase, Ended)
+
+    @property
+    def running(self) -> bool:
+        """Whether a round trains; it may be draining."""
+        return self._rounds.running
+
+    @property
+    def draining(self) -> bool:
+        """Whether the present round is being drained."""
+        return isinstance(self._rounds.phase, Draining)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts charged so far."""
+        return self._state.budget.spent
+
+    @property
+    def limits(self) -> Limits:
+        """The run's limits as they are now."""
+        return self._state.limits
+
+    @property
+    def outlook(self) -> str:
+        """What comes next, in words."""
+        return self._rounds.outlook
+
     # What comes in.
 
     def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
@@ -60,7 +110,7 @@ class LeaderMachine(Rounds):
         reason = refusal(hello, self.record, self._command)
         if reason is not None:
             self._send(link, m.Refused(self.record.term, *reason))
-            self._out.append(Close(link))
+            self._close(link)
             self._emit(NodeRefused(hello.node_id, reason[0]))
             return self._flush()
         if self.record.end is not None:
@@ -76,18 +126,18 @@ class LeaderMachine(Rounds):
             self._compare(link, hello)
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
-            self._out.append(Close(known.link))
+            self._close(known.link)
             self._relink(known, link, hello, now)
             return self._flush()
         if known is not None:
-            self._lose(known, self._evict_for_good(known.link, hello.node_id), now)
+            self._rounds.lose(known, self._evict_for_good(known.link, hello.node_id), now)
         self._admit(link, hello, now)
         return self._flush()
 
     def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
         """A node reported; any report is a sign of life."""
         self._wake(now)
-        node = self._by_link(link)
+        node = self.node_at(link)
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
@@ -97,12 +147,9 @@ class LeaderMachine(Rounds):
         match report:
             case m.Joined(round=number) if node.active and number == current:
                 node.joined = True
-            case m.Ready(round=number, remaining_s=remaining, step=step) if node.active and number == current:
+            case m.Ready(round=number) if node.active and number == current:
                 node.joined = node.ready = True
-                self._begun = max(step, -1 if self._begun is None else self._begun) if step >= 0 else self._begun
-                self._resizing.prices.told(remaining, now)
-                if all(other.ready for other in self.nodes.values() if other.active):
-                    self._resizing.prices.trains(now)
+                self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
                 first = not any(other.done for other in self.nodes.values() if other.active)
                 node.joined = node.done = True
@@ -110,82 +157,61 @@ class LeaderMachine(Rounds):
                     if first and other.active and not other.done:
                         self._send(other.link, m.PeerDone(self.record.term, number))
             case m.Failed(round=number, failure=failure) if number == current:
-                self._failed(node, failure, now)
+                self._rounds.failed(node, failure, now)
             case m.Stopped(store_port=port):
                 node.store_port, node.held = port, report.held
-                if report.round == current and (self._running or self._broken):
-                    self._stopped(node, report, now)
+                if report.round == current:
+                    self._rounds.stopped(node, report, now)
             case m.Imported():
                 node.importing = False
             case m.Leaving(reason=reason, seconds=seconds):
-                self._leaving(node, reason, seconds, now)
+                self._rounds.leaves(node, reason, seconds, now)
         self._consider(now)
         return self._flush()
 
     def closed(self, link: int, now: float) -> list[Instruction]:
         """A link was closed by its node, or by the death of its process."""
         self._wake(now)
-        node = self._by_link(link)
+        node = self.node_at(link)
         self._owners.pop(link, None)
         if node is None:
             return []
         if self.ended:
             del self.nodes[node.hello.node_id]
             return []
-        self._lose(node, "its connection closed", now)
+        self._rounds.lose(node, "its connection closed", now)
         self._consider(now)
         return self._flush()
 
     def turn(self, now: float) -> list[Instruction]:
         """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
         self._wake(now)
-        turned, self._turned = self._turned, now
+        turned, self._state.turned = self._state.turned, now
         if self.ended:
             return []
-        cap = min(TURN_CAP, self._timing.dead_after / 2)
+        cap = min(TURN_CAP, self.timing.dead_after / 2)
         for node in list(self.nodes.values()):
             node.silence += min(now - max(turned, node.heard), cap)
-            if node.silence >= self._timing.dead_after:
-                self._out.append(Close(node.link))
-                self._lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
+            if node.silence >= self.timing.dead_after:
+                self._close(node.link)
+                self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
         self._consider(now)
         return self._flush()
 
     def wait(self, now: float) -> float:
         """Seconds until the next turn is due, 0 or more."""
-        due = [now + self._timing.beat]
-        timing = self._timing
-        if self._broken and not self._broken.judged:
-            due.append(self._broken.at + COLLECT)
-        elif self._broken and self._ruling is not None:
-            due.append(self._broken.judged_at + LATE)
-        elif self._broken:
-            due += [self._due_back(node, self._broken) for node in self.nodes.values() if node.active]
-        if not self._running:
-            due += [self._last_arrival + timing.join_settle, self._not_before]
-            if self._parked_at is not None:
-                due.append(self._parked_at + timing.min_wait)
-        elif self._drain is not None:
-            if self._drain.deadline is not None:
-                due.append(self._drain.deadline)
-        elif self._room():
-            due.append(self._last_arrival + timing.resize_delay)
-        if self._owed:
-            due.append(self._began + timing.dead_after)
+        due = [now + self.timing.beat, *self._rounds.due()]
+        if self._state.owed:
+            due.append(self._state.began + self.timing.dead_after)
         return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
 
     def _wake(self, now: float) -> None:
         """Put deadlines off by what this process was stopped: whatever would have met them waits to be read."""
-        slept = now - self._awake - max(TURN_CAP, 2 * self._timing.beat)
+        slept = now - self._awake - max(TURN_CAP, 2 * self.timing.beat)
         self._awake = now
         if slept > 0:
-            self._began += slept
-            self._formed_at += slept
-            if self._broken:
-                self._broken.at += slept
-                self._broken.judged_at += slept
-            if self._parked_at is not None:
-                self._parked_at += slept
+            self._state.began += slept
+            put_off(self._rounds.phase, slept)
 
     # What users ask for.
 
@@ -197,11 +223,7 @@ class LeaderMachine(Rounds):
 
     def stop(self, reason: str, seconds: float | None, now: float) -> list[Instruction]:
         """Drain the round, if there is one, and end the run with 143."""
-        if not self.ended and not self._ending:
-            self._ending = f"stopped by {reason}"
-            if self._running:
-                self._stop_round(Kind.PREEMPTION, reason, seconds, now)
-            self._consider(now)
+        self._rounds.stop(reason, seconds, now)
         return self._flush()
 
     def save(self) -> list[Instruction]:
@@ -218,30 +240,47 @@ class LeaderMachine(Rounds):
         Raises:
             UsageError: if there is no such number of nodes.
         """
-        was, self._limits = self._limits, self._limits.resized(min_nodes, max_nodes)
-        self._resizing.wanted = True
-        if self._limits != was:
-            self._commit(replace(self.record, limits=self._limits))
+        was, limits = self.limits, self.limits.resized(min_nodes, max_nodes)
+        self._state.resizing.wanted = True
+        if limits != was:
+            self._state.commit(replace(self.record, limits=limits))
             self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))
         self._consider(now)
         return self._flush()
+
+    def too_large(self, standing: ControlRecord, cause: str, now: float) -> list[Instruction]:
+        """The store holds ``standing`` and will never take the last commit: the run ends, as every round would fail."""
+        # The members are left out of the last record, which must fit.
+        self._state.record = replace(standing, round=Round(standing.round.number))
+        self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
+
+    def give_way(self, cause: str, now: float) -> list[Instruction]:
+        """The run cannot go on beside another one: it ends."""
+        if not self.ended:
+            self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
+
+    def end_order(self) -> m.RunEnd:
+        """What nodes are told of the run's end, which is recorded."""
+        return self._state.end_order(last_failure(self._rounds.phase))
 
     # Members come and go.
 
     def _learn(self, hello: m.Hello) -> None:
         """Take over what a member of an earlier reign knows: the record may have died with its host."""
-        self._budget.spent = max(self._budget.spent, hello.seen_restarts)
-        self._floor = max(self._floor, hello.seen_round)
+        self._state.budget.spent = max(self.restarts, hello.seen_restarts)
+        self._state.floor = max(self._state.floor, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
-            self._commit(replace(self.record, term=hello.seen_term + 1))
+            self._state.commit(replace(self.record, term=hello.seen_term + 1))
 
     def _compare(self, link: int, hello: m.Hello) -> None:
         """Tell a node that comes in what it differs from the run, and the user if no other node differed so before."""
         arguments, places = differences(self._command, hello.command)
         limits = ""
-        if hello.limits != str(self._limits):
-            limits = f"{clipped(one_line(hello.limits), 200)}; those of the run hold: {self._limits}"
+        if hello.limits != str(self.limits):
+            limits = f"{clipped(one_line(hello.limits), 200)}; those of the run hold: {self.limits}"
         if not arguments and not limits:
             return
         event = NodeDiffers(hello.node_id, arguments, limits)
@@ -261,7 +300,7 @@ class LeaderMachine(Rounds):
     def _evict_for_good(self, link: int, node_id: str) -> str:
         reason = f"a newer agent with the node id {node_id} took its place"
         self._send(link, m.Evicted(self.record.term, reason, final=True))
-        self._out.append(Close(link))
+        self._close(link)
         return reason
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
@@ -271,28 +310,30 @@ class LeaderMachine(Rounds):
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
         # Who comes from the leader before has not heard that the round broke: it is told, and stops like the others.
-        if hello.holding and not (same_round and (self._running or hello.node_id in self._owed)):
+        if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
             self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
-            self._out.append(Close(link))
+            self._close(link)
             return
-        self._owed.discard(hello.node_id)
+        self._state.owed.discard(hello.node_id)
         if hello.holding:
             node.active, node.joined = True, hello.joined or hello.ready or hello.done
             node.ready, node.done = hello.ready, hello.done
         else:
-            self._last_arrival = now
-            if self._running and rank is not None:
-                self._break(Kind.NODE_LOSS, f"node {hello.node_id} came to the new leader without its workers", now)
+            self._state.last_arrival = now
+            if rank is not None:
+                cause = f"node {hello.node_id} came to the new leader without its workers"
+                self._rounds.comes_without_workers(cause, now)
         self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
         self._welcome(link, hello)
-        if node.active and self._broken:
-            self._send_break(node, self._broken)
-        self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self._outlook()))
+        if node.active and not self.running:
+            self._rounds.tell_again(node, now)
+        self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
         if hello.leaving:
-            self._leaving(node, hello.leaving, 0.0, now)
+            self._rounds.leaves(node, hello.leaving, 0.0, now)
         self._consider(now)
-        if not self._running and not self.ended and self._parked_at != now:
-            self._send(link, m.Notice(self.record.term, self._outlook()))
+        phase = self._rounds.phase
+        if not (self.running or self.ended or (isinstance(phase, Parked) and phase.at == now)):
+            self._send(link, m.Notice(self.record.term, self.outlook))
 
     def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
         """A known node comes back before its old link was seen to close; what it holds now is what counts."""
@@ -301,68 +342,23 @@ class LeaderMachine(Rounds):
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
         node.held, node.released = hello.held, False
         if hello.leaving:
-            self._leaving(node, hello.leaving, 0.0, now)
+            self._rounds.leaves(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
-            if self._running:
-                self._break(Kind.NODE_LOSS, f"node {hello.node_id} came back without its workers", now)
+            self._rounds.comes_without_workers(f"node {hello.node_id} came back without its workers", now)
             node.active = False
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
         self._welcome(link, hello)
-        # What was ordered before may have been lost with the old link.
-        if node.active and self._broken:
-            self._send_break(node, self._broken)
-        elif node.active and self._drain:
-            self._send_drain(node, self._drain, now)
-        elif node.active and any(other.done for other in self.nodes.values() if other.active):
-            self._send(link, m.PeerDone(self.record.term, self.record.round.number))
+        if node.active:
+            self._rounds.tell_again(node, now)
         self._consider(now)
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
-        beat = self._timing.beat_among(self._limits.max_nodes)
-        term, run, most = self.record.term, self.record.run, self._limits.max_nodes
-        self._send(link, m.Welcome(term, hello.node_id, beat, self._timing.dead_after, run, most))
-
-    def _failed(self, node: Node, failure: m.Failure, now: float) -> None:
-        if self._running and node.active:
-            self._break_for(failure, now)
-        elif self._broken:
-            self._also_failed(self._broken, failure, now)
-
-    def _stopped(self, node: Node, report: m.Stopped, now: float) -> None:
-        """The workers of a member of the present round are reaped."""
-        drained = report.drained
-        if self._running and node.active:
-            if drained < 0:
-                self._break(Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
-            elif self._drain is None:
-                # The ranks agree among themselves: a worker was asked to stop, not its agent.
-                node.active = False
-                self._order_drain(Kind.PREEMPTION, f"a worker on node {node.hello.node_id} was told to stop", None, now)
-            if self._drain is not None:
-                self._drain.step = max(self._drain.step, drained)
-                self._drain.saved |= report.saved
-                self._drain.unsaved = self._drain.unsaved or report.unsaved
-        node.active = False
-
-    def _leaving(self, node: Node, reason: str, seconds: float, now: float) -> None:
-        if node.leaving:
-            return
-        node.leaving = True
-        # Whoever started its workers under a leader that goes would start them in vain.
-        self._departing = self._departing or node.hello.incarnation == self.record.leader.incarnation
-        broke = self.record.round.number if self._running and node.active else 0
-        if broke:
-            self._stop_round(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})", seconds, now)
-        elif node.active:
-            # Others crashed because its workers were ended before it could say so.
-            self._impose(Kind.PREEMPTION, f"node {node.hello.node_id} leaves ({reason})")
-        self._emit(NodeLeft(node.hello.node_id, reason, broke, self._outlook()))
+        beat = self.timing.beat_among(self.limits.max_nodes)
+        term, run, most = self.record.term, self.record.run, self.limits.max_nodes
+        self._send(link, m.Welcome(term, hello.node_id, beat, self.timing.dead_after, run, most))
 
     def node_at(self, link: int) -> Node | None:
         """The node at the other end of a link."""
-        return self._by_link(link)
-
-    def _by_link(self, link: int) -> Node | None:
         node = self.nodes.get(self._owners.get(link, ""))
         return node if node is not None and node.link == link else None

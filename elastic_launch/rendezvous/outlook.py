@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 from elastic_launch.config import Limits
+from elastic_launch.rendezvous.instructions import Node
+from elastic_launch.rendezvous.leader_phases import Broken, Draining, Ended, Ending, Gathering, Parked, Phase, Running
 
-__all__ = ["Outlook"]
+__all__ = ["outlook"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """What is known of a run at one moment.
+def outlook(phase: Phase, nodes: Collection[Node], limits: Limits, join_settle: float, pays: Callable[[], bool]) -> str:
+    """Say what comes next.
 
-    Attributes:
-        waiting: nodes without workers that do not leave. Whoever still stops its workers for a broken round counts:
-            it will be there for the next one.
-        members: nodes with workers.
-        ended, running, broken, draining: of the run; of its present round.
-        pays: whether a resize for those who wait would pay.
+    Args:
+        nodes: those that the leader has a link to.
+        pays: whether a resize for those that wait would pay.
     """
-
-    limits: Limits
-    join_settle: float
-    waiting: int
-    members: int
-    ended: bool
-    running: bool
-    broken: bool
-    draining: bool
-    pays: bool = True
-
-    def __str__(self) -> str:
-        if self.ended:
+    match phase:
+        case Ended():
             return "the run has ended"
-        if self.draining:
-            return "a round with it follows"
-        if self.running:
-            return self._while_running()
-        if self.waiting >= self.limits.max_nodes:
-            return "a round forms"
-        if self.waiting < self.limits.min_nodes:
-            return f"waiting for nodes: {self.waiting} of at least {self.limits.min_nodes}"
-        if self.broken:
-            return "a new round forms"
-        most, settle = self.limits.max_nodes, self.join_settle
-        return f"the first round forms at {most} nodes or {settle:g} s without an arrival"
+        case Ending():
+            return "the run ends"
+        case Draining():
+            return "the run ends" if phase.ends else "a round with it follows"
+        case Running():
+            return _while_running(nodes, limits, pays)
+        case Broken():
+            first, ends = False, phase.ends
+        case Gathering():
+            first, ends = phase.after is None, phase.ends
+        case Parked():
+            first, ends = phase.after is None, ""
+    # A node that still stops its workers for a broken round counts: it will be there for the next one.
+    waiting = sum(not node.leaving for node in nodes)
+    if ends:
+        return "the run ends"
+    if waiting >= limits.max_nodes:
+        return "a round forms"
+    if waiting < limits.min_nodes:
+        return f"waiting for nodes: {waiting} of at least {limits.min_nodes}"
+    if not first:
+        return "a new round forms"
+    return f"the first round forms at {limits.max_nodes} nodes or {join_settle:g} s without an arrival"
 
-    def _while_running(self) -> str:
-        if not self.waiting:
-            return "training goes on"
-        if self.members < self.limits.max_nodes:
-            return "training is resized" if self.pays else "the run ends before a resize pays"
-        return f"round is full, {self.waiting} spare"
+
+def _while_running(nodes: Collection[Node], limits: Limits, pays: Callable[[], bool]) -> str:
+    waiting = sum(not node.leaving and not node.active for node in nodes)
+    if not waiting:
+        return "training goes on"
+    if sum(node.active for node in nodes) < limits.max_nodes:
+        return "training is resized" if pays() else "the run ends before a resize pays"
+    return f"round is full, {waiting} spare"

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_launch.rendezvous.budget import FREE as MORE
 from elastic_launch.rendezvous.budget import LONG, LONGEST_DELAY, Budget, Ruling
-from elastic_launch.rendezvous.instructions import Broken
+from elastic_launch.rendezvous.leader_phases import Broken
 from elastic_launch.rendezvous.messages import Failure
 from elastic_launch.rendezvous.verdict import Kind
 

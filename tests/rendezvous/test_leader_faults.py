@@ -13,7 +13,7 @@ from elastic_launch.events import (
 )
 from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.budget import FREE as MORE
-from elastic_launch.rendezvous.rounds import COLLECT, LATE
+from elastic_launch.rendezvous.leader_phases import COLLECT, LATE
 
 FREE = MORE + 1
 """Restarts without progress that are free on one node."""
