@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from elastic_launch.config import Limits, Timing
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.instructions import Close, Commit, Instruction, Send
-from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.leader.types import Close, Commit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["ETCD_LIMIT", "simulate", "table"]
 

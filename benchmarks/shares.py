@@ -21,11 +21,11 @@ from pathlib import Path
 import slow_storage
 import torch
 
-from elastic_agents.keeper import Keeper
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch.contract import Copied, Save
-from elastic_launch.snapshot.memory import Draft, SlotWriter
-from elastic_launch.snapshot.slot import Slot
-from elastic_launch.training.memory import Target
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
+from elastic_launch.training.checkpoints.memory import Target
 
 TENSORS = 64
 TIMEOUT = 600.0
@@ -37,13 +37,13 @@ class Node:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.copied: Copied | None = None
-        self.keeper = Keeper(lambda: True, self._tell)
+        self.keeper = SnapshotStore(lambda: True, self._tell)
         self.keeper.start()
 
     def fill(self, state: dict[str, torch.Tensor]) -> int:
         """Put a state into its first slot; return the bytes of its tensors."""
         _, descriptors = self.keeper.offer()
-        draft = Draft(state, {}, lambda tensor: True)
+        draft = SlotDraft(state, {}, lambda tensor: True)
         writer = SlotWriter(Slot(*descriptors[:2]))
         writer.write(draft, sequence=1, round=1, step=1, training=0)
         writer.close()

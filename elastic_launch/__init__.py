@@ -1,5 +1,25 @@
 """Elastic, fault-tolerant launcher for PyTorch training.
 
+``training/``        sessions, loops and the trainer of a training script
+``integrations/``    callbacks for other frameworks
+``batch``            the arithmetic of the global batch
+``error_file``       how a worker leaves its exception
+``errors``           every error that a user can meet
+``faults``           faults on purpose, for tests of a script
+``api``              runs started from Python; ``api_config`` reads torch's configuration
+``cli/``             the programs ``elastic-launch``, ``elastic-composer`` and ``elasticctl``
+``config/``          the validated configuration of a launch
+``launch``           ``python -m elastic_launch.launch``, as ``torch.distributed.launch``
+``run_path``         ``--run-path``
+``safe_path``        keeps the working directory from hiding installed packages
+``rendezvous/``      nodes form rounds of workers
+``snapshot/``        checkpoints and snapshots
+``events/``          typed events; ``observe/`` makes the ledger from them
+``contract``         what agent and worker say to each other; ``shared_progress`` is memory that they share
+``secret``           the run's token
+``clock``            time as a dependency; ``testing`` has fakes
+``system/``          the process and its operating system
+
 ``import elastic_launch`` alone imports no torch: whatever needs it is loaded on first use.
 """
 
@@ -19,22 +39,22 @@ if TYPE_CHECKING:
     from elastic_launch.batch import MicroBatch as MicroBatch
     from elastic_launch.error_file import do_not_retry as do_not_retry
     from elastic_launch.training import dist as dist
-    from elastic_launch.training import samplers as samplers
     from elastic_launch.training.callbacks import Callback as Callback
     from elastic_launch.training.callbacks import Progress as Progress
-    from elastic_launch.training.checkpoint import Checkpoint as Checkpoint
-    from elastic_launch.training.checkpoint import weights_sha256 as weights_sha256
-    from elastic_launch.training.loader import ElasticLoader as ElasticLoader
-    from elastic_launch.training.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from elastic_launch.training.checkpoints.checkpoint import weights_sha256 as weights_sha256
+    from elastic_launch.training.data import samplers
+    from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
+    from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
     from elastic_launch.training.trainer import Trainer as Trainer
 
 _HOMES = {
     "BatchPlan": "elastic_launch.batch",
-    "Checkpoint": "elastic_launch.training.checkpoint",
-    "ElasticLoader": "elastic_launch.training.loader",
-    "FunctionLoader": "elastic_launch.training.loader",
+    "Checkpoint": "elastic_launch.training.checkpoints.checkpoint",
+    "ElasticLoader": "elastic_launch.training.data.loader",
+    "FunctionLoader": "elastic_launch.training.data.loader",
     "GlobalBatch": "elastic_launch.batch",
     "MicroBatch": "elastic_launch.batch",
     "Run": "elastic_launch.training.session",
@@ -43,13 +63,13 @@ _HOMES = {
     "Trainer": "elastic_launch.training.trainer",
     "do_not_retry": "elastic_launch.error_file",
     "session": "elastic_launch.training.session",
-    "weights_sha256": "elastic_launch.training.checkpoint",
+    "weights_sha256": "elastic_launch.training.checkpoints.checkpoint",
 }
 
 _MODULES = {
     "dist": "elastic_launch.training.dist",
     "integrations": "elastic_launch.integrations",
-    "samplers": "elastic_launch.training.samplers",
+    "samplers": "elastic_launch.training.data.samplers",
 }
 
 __all__ = [

@@ -4,6 +4,6 @@ if __name__ == "__main__":
     from elastic_launch.safe_path import leave_out_working_directory
 
     leave_out_working_directory()
-    from elastic_launch.programs import launch
+    from elastic_launch.cli.programs import launch
 
     launch()

@@ -44,15 +44,15 @@ from elastic_agents.calls.caller import Ended, run_agent
 from elastic_agents.calls.function import ForkedCall, FunctionCall, Results, name_of
 from elastic_agents.calls.metrics import put_results, timed_run
 from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
-from elastic_launch.cli import check_directory
-from elastic_launch.config import LaunchConfig as OwnConfig
-from elastic_launch.config import Limits
+from elastic_launch.cli.main import check_directory
+from elastic_launch.cli.output_flags import make_run_directory
+from elastic_launch.config.launch_config import LaunchConfig as OwnConfig
+from elastic_launch.config.launch_config import Limits
+from elastic_launch.config.torch_options import TorchOptions
 from elastic_launch.errors import ExitCode, UsageError
-from elastic_launch.output_flags import make_run_directory
-from elastic_launch.process import check_kernel
-from elastic_launch.rendezvous.handler import TorchrunHandler
+from elastic_launch.rendezvous.torch_handler import TorchrunHandler
 from elastic_launch.secret import Token
-from elastic_launch.torch_options import TorchOptions
+from elastic_launch.system.program import check_kernel
 
 __all__ = ["LaunchConfig", "LocalElasticAgent", "elastic_launch", "launch_agent"]
 
@@ -71,7 +71,8 @@ class elastic_launch:
     returned, by global rank; nothing for a program.
 
     Args:
-        config: torch's ``LaunchConfig``, or :class:`elastic_launch.config.LaunchConfig`, whose command is not used.
+        config: torch's ``LaunchConfig``, or :class:`elastic_launch.config.launch_config.LaunchConfig`, whose command is
+            not used.
         entrypoint: a function, a program, or a Python script.
         health_check_server: of torch's; stopped at the end.
     """
@@ -250,7 +251,7 @@ def _run_foreign(
 ) -> dict[int, Any]:
     """Run under a rendezvous of another package's: by torch's own agent, in this process."""
     if isinstance(config, OwnConfig):
-        from elastic_agents.foreign import torch_config
+        from elastic_agents.torch_agent import torch_config
 
         config = torch_config(config)
     log.warning(

@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-from elastic_launch.cli import build, here, read_command
-from elastic_launch.config import Command, LaunchConfig, check_seconds
+from elastic_launch.cli.flags import Line, Values
+from elastic_launch.cli.main import build, here, read_command
+from elastic_launch.config.launch_config import Command, LaunchConfig, check_seconds
+from elastic_launch.config.output import Std, Streams
+from elastic_launch.config.settings import default_node_id
+from elastic_launch.config.torch_options import STOP_SIGNALS
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import Line, Values
-from elastic_launch.output import Std, Streams
-from elastic_launch.settings import default_node_id
-from elastic_launch.torch_options import STOP_SIGNALS
 
 __all__ = ["Entrypoint", "from_torch", "of_strings", "own", "with_logs", "without_own_flags"]
 

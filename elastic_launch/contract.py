@@ -149,8 +149,8 @@ class Stored(Message):
 class StepDone(Message):
     """An optimizer step is done; step counts those done so far.
 
-    Said of the first one of a process, and of one a second then: all are in ``elastic_launch.progress``; where this
-    cannot be written, of all.
+    Sent for the first step of a process, then once a second; ``elastic_launch.shared_progress`` has all steps. Where
+    that cannot be written, sent for each step.
     """
 
     step: Count

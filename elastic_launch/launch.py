@@ -20,7 +20,7 @@ if __name__ == "__main__" and __package__:
     leave_out_working_directory()
 
 if __name__ == "__main__":
-    from elastic_launch.interrupts import end_quietly
+    from elastic_launch.system.interrupts import end_quietly
 
     end_quietly()  # before the imports below, which take long
 
@@ -31,11 +31,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_launch.cli import find_module, launch
+from elastic_launch.cli.flags import Flag, Sourced, split
+from elastic_launch.cli.job_file import Job
+from elastic_launch.cli.main import find_module, launch
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import Flag, Sourced, split
-from elastic_launch.jobfile import Job
-from elastic_launch.process import exiting, reported
+from elastic_launch.system.program import exiting, reported
 
 __all__ = ["console_main", "main", "spelling"]
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
 
     Args:
         argv: arguments without the program's name; None: those of this process.
-        whole: whether this process is here for the launch alone, see :func:`elastic_launch.cli.main`.
+        whole: whether this process is here for the launch alone, see :func:`elastic_launch.cli.main.main`.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_launch.clock import Clock
-from elastic_launch.rendezvous.store import MemoryStore
+from elastic_launch.rendezvous.stores.control_store import MemoryStore
 
 __all__ = ["FakeClock", "MemoryStore"]
 

@@ -136,5 +136,5 @@ class Changes:
 
 def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     """What elasticctl says, of a run that its flags name."""
-    command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
+    command = [sys.executable, "-m", "elastic_launch.cli.elasticctl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)

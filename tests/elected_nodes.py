@@ -8,14 +8,14 @@ from collections.abc import Callable
 from harness import SLOWNESS
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import RendezvousError
-from elastic_launch.events import Event
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.happenings import MembershipEvent, RendezvousLost
-from elastic_launch.rendezvous.membership import Membership
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.backends.election import ElectedBackend
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 

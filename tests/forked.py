@@ -38,16 +38,16 @@ from pathlib import Path
 from typing import NoReturn
 
 MODULES = (
-    "elastic_launch.cli",
+    "elastic_launch.cli.main",
     "elastic_agents.main",
     "elastic_agents.agent",
-    "elastic_agents.copying",
-    "elastic_agents.health",
+    "elastic_agents.snapshots.copying",
+    "elastic_agents.probes.health",
     "elastic_agents.torch_events",
-    "elastic_launch.rendezvous.choice",
-    "elastic_launch.rendezvous.elected",
-    "elastic_launch.rendezvous.hosting",
-    "elastic_launch.rendezvous.static",
+    "elastic_launch.rendezvous.backends.registry",
+    "elastic_launch.rendezvous.backends.election",
+    "elastic_launch.rendezvous.backends.hosting",
+    "elastic_launch.rendezvous.backends.static",
     "elastic_agents.warm.reexec",
     "elastic_agents.warm.fork_bootstrap",
     "torch._dynamo",
@@ -58,8 +58,8 @@ MODULES = (
     "sklearn.datasets",
     "elastic_launch.training.trainer",
     "elastic_launch.training.session",
-    "elastic_launch.training.checkpoint",
-    "elastic_launch.training.loader",
+    "elastic_launch.training.checkpoints.checkpoint",
+    "elastic_launch.training.data.loader",
     "elastic_launch.training.dist",
 )
 """What agents import, and what warm servers import for the scripts of tests and examples."""

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_launch.config import Limits, Timing
+from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, NodeLost, RestartCharged, RoundBroken
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.budget import FREE
-from elastic_launch.rendezvous.instructions import Close, Commit, Emit, Instruction, Send
-from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.events.types import Event, NodeLost, RestartCharged, RoundBroken
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.leader.restart_budget import FREE
+from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
 
 __all__ = ["TIMING", "LeaderModel", "SimNode"]

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elastic_launch.config import Limits, Timing
-from elastic_launch.events import (
+from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.events.types import (
     Event,
     RoundBroken,
 )
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.instructions import Close, Commit, Emit, Instruction, Send
-from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
 
 T = TypeVar("T")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from signal import SIGINT, SIGTERM, Signals
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_launch.errors import RefusedError
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
-from elastic_launch.rendezvous.hearing import CutOff
+from elastic_launch.rendezvous.node.failure_detector import CutOff
+from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.record import Member, Round
+from elastic_launch.rendezvous.wire import messages as m
 
 TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
 SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)

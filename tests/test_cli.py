@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_launch import cli
-from elastic_launch.config import Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.cli import main as cli
+from elastic_launch.cli.flags import FLAGS
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.notice_sources import NoticeSource
+from elastic_launch.config.output import Output, Std, Streams
+from elastic_launch.config.torch_options import Signals, TorchOptions
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import FLAGS
-from elastic_launch.notice_sources import NoticeSource
-from elastic_launch.output import Output, Std, Streams
 from elastic_launch.secret import Token
-from elastic_launch.torch_options import Signals, TorchOptions
 
 Parse = Callable[..., LaunchConfig]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import cli
-from elastic_launch.config import LaunchConfig
+from elastic_launch.cli import main as cli
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
 
 Parse = Callable[..., LaunchConfig]

@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 import elastic_launch
-from elastic_launch import cli
-from elastic_launch.config import LaunchConfig
+from elastic_launch.cli import main as cli
+from elastic_launch.cli.help import help_text
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError
-from elastic_launch.help import help_text
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_import_is_free_of_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, elastic_launch, elastic_launch.cli\n"
+        "import sys, elastic_launch, elastic_launch.cli.main\n"
         "print(sorted(name for name in sys.modules if name in ('torch', 'numpy', 'elastic_agents')))"
     )
     done = python("-c", code, cwd=tmp_path)
@@ -160,7 +160,7 @@ def test_who_has_given_up_a_call_ends_at_once_with_all_said(threads: str, atexit
     """Torch's calls would abort an interpreter that takes itself to pieces while they return."""
     text = f"""
 import atexit, sys, threading, time
-from elastic_launch.process import GIVEN_UP, exiting
+from elastic_launch.system.program import GIVEN_UP, exiting
 atexit.register(print, "taken to pieces")
 {threads}
 sys.stdout.reconfigure(line_buffering=False)

@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from elastic_launch import cli
-from elastic_launch.config import LaunchConfig, Timing
+from elastic_launch.cli import main as cli
+from elastic_launch.config.launch_config import LaunchConfig, Timing
 from elastic_launch.errors import UsageError
 
 

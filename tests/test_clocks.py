@@ -18,21 +18,23 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "getmtime", 
 
 KNOWN = {
     "elastic_launch/clock.py": ["time.clock_gettime"],  # of CLOCK_BOOTTIME, which does not jump
-    "elastic_launch/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
-    "elastic_launch/rendezvous/whereabouts.py": ["path.stat().st_mtime"],  # which of several runs is the newest
-    "elastic_launch/output_flags.py": ["datetime.now"],  # the name of the log directory
-    "elastic_launch/composer.py": ["datetime.now"],  # the same, in Composer mode
+    "elastic_launch/events/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
+    "elastic_launch/rendezvous/run_file.py": ["path.stat().st_mtime"],  # which of several runs is the newest
+    "elastic_launch/cli/output_flags.py": ["datetime.now"],  # the name of the log directory
+    "elastic_launch/cli/composer.py": ["datetime.now"],  # the same, in Composer mode
     "agents/elastic_agents/console.py": ["time.strftime", "time.localtime"],  # the time before a line
-    "agents/elastic_agents/http_server.py": ["time.gmtime"],  # the header Date
+    "agents/elastic_agents/probes/http_server.py": ["time.gmtime"],  # the header Date
     # When a worker's exception was written down orders the failures in a report, and nothing else.
-    "agents/elastic_agents/workers.py": ["time.time"],
+    "agents/elastic_agents/workers/round_workers.py": ["time.time"],
     "agents/elastic_agents/warm/ending.py": ["time.time"],
     "agents/elastic_agents/summary.py": ["time.time", "time.time"],  # in the error file, whose reader expects it
     "agents/elastic_agents/calls/process.py": ["time.time"],  # the same, for a call from Python
-    "agents/elastic_agents/watchdog.py": ["time.time"],  # torch's protocol names moments; each is converted as it comes
+    "agents/elastic_agents/workers/watchdog.py": [
+        "time.time"
+    ],  # torch's protocol names moments; each is converted as it comes
     "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
     # Clouds and Slurm name moments. What answers says its own time; this host's is the second best.
-    "agents/elastic_agents/notices/notice.py": ["datetime.now"],
+    "agents/elastic_agents/notices/types.py": ["datetime.now"],
     "agents/elastic_agents/notices/local.py": ["time.time"],
 }
 

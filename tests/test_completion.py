@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from elastic_launch.cli import main
-from elastic_launch.completion import SHELLS
+from elastic_launch.cli.completion import SHELLS
+from elastic_launch.cli.main import main
 
 
 def test_bash_completes_flags_and_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agents.fixed import FixedWorld, expanded
-from elastic_launch import cli, composer
+from elastic_agents.static_world import StaticWorld, expanded
+from elastic_launch.cli import composer
+from elastic_launch.cli import main as cli
+from elastic_launch.cli.flags import split
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import split
 
-Parse = Callable[..., FixedWorld]
+Parse = Callable[..., StaticWorld]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def parse_it(line: str, **environ: str) -> FixedWorld:
+    def parse_it(line: str, **environ: str) -> StaticWorld:
         return composer.world(
             split(line.split(), composer.FLAGS), {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ}
         )
@@ -32,7 +33,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
     return parse_it
 
 
-def ranks(world: FixedWorld) -> tuple[int, int, int, int]:
+def ranks(world: StaticWorld) -> tuple[int, int, int, int]:
     """How many start here, the world's size, base rank and node rank."""
     return len(world.ranks), world.world_size, world.base_rank, world.node_rank
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.config import (
+from elastic_launch.config.launch_config import (
     LONGEST_WAIT,
     ZERO_ALLOWED,
     Command,

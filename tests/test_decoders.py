@@ -29,35 +29,36 @@ from harness import SLOWNESS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agents.copier import Answer
-from elastic_agents.http_server import Request, _parse
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
-from elastic_agents.notices.notice import Trouble
-from elastic_agents.watchdog import read_request
+from elastic_agents.notices.types import Trouble
+from elastic_agents.probes.http_server import Request, _parse
+from elastic_agents.snapshots.copier import Answer
+from elastic_agents.workers.watchdog import read_request
 from elastic_launch import contract as c
+from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Limits, parse_endpoint, parse_health_port
+from elastic_launch.config.launch_config import Limits, parse_endpoint, parse_health_port
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
-from elastic_launch.events import JsonLines, LinkChanged, RoundFormed
-from elastic_launch.jobfile_reader import read_job_file
+from elastic_launch.events.types import JsonLines, LinkChanged, RoundFormed
 from elastic_launch.observe import reading
-from elastic_launch.progress import Progress, Reached
-from elastic_launch.rendezvous import asking as a
-from elastic_launch.rendezvous import codec
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous import whereabouts as w
-from elastic_launch.rendezvous.auth import Channel
+from elastic_launch.rendezvous import run_file as w
+from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
-from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.authentication import Channel
+from elastic_launch.rendezvous.wire.seal import ValueSeal
 from elastic_launch.secret import Token
-from elastic_launch.snapshot import owner, shares, tensorfile
+from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError
-from elastic_launch.snapshot.files import FileSum
-from elastic_launch.snapshot.manifest import TENSORS, Manifest, parse_json
-from elastic_launch.snapshot.slot import Header, Slot
-from elastic_launch.snapshot.tree import decode, encode
+from elastic_launch.snapshot.format import tensor_file as tensorfile
+from elastic_launch.snapshot.format.files import FileSum
+from elastic_launch.snapshot.format.manifest import TENSORS, Manifest, parse_json
+from elastic_launch.snapshot.format.tree import decode, encode
+from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.storage import owner, shares
 
 KEY = b"k" * 32
 TOKEN = Token("correct-horse-battery-staple", "test")
@@ -162,7 +163,7 @@ def sealed(data: bytes) -> bytes:
     return value
 
 
-def run_file(data: bytes) -> w.Whereabouts | None:
+def run_file(data: bytes) -> w.RunAddress | None:
     with file_of(data, w.FILE) as path:
         found, alive = w.find(path.parent, None, depth=0)
     assert not alive
@@ -226,8 +227,8 @@ def division(header: bytes) -> None:
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-def progress(data: bytes) -> Reached | None:
-    made = Progress.make("fuzz")
+def progress(data: bytes) -> WorkerProgress | None:
+    made = SharedProgress.make("fuzz")
     try:
         fields = data[:24].ljust(24, b"\0")
         os.pwrite(made.descriptor, fields + zlib.crc32(fields).to_bytes(4, "little"), 0)
@@ -294,7 +295,13 @@ TENSOR_FILE = b"".join(bytes(part) for part in tensorfile.parts(encode({**STATE,
 TENSOR_HEADER = TENSOR_FILE[8 : 8 + int.from_bytes(TENSOR_FILE[:8], "little")]
 WORKERS = (c.Hello(1, 0, 0), c.Ready(3, 100, 0.5), c.Saved(3, "full"), c.Drained(3, 0.25))
 LINES = (HELLO, m.Beat(), m.RunEnd(1, 0, "done", 0), m.Refused(1, "no", "hint"), m.Form(1, RECORD.round, 0, "start"))
-CALLS = (a.Caller(2, "run"), a.AskDrain("a", 3.5), a.AskResize(1, 2), a.Answer(1, True, "done", 4), a.Found(1, STATUS))
+CALLS = (
+    a.Caller(2, "run"),
+    a.AskDrain("a", 3.5),
+    a.AskResize(1, 2),
+    a.Answer(1, True, "done", 4),
+    a.LeaderFound(1, STATUS),
+)
 JOB = b"nnodes: 1:4\nnproc: 2\nenv:\n  A: b\nscript: train.py\nargs: [--lr, 0.1]\n"
 
 TARGETS = {
@@ -309,7 +316,7 @@ TARGETS = {
     "sealed link": Target((m.pack(HELLO),), after_proof, (ProtocolError,)),
     "record": Target((RECORD.encode(),), ControlRecord.parse, (ProtocolError,), ControlRecord.encode),
     "sealed record": Target(SEALED, sealed, (ProtocolError, RefusedError)),
-    "run.json": Target((json.dumps(asdict(w.Whereabouts("run", "c10d", "a:1", "a", "a:2"))).encode(),), run_file),
+    "run.json": Target((json.dumps(asdict(w.RunAddress("run", "c10d", "a:1", "a", "a:2"))).encode(),), run_file),
     "timer": Target(
         (b'{"pid": 7, "scope_id": "a", "expiration_time": 1.5, "signal": 9}',), read_request, (ValueError,)
     ),

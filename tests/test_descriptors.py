@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_launch import descriptors
+from elastic_launch.system import descriptors
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import composer, ctl, dist, events
-from elastic_launch.config import Timing
+from elastic_launch import dist
+from elastic_launch.cli import composer
+from elastic_launch.cli import elasticctl as ctl
+from elastic_launch.cli.flags import FLAGS, Flag, split
+from elastic_launch.config.launch_config import Timing
+from elastic_launch.config.settings import CONF_KEYS
+from elastic_launch.config.torchrun_mode import DEFAULTS, EMPTY, ENV_TORCHRUN
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, event_name
-from elastic_launch.flags import FLAGS, Flag, split
-from elastic_launch.rendezvous import asking
-from elastic_launch.settings import CONF_KEYS
-from elastic_launch.torchrun import DEFAULTS, EMPTY, ENV_TORCHRUN
+from elastic_launch.events import types as events
+from elastic_launch.events.types import Event, event_name
+from elastic_launch.rendezvous.admin import messages as asking
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -123,7 +126,7 @@ def test_the_fields_of_a_status_are_shown() -> None:
     section = sections(REFERENCE / "elasticctl.md", "##")["elasticctl status"]
     shown = {name for row in rows(section) for name in names(row[0])} - {"field", "--json", "--watch"}
     assert shown == {"backend", *(item.name for item in fields(asking.Status))}
-    for kind in (asking.NodeStatus, asking.LastSave, asking.Incident):
+    for kind in (asking.NodeStatus, asking.LastSave, asking.Decision):
         assert {item.name for item in fields(kind)} <= {name for row in rows(section) for name in names(row[1])}, kind
 
 

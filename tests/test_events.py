@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_launch import events as ev
+from elastic_launch.events import types as ev
 from elastic_launch.testing import FakeClock
 
 KINDS: list[type[ev.Event]] = [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_launch.cli import parse
+from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, Rehearsal
 

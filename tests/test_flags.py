@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from elastic_launch.cli.flags import FLAGS, Line, Values, split
+from elastic_launch.cli.help import EXIT_CODES, help_text
+from elastic_launch.config.settings import CONF_KEYS
 from elastic_launch.errors import ExitCode, UsageError
-from elastic_launch.flags import FLAGS, Line, Values, split
-from elastic_launch.help import EXIT_CODES, help_text
-from elastic_launch.settings import CONF_KEYS
 
 
 def refused(*argv: str) -> UsageError:

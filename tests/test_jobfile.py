@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import cli
-from elastic_launch.config import Endpoint, LaunchConfig, Limits
+from elastic_launch.cli import main as cli
+from elastic_launch.cli.flags import FLAGS, split
+from elastic_launch.cli.job_file import Job, shown
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import FLAGS, split
-from elastic_launch.jobfile import Job, shown
 
 Parse = Callable[..., LaunchConfig]
 

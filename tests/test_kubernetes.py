@@ -12,7 +12,7 @@ import yaml
 from kubelet.jobs import decide
 from kubelet.manifests import EXAMPLES, RENDERED, VERSIONS, Manifest, documents, find, judge, pod_of, rendered
 
-from elastic_launch.cli import parse
+from elastic_launch.cli.main import parse
 from elastic_launch.errors import ExitCode
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "kubernetes.md"

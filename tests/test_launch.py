@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from elastic_launch import launch
+from elastic_launch.cli.flags import split
+from elastic_launch.cli.job_file import Job
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import split
-from elastic_launch.jobfile import Job
 
 
 @pytest.mark.parametrize(

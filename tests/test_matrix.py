@@ -16,8 +16,8 @@ from harness import SLOWNESS, wait_for
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from elastic_launch import torch_options
-from elastic_launch.torch_options import untested_torch
+from elastic_launch.config import torch_options
+from elastic_launch.config.torch_options import untested_torch
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -94,7 +94,7 @@ def test_a_launch_says_it_once_and_imports_no_torch_for_it(tmp_path: Path) -> No
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('torch is imported')")
     (tmp_path / "torch" / "version.py").write_text("__version__ = '9.0.0'\n")
     done = subprocess.run(
-        [sys.executable, "-m", "elastic_launch.composer", "-n", "1", "-c", "true"],
+        [sys.executable, "-m", "elastic_launch.cli.composer", "-n", "1", "-c", "true"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

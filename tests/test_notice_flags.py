@@ -7,11 +7,11 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
-from elastic_launch.cli import parse
-from elastic_launch.config import LaunchConfig
+from elastic_launch.cli.main import parse
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.notice_sources import AUTO, NoticeSource
+from elastic_launch.config.torch_options import Signals
 from elastic_launch.errors import UsageError
-from elastic_launch.notice_sources import AUTO, NoticeSource
-from elastic_launch.torch_options import Signals
 
 
 def parsed(*flags: str, **environ: str) -> LaunchConfig:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch import output_flags
-from elastic_launch.cli import parse
+from elastic_launch.cli import output_flags
+from elastic_launch.cli.main import parse
+from elastic_launch.config.output import Output, Route, Std, Streams, parse_ranks, parse_streams
 from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
-from elastic_launch.output import Output, Route, Std, Streams, parse_ranks, parse_streams
 
 SCRIPT = __file__
 

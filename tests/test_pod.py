@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.cli import parse
+from elastic_launch.cli.flags import Values, split
+from elastic_launch.cli.kubernetes import Pod, found_out, sentence
+from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import Values, split
-from elastic_launch.pod import Pod, found_out, sentence
 
 NAME = "digits-2.workers.lab.svc.cluster.local"
 ENDPOINT = "digits-0.workers.lab.svc.cluster.local:29400"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.cli import parse
+from elastic_launch.cli.elasticctl import main as ctl
+from elastic_launch.cli.main import parse
+from elastic_launch.cli.output_flags import make_run_directory
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.ctl import main as ctl
 from elastic_launch.errors import UsageError
-from elastic_launch.events import JsonLines, LinkChanged
-from elastic_launch.output_flags import make_run_directory
-from elastic_launch.private import make_private, open_private, read_small, untrusted
+from elastic_launch.events.types import JsonLines, LinkChanged
+from elastic_launch.system.private_files import make_private, open_private, read_small, untrusted
 
 STRANGER = 65534
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_launch import cli
-from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.cli import main as cli
+from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.errors import UsageError
 from elastic_launch.secret import ENV_TOKEN, MIN_LENGTH, Token, keyed, read_token
 

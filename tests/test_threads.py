@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_launch.threads import ThreadDied, VitalThread, deaths_reported_to
+from elastic_launch.system.threads import ThreadDied, VitalThread, deaths_reported_to
 
 
 def _end(error: BaseException | None) -> None:

@@ -14,10 +14,10 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from elastic_launch import cli
-from elastic_launch.config import Endpoint, LaunchConfig
+from elastic_launch.cli import main as cli
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, DEFAULTS, ENV_TORCHRUN, wanted
 from elastic_launch.errors import UsageError
-from elastic_launch.torchrun import DEFAULT_ENDPOINT, DEFAULTS, ENV_TORCHRUN, wanted
 
 
 @pytest.fixture

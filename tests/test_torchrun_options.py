@@ -13,11 +13,11 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
-from elastic_launch import cli
-from elastic_launch.config import Endpoint, LaunchConfig
+from elastic_launch.cli import main as cli
+from elastic_launch.cli.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 from elastic_launch.errors import UsageError
-from elastic_launch.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
-from elastic_launch.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 
 ACTIONS = [action for action in get_args_parser()._actions if action.option_strings]
 

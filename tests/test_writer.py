@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from harness import wait_for
 
-from elastic_launch.writer import OVERHEAD, Writer
+from elastic_launch.system.writer_thread import OVERHEAD, Writer
 
 LINE = b"x" * 99 + b"\n"
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from elastic_agents.placing import shared_environment
-from elastic_agents.processes import ExecProcesses, StartRequest, WorkerProcesses
-from elastic_agents.sessions import kill_sessions, reap_orphans
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.processes import WarmProcesses
-from elastic_launch.config import Command, LaunchConfig
+from elastic_agents.workers.placement import shared_environment
+from elastic_agents.workers.processes import ExecProcesses, StartRequest, WorkerProcesses
+from elastic_agents.workers.sessions import kill_sessions, reap_orphans
+from elastic_launch.config.launch_config import Command, LaunchConfig
 
 WAYS = ("warm", "exec")
 

@@ -1,14 +1,24 @@
-"""What runs on a node and outlives its workers.
+"""What runs on a node and outlives its workers. Internal: import :mod:`elastic_launch` instead.
 
-``main``      runs one node's part of a run and says how it ended
-``agent``     LocalElasticAgent: takes from the inbox, asks the policy, carries out
-``policy``    the pure decisions; ``vocabulary`` what they speak of
-``inbox``     one queue for signals, exits, orders and timers; ``departure`` why and until when this node leaves
-``notices``   who tells it, some seconds ahead, that its machine is to go
-``workers``   the workers of a round; ``processes`` and ``sessions`` start and end their processes
-``warm``      what they are forked from, so that they need not import
-``output``    their stdout and stderr, on the console and in files
-``failures``  what a dead worker left to say
-``fixed``     the same for a world of fixed size, without a rendezvous
-``guard``     kills the workers if the agent itself is killed
+``main``          runs one node's part of a run
+``agent``         LocalElasticAgent: events in, ``policy`` asked, actions carried out
+``policy``        pure decisions; ``policy_types`` are its events and actions
+``inbox``         one queue for all events
+``departure``     leaving the run before its end
+``static_world``  a world of fixed size, without rendezvous
+``torch_agent``   torch's own agent, under a foreign rendezvous handler
+``workers/``      worker processes
+``warm/``         the fork server
+``snapshots/``    snapshots in memory and their copies
+``notices/``      preemption notices
+``probes/``       health checks
+``calls/``        runs started from Python
+``reporting``     what the agent prints about orders
+``step_events``   events of steps; ``step_timer`` learns how long a step takes
+``outcome``       how the node's part ended; ``summary`` is the last text on a failed run
+``console``       the agent's own lines; ``torch_events`` are torch's events
+``output_sinks``  consoles and files that output goes to
+``helpers``       starts helper processes with a safe import path
+``priority``      lets training go first
+``dumpable``      whether other processes may inspect this one
 """

@@ -18,34 +18,33 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.console import Consoles
-from elastic_agents.control import Control, ScriptEnded, WorkerSaved
 from elastic_agents.departure import Departure
-from elastic_agents.guard import Guard
 from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
-from elastic_agents.keeper import Keeper
-from elastic_agents.logs import LogPlaces, WorkerLogs
-from elastic_agents.logs_specs import LogsSpecsFailed
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
-from elastic_agents.output import OutputPump
-from elastic_agents.placing import arguments, environment, group_of, place, placements
+from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
-from elastic_agents.processes import ExecProcesses, OnExit, WorkerProcesses
-from elastic_agents.saves import Saves
-from elastic_agents.sinks import Kept
-from elastic_agents.starting import Starting, while_scarce
-from elastic_agents.stuck import LOOK_EVERY
-from elastic_agents.telling import received, tell_ended, tell_forwarded, tell_late, tell_opened, tell_order
-from elastic_agents.watchdog import TimerExpired
-from elastic_agents.workers import Reaped, WorkerSet
+from elastic_agents.reporting import received, report_ended, report_forwarded, report_late, report_opened, report_order
+from elastic_agents.snapshots.durable_state import DurableState
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_agents.workers.control import Control, ScriptEnded, WorkerSaved
+from elastic_agents.workers.guard import Guard
+from elastic_agents.workers.logs import LogPlaces, WorkerLogs
+from elastic_agents.workers.logs_specs import LogsSpecsFailed
+from elastic_agents.workers.output import OutputPump
+from elastic_agents.workers.placement import arguments, environment, group_of, place, placements
+from elastic_agents.workers.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.workers.round_workers import Reaped, RoundWorkers
+from elastic_agents.workers.start import StaggeredStart, while_scarce
+from elastic_agents.workers.stuck import LOOK_EVERY
+from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock, MonotonicClock
-from elastic_launch.config import LaunchConfig
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Placement, Save
-from elastic_launch.descriptors import scarce
 from elastic_launch.errors import EndpointError, ExitCode
-from elastic_launch.events import (
+from elastic_launch.events.types import (
     CheckpointSaved,
     EventSink,
     LinkChanged,
@@ -53,17 +52,18 @@ from elastic_launch.events import (
     WorkerExited,
     WorkerStarted,
 )
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.backend import Backend
-from elastic_launch.rendezvous.handler import MembershipHandler
-from elastic_launch.rendezvous.happenings import LinkDown, LinkUp, Opened, RendezvousLost
-from elastic_launch.rendezvous.hearing import CutOff
-from elastic_launch.rendezvous.membership import Membership
-from elastic_launch.rendezvous.net import listen
-from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
+from elastic_launch.rendezvous.backends.c10d import Backend
+from elastic_launch.rendezvous.node.failure_detector import CutOff
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened, RendezvousLost
+from elastic_launch.rendezvous.run_file import RunAddress, RunFile
+from elastic_launch.rendezvous.torch_handler import MembershipHandler
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.threads import ThreadDied
-from elastic_launch.writer import IDLE, Writer
+from elastic_launch.system.descriptors import scarce
+from elastic_launch.system.threads import ThreadDied
+from elastic_launch.system.writer_thread import IDLE, Writer
 
 __all__ = ["LocalElasticAgent"]
 
@@ -116,11 +116,11 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
-        self._whereabouts: Whereabouts | None = None
+        self._whereabouts: RunAddress | None = None
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said so
-        self._starting: Starting | None = None  # a round of which workers are to be started
+        self._starting: StaggeredStart | None = None  # a round of which workers are to be started
         self._watched = 0  # the round whose workers may hang at their end
         self._rank = 0  # among the members of the present round
         self._finished = 0  # the round in which this node's workers have finished
@@ -175,14 +175,14 @@ class LocalElasticAgent(ElasticAgent):
             guard.add_directory(self._places.local)
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
-        keeper = self._keeper = Keeper(
+        keeper = self._keeper = SnapshotStore(
             lambda: self._member and not self._membership.cut_off, self._copied, pump.open_log
         )
         keeper.start()
         self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
-        self._saves = Saves(keeper, self._control.pace)
+        self._saves = DurableState(keeper, self._control.pace)
         self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
-        self._workers = WorkerSet(
+        self._workers = RoundWorkers(
             self._config.node_id, processes, pump, guard, self._clock, self._files, only_crashes=self._config.torchrun
         )
         # In this order, each also where one before has failed.
@@ -307,7 +307,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._membership.saved(m.Saved(number, step, error=error, asked=asked))
                 return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
-                tell_forwarded(number, self._workers.forward(number))
+                report_forwarded(number, self._workers.forward(number))
                 return None
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
@@ -334,8 +334,8 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
         # Written once the run has accepted this node: others may have their file there.
-        self._whereabouts = Whereabouts(config.run_id, config.backend, where, config.node_id)
-        tell_opened(config, hosting=hosting, endpoint=endpoint, address=address)
+        self._whereabouts = RunAddress(config.run_id, config.backend, where, config.node_id)
+        report_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
         event = received(order, self._view.round)
@@ -347,7 +347,7 @@ class LocalElasticAgent(ElasticAgent):
         if isinstance(order, m.Form):
             self._restarts, self._max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # there the leader's own events tell it already
-            tell_order(order, event.round, event.cause)
+            report_order(order, event.round, event.cause)
 
     def _exited(self, pid: int, exit_code: int) -> v.Event | None:
         reaped = self._workers.reap(pid, exit_code)
@@ -362,7 +362,7 @@ class LocalElasticAgent(ElasticAgent):
         if exit_code != 0 and not drained:
             if self._view.phase is not v.Phase.STOPPING:
                 self._local_failures[where.rank] = reaped
-                tell_ended(reaped)
+                report_ended(reaped)
             elif self._view.leaving is None:
                 self._had_failed(reaped)
         if exit_code == 0 and self._view.alive == frozenset(range(self._config.nproc)):
@@ -422,7 +422,7 @@ class LocalElasticAgent(ElasticAgent):
         if failure := self._workers.failure(reaped.placement.local_rank, False, self._control.pace):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
-            tell_late(failure)
+            report_late(failure)
             self._membership.failed(failure)
 
     def _watch_ends(self, number: int) -> None:
@@ -469,7 +469,7 @@ class LocalElasticAgent(ElasticAgent):
         self._group.state = WorkerState.STOPPED
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._keeper.newest
-        held = m.Held(newest.round, newest.step, port) if newest is not None else None
+        held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
         stopped = m.Stopped(number, self._store.reserve(), drained, held, saved, unsaved)
@@ -512,9 +512,9 @@ class LocalElasticAgent(ElasticAgent):
         except LogsSpecsFailed as error:
             self._react(v.StartFailed(str(error), frozenset()))
             return
-        self._starting = Starting(number, form.cause, placed, envs)
+        self._starting = StaggeredStart(number, form.cause, placed, envs)
 
-    def _start_next(self, starting: Starting) -> None:
+    def _start_next(self, starting: StaggeredStart) -> None:
         """Start the next worker of a round."""
         placement = starting.left.pop(0)
         number, local_rank = starting.number, placement.local_rank

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
-from elastic_agents.sinks import has_colours, painted
-from elastic_launch.config import LaunchConfig
-from elastic_launch.plain_text import plain
-from elastic_launch.writer import Writer
+from elastic_agents.output_sinks import has_colours, painted
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.system.plain_text import plain
+from elastic_launch.system.writer_thread import Writer
 
 __all__ = ["Consoles", "announce", "configure_logging"]
 
@@ -135,7 +135,7 @@ def configure_logging(
     """Write the launcher's lines to stderr, from a level on: the one that LOGLEVEL names, unless it is given.
 
     Args:
-        form: one of :data:`elastic_launch.output.LOG_FORMATS`.
+        form: one of :data:`elastic_launch.config.output.LOG_FORMATS`.
         node: id of this node.
         consoles: what writes them; without it they are written at once, by whoever logs them.
         quiet: without LOGLEVEL only warnings and errors.

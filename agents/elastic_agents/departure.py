@@ -6,16 +6,16 @@ import logging
 import signal
 from collections.abc import Callable
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.inbox import REPEAT
 from elastic_agents.notices import Notice
-from elastic_agents.pace import Pace
+from elastic_agents.step_timer import StepTimer
 from elastic_launch.clock import Clock
-from elastic_launch.config import LaunchConfig
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import EventSink, NoticeReceived, OrderReceived
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.rounds import MOST_SECONDS
+from elastic_launch.events.types import EventSink, NoticeReceived, OrderReceived
+from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS
+from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["MARGIN", "Departure"]
 
@@ -40,7 +40,7 @@ class Departure:
         self,
         config: LaunchConfig,
         clock: Clock,
-        pace: Pace,
+        pace: StepTimer,
         events: EventSink,
         later: Callable[[float, object], None],
     ) -> None:

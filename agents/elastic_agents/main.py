@@ -19,32 +19,32 @@ from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
-from elastic_agents.summary import last_words, leave_error, root_cause
+from elastic_agents.summary import failure_summary, leave_error, root_cause
 from elastic_agents.warm.processes import start_processes
-from elastic_agents.watchdog import watchdog
+from elastic_agents.workers.watchdog import watchdog
 from elastic_launch.clock import Clock, MonotonicClock
-from elastic_launch.config import LaunchConfig
-from elastic_launch.descriptors import raise_limit, reserve
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.notice_sources import claimed
+from elastic_launch.config.torch_options import TorchOptions, untested_torch
+from elastic_launch.config.torchrun_mode import code_of, errors_told
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, EventSink, JsonLines
-from elastic_launch.notice_sources import claimed
+from elastic_launch.events.types import Event, EventSink, JsonLines
 from elastic_launch.observe.live import LiveLedger
-from elastic_launch.process import exiting, reported
 from elastic_launch.secret import Token
-from elastic_launch.termination import write_termination_log
-from elastic_launch.threads import deaths_reported_to
-from elastic_launch.torch_options import TorchOptions, untested_torch
-from elastic_launch.torchrun import code_of, errors_told
-from elastic_launch.writer import IDLE, Writer
+from elastic_launch.system.descriptors import raise_limit, reserve
+from elastic_launch.system.program import exiting, reported
+from elastic_launch.system.termination_log import write_termination_log
+from elastic_launch.system.threads import deaths_reported_to
+from elastic_launch.system.writer_thread import IDLE, Writer
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from elastic_agents.agent import LocalElasticAgent
-    from elastic_agents.health import Health
     from elastic_agents.outcome import Outcome
-    from elastic_agents.sinks import Kept
+    from elastic_agents.output_sinks import Kept
+    from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
 
     class Watcher(EventSink, Protocol):
@@ -131,9 +131,9 @@ def _told(config: LaunchConfig, code: int) -> int:
 def _run_foreign(config: LaunchConfig) -> int:
     if config.health_port is not None:
         _log.warning("--health-port has no effect: torch's own agent runs the workers.")
-    from elastic_agents.foreign import run_foreign
+    from elastic_agents.torch_agent import run_torch_agent
 
-    return run_foreign(config)
+    return run_torch_agent(config)
 
 
 def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watcher: Watcher | None) -> int:
@@ -165,9 +165,9 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         processes = start_processes(config, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
-            from elastic_agents.logs import link_latest
             from elastic_agents.torch_events import TorchEvents
-            from elastic_launch.rendezvous.choice import backend_of
+            from elastic_agents.workers.logs import link_latest
+            from elastic_launch.rendezvous.backends.registry import backend_of
 
         files.put(lambda data: link_latest(config))
         events = TorchEvents(config, journal, clock, consoles)
@@ -206,7 +206,7 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
     if config.health_port is None:
         yield None
         return
-    from elastic_agents.health import Health, health_listener
+    from elastic_agents.probes.health import Health, health_listener
 
     listener = (begun.health if begun is not None else None) or health_listener(config)
     assert listener is not None
@@ -219,7 +219,7 @@ def _check(config: LaunchConfig) -> None:
     options = config.options
     with _quiet_torch():
         if options.numa_binding is not None:
-            from elastic_agents.numa import check_binding
+            from elastic_agents.workers.numa import check_binding
 
             check_binding(config)
         if options.event_log_handler != TorchOptions().event_log_handler:
@@ -239,7 +239,7 @@ def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> 
     stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
     level = logging.WARNING if stopped else logging.ERROR
     code = _told(config, outcome.code)
-    words = last_words(code, outcome.cause, outcome.failure)
+    words = failure_summary(code, outcome.cause, outcome.failure)
     with suppress(TimeoutError):
         files.ask(partial(write_termination_log, words), IDLE)
     if outcome.where:

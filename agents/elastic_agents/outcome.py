@@ -9,10 +9,10 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agents.workers import Reaped
+from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["Outcome", "result_of"]
 

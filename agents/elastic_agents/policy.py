@@ -18,7 +18,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from elastic_agents.vocabulary import (
+from elastic_agents.policy_types import (
     ENDING,
     TEARDOWN,
     Action,
@@ -52,9 +52,9 @@ from elastic_agents.vocabulary import (
     WorkerReady,
 )
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
-from elastic_launch.rendezvous.hearing import CutOff
+from elastic_launch.rendezvous.node.failure_detector import CutOff
+from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
+from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["UNKNOWN", "decide"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
-from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.termination import termination_message
+from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.system.termination_log import termination_message
 
 if TYPE_CHECKING:
     from elastic_agents.outcome import Outcome
 
-__all__ = ["hint_on", "last_words", "leave_error", "root_cause"]
+__all__ = ["failure_summary", "hint_on", "leave_error", "root_cause"]
 
 _log = logging.getLogger("elastic_launch")
 
@@ -38,7 +38,7 @@ def root_cause(failure: Failure) -> str:
     return "\n".join(lines)
 
 
-def last_words(code: int, cause: str, failure: Failure | None) -> str:
+def failure_summary(code: int, cause: str, failure: Failure | None) -> str:
     """Return the same for where there is little room, with the run's end before it."""
     end = f"exit code {code}: {cause}"
     if failure is None:

@@ -18,9 +18,9 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 
 from elastic_agents.console import Consoles
 from elastic_launch.clock import Clock
-from elastic_launch.config import LaunchConfig
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
-from elastic_launch.events import Event, EventSink, WorkerExited
+from elastic_launch.events.types import Event, EventSink, WorkerExited
 
 __all__ = ["TorchEvents", "check_handler"]
 
@@ -36,7 +36,7 @@ def check_handler(name: str) -> None:
     except KeyError:
         raise UsageError(
             f"--event-log-handler {name} is none that torch knows.",
-            "Give null or console, or add it to torch.distributed.elastic.events before elastic_launch.cli.main.",
+            "Give null or console, or add it to torch.distributed.elastic.events before elastic_launch.cli.main.main.",
         ) from None
 
 

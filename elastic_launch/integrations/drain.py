@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from elastic_launch.contract import ENV_ROUND
-from elastic_launch.training.agreement import Agreement, Wishes
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.agreement import Agreement, Wishes
+from elastic_launch.training.ranks.world import World, environment
 from elastic_launch.training.stopping import Stop, Termination
-from elastic_launch.training.world import World, environment
 
 __all__ = ["Drain"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elastic_launch.integrations.drain import Drain
+from elastic_launch.training.ranks.world import leave
 from elastic_launch.training.stopping import Drained
-from elastic_launch.training.world import leave
 
 __all__ = ["DrainCallback"]
 

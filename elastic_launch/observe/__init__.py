@@ -1,1 +1,8 @@
-"""What became of a run, told from its events."""
+"""The ledger of a run: what each incident cost, from the run's events.
+
+``reading``    reads the event files of a run's directory
+``chronicle``  the events of one host, round by round
+``ledger``     incidents and goodput
+``live``       the ledger of a run that still goes on
+``report``     the ledger as text and as JSON
+"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_launch import events as ev
+from elastic_launch.events import types as ev
 
 __all__ = ["Chronicle", "RoundTold"]
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from elastic_launch.events import counted
+from elastic_launch.events.types import counted
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 
 __all__ = ["PARTS", "Incident", "Ledger", "build"]

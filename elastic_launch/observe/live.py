@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from elastic_launch.clock import Clock
-from elastic_launch.events import Event, FirstStep
+from elastic_launch.events.types import Event, FirstStep
 from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.ledger import Incident, build
 

@@ -7,8 +7,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from elastic_launch import events as ev
 from elastic_launch.errors import UsageError
+from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
 
 __all__ = ["Host", "event_files", "parse", "read"]

@@ -7,7 +7,7 @@ MAC, and neither term nor round fall. Anything else is spoiled:
 - the leader writes its record again, by compare-and-set, if it has seen it in the last :data:`DOUBT` of ``dead_after``.
   Otherwise another node may have led before the value was spoiled: it steps down, and goes on as a member;
 - of two leaders whose runs have the same id, and which both repair, the one whose run's number is lower ends its run,
-  once the other one has answered it (:mod:`elastic_launch.rendezvous.rival`);
+  once the other one has answered it (:mod:`elastic_launch.rendezvous.backends.rival`);
 - a member takes it for nothing, and goes by the newest record that it has seen. It repairs only what has stood for
   ``dead_after``, which no live leader would have let stand, and when it would take over from that record's leader. It
   leaves out terms and numbers of rounds, as many as :func:`repairing` draws, and forms no round for another
@@ -26,7 +26,7 @@ from enum import Enum
 
 from elastic_launch.errors import ProtocolError, RefusedError, RendezvousError
 from elastic_launch.rendezvous.record import ControlRecord, Round
-from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.rendezvous.wire.seal import ValueSeal
 
 __all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError", "repairing"]
 

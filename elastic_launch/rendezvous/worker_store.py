@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_launch.rendezvous.net import listen
+from elastic_launch.rendezvous.wire.addresses import listen
 
 __all__ = ["WorkerStore"]
 

@@ -1,25 +1,20 @@
 """Checkpoints of replicated state: one format, no pickle, no training code.
 
-``write``, ``find``, ``inspect``, ``load``, ``newest``, ``prune``   checkpoints in a directory, or behind a URL
-``BackgroundWriter``    writes them in a thread
-``state_sha256``        compares tensors to the bit
+``write``, ``find``, ``inspect``, ``load``, ``newest`` and ``prune`` work on checkpoints in a directory or behind a URL,
+``BackgroundWriter`` writes them in a thread, ``state_sha256`` compares tensors to the bit.
 
 A checkpoint exists from the moment at which its directory is renamed to its final name; by then its files, the manifest
 last, are on the disk. Where one is copied file by file instead, by other tools, it exists from the moment at which its
 manifest is there with its checksum and all files have their sizes. Several processes, on several hosts, may write,
 read and prune in one directory at once. Behind a URL nothing can be renamed: there it is always the manifest.
 
-``saving``      writes and prunes, by way of a ``draft``: a directory that becomes a checkpoint
-``listing``     finds; ``reading`` loads
-``shares``      are what several nodes write of one checkpoint
-``remote``      does for URLs what differs; ``storage`` is what it needs of fsspec, ``place`` tells URLs from paths
-``owner``       which run a URL belongs to
-``slot``        memory that holds one snapshot and outlives the process that wrote it
-``background``  writes in a thread
-``manifest``    what must be in a checkpoint, and the names in a directory
-``plain``       nested plain values as JSON
-``tree``        nested state as named tensors and JSON; ``dtypes`` knows the bytes of tensors
-``tensorfile``  tensors as safetensors; ``files`` are written with checksums, synced, and read without trust
+``format/``   what a checkpoint consists of
+``storage/``  directories and URLs: write, find, read, prune
+``memory/``   snapshots in shared memory
+``location``  a directory or a URL
+``errors``    what can go wrong
+``room``      how much memory snapshots may use
+``stall``     reads that end when storage stops responding
 """
 
 from __future__ import annotations
@@ -28,9 +23,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_launch.snapshot.background import BackgroundWriter as BackgroundWriter
-    from elastic_launch.snapshot.background import Outcome as Outcome
-    from elastic_launch.snapshot.dtypes import state_sha256 as state_sha256
     from elastic_launch.snapshot.errors import CheckpointError as CheckpointError
     from elastic_launch.snapshot.errors import CheckpointGoneError as CheckpointGoneError
     from elastic_launch.snapshot.errors import CheckpointReadError as CheckpointReadError
@@ -39,36 +31,39 @@ if TYPE_CHECKING:
     from elastic_launch.snapshot.errors import ForeignCheckpointError as ForeignCheckpointError
     from elastic_launch.snapshot.errors import TornSnapshotError as TornSnapshotError
     from elastic_launch.snapshot.errors import UnsupportedStateError as UnsupportedStateError
-    from elastic_launch.snapshot.listing import CheckpointInfo as CheckpointInfo
-    from elastic_launch.snapshot.listing import find as find
-    from elastic_launch.snapshot.listing import inspect as inspect
-    from elastic_launch.snapshot.reading import LoadedCheckpoint as LoadedCheckpoint
-    from elastic_launch.snapshot.reading import load as load
-    from elastic_launch.snapshot.reading import newest as newest
-    from elastic_launch.snapshot.saving import prune as prune
-    from elastic_launch.snapshot.saving import write as write
+    from elastic_launch.snapshot.format.dtypes import state_sha256 as state_sha256
+    from elastic_launch.snapshot.storage.background import BackgroundWriter as BackgroundWriter
+    from elastic_launch.snapshot.storage.background import WriteOutcome as WriteOutcome
+    from elastic_launch.snapshot.storage.listing import CheckpointInfo as CheckpointInfo
+    from elastic_launch.snapshot.storage.listing import find as find
+    from elastic_launch.snapshot.storage.listing import inspect as inspect
+    from elastic_launch.snapshot.storage.reading import LoadedCheckpoint as LoadedCheckpoint
+    from elastic_launch.snapshot.storage.reading import load as load
+    from elastic_launch.snapshot.storage.reading import newest as newest
+    from elastic_launch.snapshot.storage.saving import prune as prune
+    from elastic_launch.snapshot.storage.saving import write as write
 
 # Loaded on first use: whoever copies checkpoints as files needs no torch, which takes seconds to import.
 _HOMES = {
-    "BackgroundWriter": "background",
+    "BackgroundWriter": "storage.background",
     "CheckpointError": "errors",
     "CheckpointGoneError": "errors",
-    "CheckpointInfo": "listing",
+    "CheckpointInfo": "storage.listing",
     "CheckpointReadError": "errors",
     "CheckpointWriteError": "errors",
     "DamagedCheckpointError": "errors",
     "ForeignCheckpointError": "errors",
-    "LoadedCheckpoint": "reading",
-    "Outcome": "background",
+    "LoadedCheckpoint": "storage.reading",
+    "WriteOutcome": "storage.background",
     "TornSnapshotError": "errors",
     "UnsupportedStateError": "errors",
-    "find": "listing",
-    "inspect": "listing",
-    "load": "reading",
-    "newest": "reading",
-    "prune": "saving",
-    "state_sha256": "dtypes",
-    "write": "saving",
+    "find": "storage.listing",
+    "inspect": "storage.listing",
+    "load": "storage.reading",
+    "newest": "storage.reading",
+    "prune": "storage.saving",
+    "state_sha256": "format.dtypes",
+    "write": "storage.saving",
 }
 
 __all__ = [
@@ -81,9 +76,9 @@ __all__ = [
     "DamagedCheckpointError",
     "ForeignCheckpointError",
     "LoadedCheckpoint",
-    "Outcome",
     "TornSnapshotError",
     "UnsupportedStateError",
+    "WriteOutcome",
     "find",
     "inspect",
     "load",

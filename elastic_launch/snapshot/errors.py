@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_launch.errors import ElasticLaunchError
-from elastic_launch.snapshot.place import Place
+from elastic_launch.snapshot.location import Place
 
 __all__ = [
     "CheckpointError",

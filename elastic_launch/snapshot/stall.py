@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elastic_launch.snapshot.errors import StalledError
-from elastic_launch.snapshot.place import Place, Url
+from elastic_launch.snapshot.location import Place, Url
 
 __all__ = ["advanced", "while_advancing"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastic_launch.snapshot.place import Place
+from elastic_launch.snapshot.location import Place
 
 __all__ = ["Callback", "CheckpointEnd", "Evaluation", "Incident", "Progress", "RoundStart", "StepEnd"]
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset, DistributedSampler
 
 from elastic_launch.errors import ElasticLaunchError, UsageError
-from elastic_launch.training.ranks import (
+from elastic_launch.training.ranks.ranks import (
     get_global_rank,
     get_local_rank,
     get_local_world_size,
@@ -37,7 +37,7 @@ from elastic_launch.training.ranks import (
     joined,
     rank_on_node,
 )
-from elastic_launch.training.world import environment, join, leave
+from elastic_launch.training.ranks.world import environment, join, leave
 
 __all__ = [
     "all_gather",

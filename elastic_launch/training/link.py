@@ -11,9 +11,9 @@ import threading
 import time
 
 from elastic_launch import contract as c
-from elastic_launch.progress import Progress
-from elastic_launch.snapshot.slot import Slot
-from elastic_launch.training.world import World
+from elastic_launch.shared_progress import SharedProgress
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.training.ranks.world import World
 
 __all__ = ["AgentLink"]
 
@@ -79,7 +79,7 @@ class AgentLink:
         self._save_asked = False
         self._tells_steps = True
         self._round = 0
-        self._progress: Progress | None = None
+        self._progress: SharedProgress | None = None
         self._next_word = 0.0  # when the agent is told of a step again
 
     @staticmethod
@@ -262,7 +262,7 @@ class AgentLink:
             self._understand(data)
             return
         self.slots = [Slot(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
-        self._progress = Progress(last) if last >= 0 else None
+        self._progress = SharedProgress(last) if last >= 0 else None
         self._understand(data)
 
     def _say(self, message: c.Message) -> None:

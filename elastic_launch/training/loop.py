@@ -13,22 +13,22 @@ import torch
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.listing import positions
-from elastic_launch.training.agreement import NOTHING
-from elastic_launch.training.branches import within
-from elastic_launch.training.buffer_rules import buffers_of
-from elastic_launch.training.checkpoint import Checkpoint, Resumed
+from elastic_launch.snapshot.storage.listing import positions
+from elastic_launch.training.checkpoints.branches import within
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.state import Stateful, TrainingState
+from elastic_launch.training.data.generators import generators_of_modules
+from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.durations import total_steps
-from elastic_launch.training.generators import generators_of_modules
-from elastic_launch.training.gradients import ExactGradients, Gradients
-from elastic_launch.training.loader import Loader
-from elastic_launch.training.means import cargo_size
-from elastic_launch.training.memory import settled
-from elastic_launch.training.parameters import OwnParameters
+from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
+from elastic_launch.training.gradients.buffer_rules import buffers_of
+from elastic_launch.training.gradients.means import cargo_size
+from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_all
-from elastic_launch.training.replicas import replicated
-from elastic_launch.training.same import check_same
-from elastic_launch.training.state import Stateful, TrainingState
+from elastic_launch.training.ranks.agreement import NOTHING
+from elastic_launch.training.ranks.replicas import replicated
+from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.steps import Step
 from elastic_launch.training.together import as_model, as_optimizer
 

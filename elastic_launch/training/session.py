@@ -20,23 +20,23 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.error_file import do_not_retry
 from elastic_launch.errors import UsageError
-from elastic_launch.training.agreement import Agreement, Wishes
-from elastic_launch.training.buffer_rules import checked_rules
-from elastic_launch.training.checkpoint import Checkpoint, Resumed, check_checkpoint
-from elastic_launch.training.determinism import Determinism
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed, check_checkpoint
+from elastic_launch.training.checkpoints.saving import Saver
+from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
+from elastic_launch.training.checkpoints.state import Stateful, TrainingState
+from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.loader import Loader, check_loader
 from elastic_launch.training.loop import Loop, LoopOptions
-from elastic_launch.training.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.same import check_same
-from elastic_launch.training.saving import Saver
-from elastic_launch.training.schedules import forgotten, has_forgotten_average
-from elastic_launch.training.state import Stateful, TrainingState
+from elastic_launch.training.ranks.agreement import Agreement, Wishes
+from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
+from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join, leave
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.together import as_part
 from elastic_launch.training.trainings import Trainings
-from elastic_launch.training.world import GROUP_TIMEOUT, World, environment, join, leave
 from elastic_launch.training.wrapped import check_not_sharded
 
 __all__ = ["Run", "Stateful", "session"]
@@ -141,11 +141,11 @@ class Run:
         self.trainings.refuse_after_restoring("run.on_restore()")
         self.state.on_restore(function)
 
-    def on_checkpoint(self, function: Callable[[snapshot.Outcome], None]) -> None:
+    def on_checkpoint(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
         """Call function, on the ranks that write, at the first boundary after a checkpoint was written or failed."""
         self._saver.listen(function)
 
-    def telling(self, function: Callable[[snapshot.Outcome], None]) -> AbstractContextManager[None]:
+    def telling(self, function: Callable[[snapshot.WriteOutcome], None]) -> AbstractContextManager[None]:
         """Do as :meth:`on_checkpoint` for the time of a context."""
         return self._saver.telling(function)
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
-from elastic_launch.training.agreement import Agreement
-from elastic_launch.training.batches import versions
-from elastic_launch.training.gradients import ExactGradients, Gradients
-from elastic_launch.training.loader import Position
-from elastic_launch.training.means import Means, MeanTable
+from elastic_launch.training.data.batches import versions
+from elastic_launch.training.data.loader import Position
+from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
+from elastic_launch.training.gradients.means import Means, MeanTable
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
+from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
 
 __all__ = ["NonFiniteLossError", "Step"]

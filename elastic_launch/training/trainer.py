@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.buffer_rules import checked_rules
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
-from elastic_launch.training.checkpoint import Checkpoint, check_checkpoint
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
+from elastic_launch.training.checkpoints.state import Stateful
+from elastic_launch.training.data.evaluation import evaluate, evaluating
+from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import total_steps
-from elastic_launch.training.evaluation import evaluate, evaluating
+from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind
-from elastic_launch.training.loader import Loader, check_loader
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
-from elastic_launch.training.same import check_same
+from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.session import Run
-from elastic_launch.training.state import Stateful
 from elastic_launch.training.steps import Step
 from elastic_launch.training.together import as_part
 
@@ -297,7 +297,7 @@ class Trainer:
         for callback in self._callbacks:
             callback.on_incident(Incident(kind, self.step, cause))
 
-    def _on_checkpoint(self, outcome: snapshot.Outcome) -> None:
+    def _on_checkpoint(self, outcome: snapshot.WriteOutcome) -> None:
         path = None if outcome.info is None else outcome.info.path
         for callback in self._callbacks:
             callback.on_checkpoint(CheckpointEnd(outcome.step, outcome.seconds, path, outcome.error))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.checkpoint import Checkpoint
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
 __all__ = ["Trainings"]
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import wait_for
 
-from elastic_agents.control import Control, ScriptEnded, WorkerSaved
-from elastic_agents.keeper import Keeper
-from elastic_agents.vocabulary import WorkerReady
+from elastic_agents.policy_types import WorkerReady
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
+from elastic_agents.workers.control import Control, ScriptEnded, WorkerSaved
 from elastic_launch import contract as c
-from elastic_launch import descriptors
-from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
-from elastic_launch.progress import Progress
+from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.shared_progress import SharedProgress
+from elastic_launch.system import descriptors
 from elastic_launch.testing import FakeClock
 
 
@@ -61,7 +61,7 @@ def events() -> Events:
 
 @pytest.fixture
 def control(said: Said, events: Events) -> Iterator[Control]:
-    keeper = Keeper(lambda: True, lambda copied: True)
+    keeper = SnapshotStore(lambda: True, lambda copied: True)
     keeper.start()
     with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, events, 2)) as control:
         yield control
@@ -112,7 +112,7 @@ def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_h
         sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         said.get(timeout=5)
-        with contextlib.closing(Progress(descriptors.pop())) as progress:
+        with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
             for descriptor in descriptors:
                 os.close(descriptor)
             progress.write(1, 6)
@@ -160,7 +160,7 @@ def test_more_connections_than_workers_have_are_closed(
 def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: float) -> None:
     """A worker's script has the memory's descriptor."""
     fields = struct.pack("<QQd", number, step, at)
-    with contextlib.closing(Progress.make("test")) as progress:
+    with contextlib.closing(SharedProgress.make("test")) as progress:
         progress.write(1, 2)
         os.pwrite(progress.descriptor, fields + struct.pack("<I", zlib.crc32(fields)), 0)
         assert progress.read() is None

@@ -8,14 +8,14 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.departure import Departure
 from elastic_agents.notices import Notice
-from elastic_agents.pace import Pace
-from elastic_launch.config import Command, LaunchConfig
-from elastic_launch.events import Event, NoticeReceived, OrderReceived
-from elastic_launch.notice_sources import NoticeSource
-from elastic_launch.rendezvous import messages as m
+from elastic_agents.step_timer import StepTimer
+from elastic_launch.config.launch_config import Command, LaunchConfig
+from elastic_launch.config.notice_sources import NoticeSource
+from elastic_launch.events.types import Event, NoticeReceived, OrderReceived
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
 
 SPOT = Notice("AWS", "preemption", "spot interruption (terminate)", 120.0)
@@ -29,7 +29,7 @@ class Node:
         self.events: list[Event] = []
         self.later: list[tuple[float, object]] = []
         config = LaunchConfig(Command(("true",), ("true",)), notices=sources, shutdown_timeout=30.0)
-        pace = Pace()
+        pace = StepTimer()
         pace.begin(1, 0, 0.0)
         pace.step(1, 1, steps)
         self.departure = Departure(config, self.clock, pace, self, lambda s, item: self.later.append((s, item)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_agents.diary import Diary
+from elastic_agents.step_events import StepEvents
 from elastic_launch.contract import Hello, Ready
-from elastic_launch.events import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
 from elastic_launch.testing import FakeClock
 
 
@@ -14,7 +14,7 @@ class Book:
     def __init__(self) -> None:
         self.clock = FakeClock(50.0)
         self.events: list[Event] = []
-        self.diary = Diary(self.clock, self)
+        self.diary = StepEvents(self.clock, self)
 
     def emit(self, event: Event) -> None:
         self.events.append(event)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from harness import asked, free_port
 
-from elastic_agents import health as module
-from elastic_agents.health import Health, health_listener
 from elastic_agents.inbox import HowAreYou, Inbox
+from elastic_agents.probes import health as module
+from elastic_agents.probes.health import Health, health_listener
 from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError
-from elastic_launch.rendezvous.net import listen, routable_address
+from elastic_launch.rendezvous.wire.addresses import listen, routable_address
 
 
 def config(port: int, host: str | None = None, **fields: Any) -> LaunchConfig:

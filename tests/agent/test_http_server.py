@@ -17,9 +17,9 @@ from harness import SLOWNESS, asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agents import http_server as module
-from elastic_agents.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Response
-from elastic_launch.rendezvous.net import listen
+from elastic_agents.probes import http_server as module
+from elastic_agents.probes.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Response
+from elastic_launch.rendezvous.wire.addresses import listen
 
 LARGE = random.Random(1).randbytes(4_000_000)
 

@@ -20,26 +20,26 @@ from harness import SLOWNESS, alive, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agents import copier as copiers
-from elastic_agents import keeper as keepers
 from elastic_agents.helpers import helper_command
-from elastic_agents.keeper import Keeper
-from elastic_agents.slots import Book, Held
+from elastic_agents.snapshots import copier as copiers
+from elastic_agents.snapshots import snapshot_store as keepers
+from elastic_agents.snapshots.slots import HeldSlot, SlotTable
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch import snapshot
 from elastic_launch.contract import SLOTS, Copied, Copying, Save
-from elastic_launch.snapshot import owner
-from elastic_launch.snapshot.memory import Draft, SlotWriter
-from elastic_launch.snapshot.slot import Slot
-from elastic_launch.training.memory import Target
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
+from elastic_launch.snapshot.storage import owner
+from elastic_launch.training.checkpoints.memory import Target
 
 
 @given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
 def test_what_is_needed_is_never_written_over(events: list[str]) -> None:
-    book, sequence = Book(), 0
+    book, sequence = SlotTable(), 0
     for event in events:
         if event == "store":
             sequence += 1
-            book.stored(Held(book.use, sequence, sequence, 1))
+            book.stored(HeldSlot(book.use, sequence, sequence, 1))
         elif event == "pin":
             book.pin()
         else:
@@ -62,7 +62,7 @@ class Node:
         self.workers = True
         self.size = 1000
         self.may_commit = lambda: self.member
-        self.keeper = Keeper(lambda: self.may_commit(), self._tell)
+        self.keeper = SnapshotStore(lambda: self.may_commit(), self._tell)
         self.keeper.start()
         offer, numbers = self.keeper.offer()
         self.use = offer.use
@@ -81,7 +81,7 @@ class Node:
         self.sequence += 1
         writer = SlotWriter(self.slots[self.use])
         state = {name: torch.full((self.size,), float(step)) for name in "xy"}
-        writer.write(Draft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
+        writer.write(SlotDraft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
         writer.close()
         target = Target(str(self.directory), keep, durable, self.owner, self.nodes, self.rank, split=4000, drawn=9)
         self.use = self.keeper.stored(target.stored(self.use, self.sequence, step, round, 8000))
@@ -131,7 +131,7 @@ def _copier(share: int = 0) -> int:
                 status = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            mine = any(b"elastic_agents.copying" in word for word in words) and int(status[1]) == os.getpid()
+            mine = any(b"elastic_agents.snapshots.copying" in word for word in words) and int(status[1]) == os.getpid()
             if mine and json.loads(words[-2])["share"] == share:
                 return int(name)
     return 0
@@ -229,7 +229,7 @@ def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_witho
     os.close(reading)
     try:
         ended = subprocess.run(
-            helper_command("from elastic_agents.copying import main; main()", json.dumps(order)),
+            helper_command("from elastic_agents.snapshots.copying import main; main()", json.dumps(order)),
             stdin=subprocess.DEVNULL,
             stdout=writing,
             stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.metrics.api import MetricData, MetricHandler, NullMetricHandler
 
 from elastic_agents.calls.metrics import Meter, MetricPipe, Monitor, put_results, wanted
-from elastic_launch.events import Event, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerStarted
 
 
 class Kept(MetricHandler):

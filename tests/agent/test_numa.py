@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.numa.binding
 
-from elastic_agents.numa import bound, check_binding
-from elastic_launch.config import Command, LaunchConfig
+from elastic_agents.workers.numa import bound, check_binding
+from elastic_launch.config.launch_config import Command, LaunchConfig
+from elastic_launch.config.torch_options import TorchOptions
 from elastic_launch.errors import UsageError
-from elastic_launch.torch_options import TorchOptions
 
 
 def config(mode: str | None) -> LaunchConfig:

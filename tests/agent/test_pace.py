@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agents.pace import Pace
-from elastic_launch.progress import Progress, Reached
+from elastic_agents.step_timer import StepTimer
+from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 
 
-def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> Pace:
+def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> StepTimer:
     """A pace after steps of 2 s each, but for the first."""
-    pace = Pace()
+    pace = StepTimer()
     pace.begin(1, first, 100.0, total)
     for number in range(1, steps + 1):
         pace.step(1, first + number, 100.0 + first_takes + 2.0 * (number - 1))
@@ -43,20 +43,20 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
 
 def test_steps_that_nobody_told_of_are_found_when_they_matter() -> None:
     """Each counts as one, at the pace of all of them together."""
-    reached = [Reached(1, 1, 9.0)]
-    pace = Pace(lambda: reached[-1])
+    reached = [WorkerProgress(1, 1, 9.0)]
+    pace = StepTimer(lambda: reached[-1])
     pace.begin(1, 0, 0.0, 101)
     assert pace.remaining() == -1.0
-    reached.append(Reached(1, 41, 89.0))
+    reached.append(WorkerProgress(1, 41, 89.0))
     assert pace.reached == (1, 41)
     assert pace.remaining() == pytest.approx(2.0 * 60)
     assert pace.drain_seconds() == pytest.approx(4.0)
-    reached.append(Reached(2, 50, 95.0))
+    reached.append(WorkerProgress(2, 50, 95.0))
     assert pace.done == 41, "of a round that has not begun here"
 
 
 def test_progress_is_what_was_written_last() -> None:
-    progress = Progress.make("test")
+    progress = SharedProgress.make("test")
     assert progress.read() is None
     progress.write(3, 7)
     first = progress.read()
@@ -73,7 +73,7 @@ def test_progress_is_what_was_written_last() -> None:
 
 
 def test_progress_is_not_written_into_somebody_elses_file(tmp_path: Path) -> None:
-    progress = Progress.make("test")
+    progress = SharedProgress.make("test")
     with (tmp_path / "other").open("w+") as other:
         os.dup2(other.fileno(), progress.descriptor)
         with pytest.raises(OSError, match="Bad file descriptor"):

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 
-from elastic_agents.placing import place, placements
-from elastic_launch.config import Command, LaunchConfig
+from elastic_agents.workers.placement import place, placements
+from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.rendezvous.record import Member, Round
 
 

@@ -7,11 +7,11 @@ from signal import SIGINT, SIGTERM
 import pytest
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.policy import UNKNOWN, decide
-from elastic_agents.vocabulary import Phase, View
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.happenings import LinkDown
+from elastic_agents.policy_types import Phase, View
+from elastic_launch.rendezvous.node.membership_events import LinkDown
+from elastic_launch.rendezvous.wire import messages as m
 
 
 def view(*events: v.Event, nodes: int = 2) -> View:

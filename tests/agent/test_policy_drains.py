@@ -7,10 +7,10 @@ from signal import SIGTERM
 import pytest
 from policy_events import GONE, SILENT, brk, form, gone, leave
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
-from elastic_agents.vocabulary import Phase, View
-from elastic_launch.rendezvous import messages as m
+from elastic_agents.policy_types import Phase, View
+from elastic_launch.rendezvous.wire import messages as m
 
 DRAIN = m.Drain(1, 1, "membership", "resize", None)
 

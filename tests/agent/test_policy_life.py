@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, leave
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
-from elastic_agents.vocabulary import Phase, View
-from elastic_launch.rendezvous import messages as m
+from elastic_agents.policy_types import Phase, View
+from elastic_launch.rendezvous.wire import messages as m
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 

@@ -17,15 +17,15 @@ from typing import IO
 import pytest
 from harness import alive, wait_for
 
-from elastic_agents import guard as guard_module
-from elastic_agents import processes as processes_module
-from elastic_agents import sessions
-from elastic_agents.forwarding import ignores
-from elastic_agents.guard import Guard
-from elastic_agents.output import TAIL_LINES, OutputPump, Stream
-from elastic_agents.processes import ExecProcesses, StartRequest
-from elastic_agents.sessions import empty_sessions, kill_sessions, session_members
-from elastic_launch.output import Route
+from elastic_agents.workers import guard as guard_module
+from elastic_agents.workers import processes as processes_module
+from elastic_agents.workers import sessions
+from elastic_agents.workers.guard import Guard
+from elastic_agents.workers.output import TAIL_LINES, OutputPump, Stream
+from elastic_agents.workers.processes import ExecProcesses, StartRequest
+from elastic_agents.workers.sessions import empty_sessions, kill_sessions, session_members
+from elastic_agents.workers.signal_forwarding import ignores
+from elastic_launch.config.output import Route
 
 Exits = queue.SimpleQueue[tuple[int, int]]
 
@@ -145,7 +145,7 @@ def test_the_guard_kills_the_sessions_of_an_agent_that_dies(tmp_path: Path) -> N
     code = (
         "import subprocess, sys\n"
         "from pathlib import Path\n"
-        "from elastic_agents.guard import Guard\n"
+        "from elastic_agents.workers.guard import Guard\n"
         "guard = Guard()\n"
         "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
         "guard.add(kept); guard.add(gone); guard.remove(gone)\n"
@@ -178,7 +178,7 @@ def test_a_guard_that_dies_or_stops_is_replaced(number: signal.Signals) -> None:
     """Before, an agent that was killed after its guard left its workers running."""
     code = (
         "import os, subprocess, sys, time\n"
-        "from elastic_agents.guard import Guard\n"
+        "from elastic_agents.workers.guard import Guard\n"
         "guard = Guard()\n"
         "kept, gone = (subprocess.Popen(['sleep', '600'], start_new_session=True).pid for _ in 'ab')\n"
         "guard.add(kept); guard.add(gone)\n"
@@ -212,7 +212,7 @@ def test_a_guard_that_dies_or_stops_is_replaced(number: signal.Signals) -> None:
 def test_workers_die_with_an_agent_that_is_killed_before_a_dead_guard_is_replaced() -> None:
     code = (
         "import os, signal, subprocess, sys, threading\n"
-        "from elastic_agents import guard as module\n"
+        "from elastic_agents.workers import guard as module\n"
         "guard = module.Guard()\n"
         "kept = subprocess.Popen(['sh', '-c', 'sleep 600 & wait'], start_new_session=True).pid\n"
         "guard.add(kept)\n"

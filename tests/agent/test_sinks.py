@@ -25,17 +25,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agents import console as console_module
-from elastic_agents import output as output_module
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.logs import link_latest
-from elastic_agents.output import OutputPump
-from elastic_agents.sinks import LONGEST_LINE, Appended, Kept, Lines
-from elastic_agents.summary import hint_on, last_words, root_cause
-from elastic_launch.config import Command, LaunchConfig
-from elastic_launch.output import LOG_FORMATS, Route
-from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.termination import LIMIT, write_termination_log
-from elastic_launch.writer import Writer
+from elastic_agents.output_sinks import LONGEST_LINE, Appended, Kept, Lines
+from elastic_agents.summary import failure_summary, hint_on, root_cause
+from elastic_agents.workers import output as output_module
+from elastic_agents.workers.logs import link_latest
+from elastic_agents.workers.output import OutputPump
+from elastic_launch.config.launch_config import Command, LaunchConfig
+from elastic_launch.config.output import LOG_FORMATS, Route
+from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.system.termination_log import LIMIT, write_termination_log
+from elastic_launch.system.writer_thread import Writer
 
 FAILURE = Failure("a", "crash", 5, 1, 42, 1, "exit code 1: ValueError: boom", log="/logs", round=3, host="h7", ran=2.0)
 
@@ -490,7 +490,9 @@ def test_hints_fit_the_failure(changes: dict[str, object], hint: str) -> None:
 
 
 def test_last_words_hold_the_end_of_a_long_traceback() -> None:
-    words = last_words(91, "the budget is spent", replace(FAILURE, detail=tuple(f"ä line {i}" for i in range(1000))))
+    words = failure_summary(
+        91, "the budget is spent", replace(FAILURE, detail=tuple(f"ä line {i}" for i in range(1000)))
+    )
     assert len(words.encode()) <= LIMIT
     lines = words.splitlines()
     assert lines[0] == "exit code 91: the budget is spent"
@@ -501,12 +503,12 @@ def test_last_words_hold_the_end_of_a_long_traceback() -> None:
 
 
 def test_last_words_are_bounded_whatever_they_say() -> None:
-    words = last_words(91, "ä" * 5000, FAILURE)
+    words = failure_summary(91, "ä" * 5000, FAILURE)
     assert LIMIT - 1 <= len(words.encode()) <= LIMIT
 
 
 def test_without_a_failure_the_last_words_are_the_end() -> None:
-    assert last_words(94, "below the minimum", None) == "exit code 94: below the minimum\n"
+    assert failure_summary(94, "below the minimum", None) == "exit code 94: below the minimum\n"
 
 
 def test_the_termination_log_is_overwritten(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from elastic_agents.agent import LocalElasticAgent
 from elastic_agents.console import Consoles
-from elastic_agents.processes import ExecProcesses
+from elastic_agents.workers.processes import ExecProcesses
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, LaunchConfig, Limits
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, WorkerExited, WorkerStarted
-from elastic_launch.rendezvous.choice import backend_of
+from elastic_launch.events.types import Event, WorkerExited, WorkerStarted
+from elastic_launch.rendezvous.backends.registry import backend_of
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.writer import Writer
+from elastic_launch.system.writer_thread import Writer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from elastic_agents import stuck
-from elastic_agents.stuck import Watch
+from elastic_agents.workers import stuck
+from elastic_agents.workers.stuck import StuckDetector
 
 PROGRAMS = {
     "holds the lock": ("ctypes.PyDLL(None).sleep(600)", True),
@@ -38,7 +38,7 @@ def test_a_process_hangs_if_a_thread_holds_the_lock_and_does_not_run(
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        watch, found = Watch(), []
+        watch, found = StuckDetector(), []
         deadline = time.monotonic() + (60.0 if hangs else 3.0)
         while not found and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -48,4 +48,4 @@ def test_a_process_hangs_if_a_thread_holds_the_lock_and_does_not_run(
 
 
 def test_a_process_that_is_gone_does_not_hang() -> None:
-    assert Watch().look([2**22 + 1]) == []
+    assert StuckDetector().look([2**22 + 1]) == []

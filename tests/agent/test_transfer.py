@@ -15,16 +15,16 @@ from harness import wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agents import transfer
-from elastic_agents.keeper import Keeper
-from elastic_agents.transfer import Server
+from elastic_agents.snapshots import transfer
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_agents.snapshots.transfer import TransferServer
 from elastic_launch.contract import Fetched, Stored
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.auth import Channel
-from elastic_launch.rendezvous.keeping import Source
-from elastic_launch.rendezvous.net import listen
-from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.slot import Slot
+from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
+from elastic_launch.rendezvous.wire.addresses import listen
+from elastic_launch.rendezvous.wire.authentication import Channel
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 
 KEY = b"k" * 32
 
@@ -33,7 +33,7 @@ class Node:
     """A keeper; what a worker finds in its slots."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper(lambda: True, lambda copied: self.rested.set() or True)
+        self.keeper = SnapshotStore(lambda: True, lambda copied: self.rested.set() or True)
         self.keeper.start()
         _, numbers = self.keeper.offer()
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
@@ -44,18 +44,18 @@ class Node:
         offer, _ = self.keeper.offer()
         writer = SlotWriter(self.slots[offer.use])
         state = {"x": torch.arange(size, dtype=torch.float64) + step, "name": "a"}
-        draft = Draft(state, {"step": step}, lambda x: True)
+        draft = SlotDraft(state, {"step": step}, lambda x: True)
         writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
         writer.close()
         self.keeper.stored(Stored(offer.use, offer.sequence + 1, step, round, False, "", 1))
 
-    def serve(self, key: bytes | None = None) -> Source:
+    def serve(self, key: bytes | None = None) -> SnapshotSource:
         newest = self.keeper.newest
         assert newest is not None
         port = self.keeper.serve(listen("127.0.0.1"), key)
-        return Source("127.0.0.1", port, newest.round, newest.step)
+        return SnapshotSource("127.0.0.1", port, newest.round, newest.step)
 
-    def fetch(self, *sources: Source, key: bytes | None = None) -> None:
+    def fetch(self, *sources: SnapshotSource, key: bytes | None = None) -> None:
         self.keeper.fetch(sources, key, self.fetched.append)
 
     def holds(self) -> tuple[int, int] | None:
@@ -99,7 +99,7 @@ def test_a_snapshot_arrives_to_the_bit(nodes: tuple[Node, Node], key: bytes | No
 def test_while_it_comes_workers_are_told_to_wait_and_of_no_slot_to_write(nodes: tuple[Node, Node]) -> None:
     _, new = nodes
     with listen("127.0.0.1") as silent:
-        new.fetch(Source("127.0.0.1", silent.getsockname()[1], 3, 7))
+        new.fetch(SnapshotSource("127.0.0.1", silent.getsockname()[1], 3, 7))
         offer, _ = new.keeper.offer()
         assert (offer.fetching, offer.use) == (True, -1)
         new.fetch()  # the next round has it
@@ -131,7 +131,7 @@ def test_one_source_that_lives_is_enough(nodes: tuple[Node, Node], caplog: pytes
     old, new = nodes
     old.store(7)
     with listen("127.0.0.1") as gone:
-        dead = Source("127.0.0.1", gone.getsockname()[1], 1, 7)
+        dead = SnapshotSource("127.0.0.1", gone.getsockname()[1], 1, 7)
     new.fetch(dead, old.serve())
     assert new.holds() == (1, 7)
     assert "the snapshot of step 7 could not be fetched from 127.0.0.1" in caplog.text
@@ -152,7 +152,7 @@ def test_another_snapshot_than_the_one_agreed_on_is_not_given(nodes: tuple[Node,
     old, new = nodes
     old.store(7, round=2)
     source = old.serve()
-    new.fetch(Source(source.address, source.port, 3, 7))
+    new.fetch(SnapshotSource(source.address, source.port, 3, 7))
     assert new.holds() is None
 
 
@@ -207,7 +207,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_none(
     source = old.serve(key)
     relay = Relay(source.port, 1_000_000, cut=cut)
     try:
-        new.fetch(Source(source.address, relay.port, 1, 7), key=key)
+        new.fetch(SnapshotSource(source.address, relay.port, 1, 7), key=key)
         assert new.holds() is None
     finally:
         relay.close()
@@ -217,7 +217,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_none(
 
 def test_strangers_do_not_keep_a_server_from_closing(tmp_path: Path) -> None:
     slot = Slot.make("test")
-    server = Server(listen("127.0.0.1"), slot, None, lambda: None)
+    server = TransferServer(listen("127.0.0.1"), slot, None, lambda: None)
     with ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -303,7 +303,9 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
 
         liar = threading.Thread(target=lie)
         liar.start()
-        new.fetch(*[Source("127.0.0.1", listener.getsockname()[1], 1, 7 + number) for number in range(len(offers))])
+        new.fetch(
+            *[SnapshotSource("127.0.0.1", listener.getsockname()[1], 1, 7 + number) for number in range(len(offers))]
+        )
         assert new.holds() is None
         liar.join(30)
     assert caplog.text.count("could not be fetched") == len(offers)

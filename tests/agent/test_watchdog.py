@@ -17,9 +17,9 @@ from harness import SLOWNESS
 from torch.distributed.elastic.timer import FileTimerClient
 
 from elastic_agents.summary import hint_on
-from elastic_agents.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, read_request, watchdog
+from elastic_agents.workers.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, read_request, watchdog
 from elastic_launch.errors import UsageError
-from elastic_launch.rendezvous.messages import Failure
+from elastic_launch.rendezvous.wire.messages import Failure
 
 
 def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:

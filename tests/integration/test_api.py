@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from elastic_launch.api import LaunchConfig, LocalElasticAgent, elastic_launch
-from elastic_launch.config import LaunchConfig as OwnConfig
-from elastic_launch.config import Limits
+from elastic_launch.config.launch_config import LaunchConfig as OwnConfig
+from elastic_launch.config.launch_config import Limits
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ class Launch:
     ) -> subprocess.CompletedProcess[str]:
         composers = ("RANK", "SIZE", "MASTER", "MOSAICML", "PYTHONUNBUFFERED", "TORCH_NCCL")
         mine = {name: value for name, value in os.environ.items() if not any(part in name for part in composers)}
-        command = [sys.executable, "-m", "elastic_launch.composer", *flags, *script]
+        command = [sys.executable, "-m", "elastic_launch.cli.composer", *flags, *script]
         return subprocess.run(
             command, cwd=self.here, env={**mine, **environ}, capture_output=True, text=True, timeout=180
         )

@@ -16,17 +16,17 @@ import pytest
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, SLOWNESS, Agent, Job, free_port, wait_for
 
-from elastic_launch.config import parse_endpoint
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.asking import Caller
-from elastic_launch.rendezvous.whereabouts import RunFile, Whereabouts
+from elastic_launch.config.launch_config import parse_endpoint
+from elastic_launch.rendezvous.admin.messages import Caller
+from elastic_launch.rendezvous.run_file import RunAddress, RunFile
+from elastic_launch.rendezvous.wire import messages as m
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 TOKEN = "correct-horse-battery-staple"
 
 
 def ctl(*arguments: str, timeout: float = 180.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "elastic_launch.ctl", *arguments]
+    command = [sys.executable, "-m", "elastic_launch.cli.elasticctl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
 
 
@@ -192,7 +192,16 @@ def test_watching_ends_with_the_run(job: Job, told: bool) -> None:
     """The leader's word may be lost with its link."""
     agent = job.launch("--standalone", "--rdzv-id", "seen")
     job.world(1)
-    command = [sys.executable, "-m", "elastic_launch.ctl", "status", "--watch", "--json", "--log-dir", str(job.logs)]
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_launch.cli.elasticctl",
+        "status",
+        "--watch",
+        "--json",
+        "--log-dir",
+        str(job.logs),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
         try:
             assert watcher.stdout is not None
@@ -204,7 +213,7 @@ def test_watching_ends_with_the_run(job: Job, told: bool) -> None:
             else:
                 (path,) = job.logged("run.json")
                 file = RunFile(path.parent)
-                file.write(Whereabouts(**json.loads(path.read_text())))
+                file.write(RunAddress(**json.loads(path.read_text())))
                 file.end(0, "finished")
                 agent.kill()
             *_, last = watcher.communicate(timeout=30 * SLOWNESS)[0].splitlines()
@@ -247,7 +256,7 @@ def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: 
 def test_several_runs_that_have_ended_are_not_shown_as_live_ones(tmp_path: Path) -> None:
     for name in ("one", "two"):
         file = RunFile(tmp_path / name)
-        file.write(Whereabouts(name, "c10d", "127.0.0.1:29400", "a"))
+        file.write(RunAddress(name, "c10d", "127.0.0.1:29400", "a"))
         file.end(0, "finished")
     asked = ctl("status", "--log-dir", str(tmp_path))
     assert asked.returncode == 2

@@ -12,12 +12,12 @@ import pytest
 from harness import LOOP, Job, alive, wait_for
 
 PROGRAMS = {
-    "elastic-launch": ["-c", "from elastic_launch.programs import launch; launch()"],
-    "elastic-composer": ["-c", "from elastic_launch.programs import composer; composer()"],
-    "elasticctl": ["-c", "from elastic_launch.programs import ctl; ctl()"],
+    "elastic-launch": ["-c", "from elastic_launch.cli.programs import launch; launch()"],
+    "elastic-composer": ["-c", "from elastic_launch.cli.programs import composer; composer()"],
+    "elasticctl": ["-c", "from elastic_launch.cli.programs import ctl; ctl()"],
     "-m elastic_launch": ["-m", "elastic_launch"],
     "-m elastic_launch.launch": ["-m", "elastic_launch.launch"],
-    "-m elastic_launch.ctl": ["-m", "elastic_launch.ctl"],
+    "-m elastic_launch.cli.elasticctl": ["-m", "elastic_launch.cli.elasticctl"],
 }
 
 
@@ -95,7 +95,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("front_end", ["elastic_launch", "elastic_launch.composer"])
+@pytest.mark.parametrize("front_end", ["elastic_launch", "elastic_launch.cli.composer"])
 def test_a_kernel_without_pidfds_is_said_at_the_start(front_end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("")

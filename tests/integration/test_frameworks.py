@@ -143,7 +143,7 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     options = ["--steps", "400", "--every", "1000"]
     agent = job.launch("--standalone", command=[*command(job, name, "drain.py", every=1000), *options])
     wait_for("steps", lambda: len(noted(job, 1)) > 1, 100)
-    asking = [sys.executable, "-m", "elastic_launch.ctl", "checkpoint", "--log-dir", str(job.logs)]
+    asking = [sys.executable, "-m", "elastic_launch.cli.elasticctl", "checkpoint", "--log-dir", str(job.logs)]
     done = subprocess.run(asking, capture_output=True, text=True, timeout=180)
     (job.work / "slow").unlink()
     assert agent.wait(100) == 0, agent.output

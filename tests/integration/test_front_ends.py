@@ -107,7 +107,7 @@ def test_a_job_file_runs_with_its_variables(here: Path) -> None:
 # Composer's command: fixed worlds.
 
 ELASTIC_LAUNCH = [sys.executable, "-m", "elastic_launch"]
-COMPOSER = [sys.executable, "-m", "elastic_launch.composer"]
+COMPOSER = [sys.executable, "-m", "elastic_launch.cli.composer"]
 
 # Sums the ranks of the world that its environment describes.
 SUM = """

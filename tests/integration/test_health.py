@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from harness import Job, free_port, wait_for
 
-from elastic_launch.config import Command, LaunchConfig
+from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.errors import UsageError
 
 

@@ -112,7 +112,7 @@ def _copiers(job: Job) -> list[int]:
             command = Path(f"/proc/{name}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"elastic_agents.copying" in command and str(job.directory).encode() in command:
+        if b"elastic_agents.snapshots.copying" in command and str(job.directory).encode() in command:
             found.append(int(name))
     return found
 

@@ -190,7 +190,7 @@ from torch.distributed import TCPStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry,
 )
-from elastic_launch import cli
+from elastic_launch.cli import main as cli
 
 
 class Alone(RendezvousHandler):
@@ -256,7 +256,7 @@ def test_a_signal_ends_torchs_own_agent_with_its_number(job: Job, tmp_path: Path
 def test_main_can_be_called(job: Job, tmp_path: Path) -> None:
     program = tmp_path / "mine.py"
     program.write_text(
-        "import sys\nfrom elastic_launch import torch_options\nfrom elastic_launch.cli import main\n"
+        "import sys\nfrom elastic_launch.config import torch_options\nfrom elastic_launch.cli.main import main\n"
         "torch_options.NEWEST_TORCH = (2, 1)  # for the line that a torch which is newer gets\n"
         "print('code', main(sys.argv[1:]))\n"
     )

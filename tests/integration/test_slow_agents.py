@@ -55,7 +55,10 @@ def _hold(agent: Agent, ended: threading.Event) -> None:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == agent.process.pid and b"elastic_agents.copying" in (path / "cmdline").read_bytes():
+                if (
+                    parent == agent.process.pid
+                    and b"elastic_agents.snapshots.copying" in (path / "cmdline").read_bytes()
+                ):
                     os.kill(int(path.name), signal.SIGSTOP)
             except OSError:
                 continue

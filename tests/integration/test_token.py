@@ -16,8 +16,8 @@ import pytest
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Agent, Job, free_port, tree, wait_for
 
-from elastic_launch.config import Endpoint
-from elastic_launch.rendezvous.static_store import NotAStoreError, connect_store
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.rendezvous.stores.static_store import NotAStoreError, connect_store
 from elastic_launch.secret import ENV_TOKEN
 
 TOKEN = "correct-horse-battery-staple"

@@ -76,7 +76,7 @@ def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(laun
 @pytest.mark.timeout(600)
 def test_composers_launcher_starts_the_tutorial_too(tmp_path: Path) -> None:
     """Rank 0 is seen; the other has a file."""
-    seen = run("-m", "elastic_launch.composer", "--nproc", "2", "--stdout", f"{tmp_path}/{{rank}}.txt", TUTORIAL)
+    seen = run("-m", "elastic_launch.cli.composer", "--nproc", "2", "--stdout", f"{tmp_path}/{{rank}}.txt", TUTORIAL)
     assert_tutorial(seen + (tmp_path / "1.txt").read_text(), 2, devices=0)
 
 

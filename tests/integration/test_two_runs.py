@@ -111,7 +111,7 @@ def _copier(agent: Agent) -> int:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"elastic_agents.copying" in words:
+        if b"elastic_agents.snapshots.copying" in words:
             return pid
     return 0
 

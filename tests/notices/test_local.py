@@ -10,7 +10,7 @@ import pytest
 from elastic_agents.notices import Trouble
 from elastic_agents.notices.local import File, Slurm
 from elastic_agents.notices.watch import sources_of
-from elastic_launch.notice_sources import AUTO, NoticeSource
+from elastic_launch.config.notice_sources import AUTO, NoticeSource
 from elastic_launch.testing import FakeClock
 
 

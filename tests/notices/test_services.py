@@ -17,7 +17,7 @@ import pytest
 from harness import wait_for
 from metadata_servers import AZURE, GCP, NAME, Service, serving
 
-from elastic_agents.notices import Notice, Source, Trouble, Watch, aws, gcp
+from elastic_agents.notices import Notice, NoticeWatch, Source, Trouble, aws, gcp
 from elastic_agents.notices.aws import META, Aws
 from elastic_agents.notices.azure import Azure
 from elastic_agents.notices.gcp import Gcp
@@ -105,7 +105,7 @@ def test_a_broken_service_is_trouble_that_is_told_once_and_does_not_last(
     monkeypatch.setattr("elastic_agents.notices.gcp.WAIT", 0.2)
     found: queue.Queue[Notice] = queue.Queue()
     service.break_by(fault)
-    with Watch([source], found.put), caplog.at_level(logging.INFO):
+    with NoticeWatch([source], found.put), caplog.at_level(logging.INFO):
         wait_for("two attempts", lambda: len(service.asked()) > 2)
         assert found.empty()
         service.break_by("")
@@ -121,7 +121,7 @@ def test_a_notice_that_comes_and_vanishes_is_one_notice(
 ) -> None:
     monkeypatch.setattr(gcp, "WAIT", 0.1)
     found: queue.Queue[Notice] = queue.Queue()
-    with Watch([source], found.put):
+    with NoticeWatch([source], found.put):
         for _ in range(3):
             preempt(cloud, service)
             asked = len(service.asked())
@@ -144,7 +144,7 @@ def test_what_had_begun_before_the_agent_makes_nobody_leave(service: Service, so
 
     tell(("E-1", "Reboot"))
     found: queue.Queue[Notice] = queue.Queue()
-    with Watch([source], found.put):
+    with NoticeWatch([source], found.put):
         assert not found.get(timeout=20).leaves
         tell(("E-1", "Reboot"), ("E-2", "Preempt"))
         notice = found.get(timeout=20)
@@ -179,14 +179,14 @@ def test_a_node_that_leaves_hears_of_what_makes_it_leave_sooner() -> None:
     other = replace(hint, kind="migration")
     script = Scripted([hint], [late], [late, hint, other, sooner], [replace(sooner, seconds=20.0)])
     found: queue.Queue[Notice] = queue.Queue()
-    with Watch([script], found.put):
+    with NoticeWatch([script], found.put):
         assert script.done.wait(20)
     assert [found.get_nowait() for _ in range(found.qsize())] == [hint, late, sooner]
 
 
 def test_a_request_that_is_under_way_ends_when_the_agent_does(cloud: str, service: Service, source: Source) -> None:
     service.break_by("silent")
-    with Watch([source], lambda notice: None):
+    with NoticeWatch([source], lambda notice: None):
         wait_for("a request", service.asked)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("notices-")]
 
@@ -252,7 +252,7 @@ def test_on_gcp_the_server_is_asked_to_wait_and_no_change_is_missed(
     monkeypatch.setattr(gcp, "WAIT", 1)
     assert source.poll() == []
     found: queue.Queue[Notice] = queue.Queue()
-    with Watch([source], found.put):
+    with NoticeWatch([source], found.put):
         wait_for("a request that waits", lambda: service.asked("GET", f"{GCP}preempted?wait_for_change=true"))
         preempt("gcp", service)
         assert found.get(timeout=30).seconds == 30.0
@@ -263,7 +263,7 @@ def test_on_gcp_the_server_is_asked_to_wait_and_no_change_is_missed(
 def test_on_azure_the_event_is_approved_if_it_concerns_this_machine_only(service: Service, source: Source) -> None:
     preempt("azure", service)
     (notice,) = source.poll()
-    watch = Watch([source], lambda notice: None)
+    watch = NoticeWatch([source], lambda notice: None)
     with watch:
         watch.farewell(notice)
     (post,) = service.asked("POST")

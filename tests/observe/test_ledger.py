@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_launch import events as ev
+from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.live import LiveLedger

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_launch import events as ev
+from elastic_launch.events import types as ev
 from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.reading import parse
 from elastic_launch.testing import FakeClock

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous import codec
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.auth import (
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.authentication import (
     AuthenticationError,
     Channel,
     MissingTokenError,

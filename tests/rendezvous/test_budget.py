@@ -7,11 +7,11 @@ from itertools import count
 
 import pytest
 
-from elastic_launch.rendezvous.budget import FREE as MORE
-from elastic_launch.rendezvous.budget import LONG, LONGEST_DELAY, Budget, Ruling
-from elastic_launch.rendezvous.leader_phases import Broken
-from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.rendezvous.verdict import Kind
+from elastic_launch.rendezvous.leader.phases import Broken
+from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
+from elastic_launch.rendezvous.leader.restart_budget import LONG, LONGEST_DELAY, BudgetDecision, RestartBudget
+from elastic_launch.rendezvous.leader.verdict import Kind
+from elastic_launch.rendezvous.wire.messages import Failure
 
 FREE = MORE + 1
 """Of one node."""
@@ -21,17 +21,19 @@ SOON = replace(CRASH, ran=1.0)
 PREEMPTED = replace(CRASH, kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)")
 
 
-def rule(budget: Budget, failure: Failure | None, imposed: Kind | None = None, **known: object) -> Ruling:
+def rule(
+    budget: RestartBudget, failure: Failure | None, imposed: Kind | None = None, **known: object
+) -> BudgetDecision:
     broken = Broken(10.0, imposed, "the cause", [] if failure is None else [(10.0, failure)])
     return budget.rule(broken, **{"lasted": 5.0, "begun": None, **known})  # type: ignore[arg-type]
 
 
-def verdict(budget: Budget, failure: Failure, ruling: Ruling) -> tuple[int, str]:
+def verdict(budget: RestartBudget, failure: Failure, ruling: BudgetDecision) -> tuple[int, str]:
     return budget.verdict(ruling, Broken(10.0, None, "the cause", [(10.0, failure)]))
 
 
 def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
-    budget = Budget(0, 2)
+    budget = RestartBudget(0, 2)
     assert [rule(budget, CRASH).charged for _ in range(3)] == [True, True, False]
     assert budget.spent == 2
     ruling = rule(budget, CRASH)
@@ -40,7 +42,7 @@ def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
 
 @pytest.mark.parametrize("kind", ["fatal", "startup"])
 def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None:
-    budget = Budget(0, 3)
+    budget = RestartBudget(0, 3)
     failure = replace(CRASH, kind=kind)
     code, cause = verdict(budget, failure, rule(budget, failure))
     assert code == {"fatal": 93, "startup": 90}[kind]
@@ -50,7 +52,7 @@ def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None
 
 
 def test_without_restarts_a_script_that_cannot_run_ends_with_its_own_code() -> None:
-    budget, failure = Budget(0, 0), replace(CRASH, kind="startup")
+    budget, failure = RestartBudget(0, 0), replace(CRASH, kind="startup")
     assert verdict(budget, failure, rule(budget, failure))[0] == 1
     fatal = replace(CRASH, kind="fatal", exit_code=93)
     assert verdict(budget, fatal, rule(budget, fatal))[0] == 93
@@ -61,7 +63,7 @@ NAN = replace(CRASH, repeats="The loss is nan in step 4, micro-batch 1.", traine
 
 def test_a_failure_that_a_restart_repeats_has_one() -> None:
     """The first may have come of a flipped bit; what else happened before the same step does not matter."""
-    budget = Budget(0, 3)
+    budget = RestartBudget(0, 3)
     assert rule(budget, NAN, begun=0).charged
     assert rule(budget, CRASH, begun=2).charged
     again = replace(NAN, rank=1, trained=1)
@@ -80,7 +82,7 @@ def test_a_failure_that_a_restart_repeats_has_one() -> None:
     ids=["node lost", "another failure", "step done"],
 )
 def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, Kind | None, int]) -> None:
-    budget = Budget(0, 9)
+    budget = RestartBudget(0, 9)
     failure, imposed, begun = between
     if imposed is None:
         rule(budget, NAN, begun=0)
@@ -94,7 +96,7 @@ def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, K
 @pytest.mark.parametrize("imposed", [None, Kind.NODE_LOSS, Kind.PREEMPTION])
 def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind | None) -> None:
     """Whoever sent the signal, and whatever was lost: nothing restarts for free without end."""
-    budget = Budget(0, 2)
+    budget = RestartBudget(0, 2)
     rulings = [rule(budget, PREEMPTED, imposed) for _ in range(FREE + 3)]
     assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]
     assert verdict(budget, PREEMPTED, rulings[-1]) == (
@@ -104,53 +106,53 @@ def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind
 
 
 def test_without_a_budget_too() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     rulings = [rule(budget, PREEMPTED) for _ in range(FREE + 1)]
     assert [bool(ruling.ends) for ruling in rulings] == [False] * FREE + [True]
     assert verdict(budget, PREEMPTED, rulings[-1])[0] == 92
 
 
 def test_more_are_free_the_more_nodes_there_may_be() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     assert not any(rule(budget, None, Kind.NODE_LOSS, nodes=64).ends for _ in range(MORE + 64))
     assert rule(budget, None, Kind.NODE_LOSS, nodes=64).ends
 
 
 def test_preemptions_are_free_while_the_training_advances() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     for step in range(100):
-        assert rule(budget, PREEMPTED, begun=step) == Ruling(Kind.PREEMPTION)
+        assert rule(budget, PREEMPTED, begun=step) == BudgetDecision(Kind.PREEMPTION)
 
 
 def test_a_round_that_begins_where_another_has_begun_is_no_progress() -> None:
     """However many steps it did: the next one does them again."""
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     rulings = [rule(budget, PREEMPTED, begun=10, lasted=1000.0) for _ in range(FREE + 2)]
     assert rulings[-1].ends
 
 
 def test_going_back_and_forth_is_no_progress() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     assert not rule(budget, PREEMPTED, begun=10).ends
     rulings = [rule(budget, PREEMPTED, begun=begun) for begun in (5, 10, 5, 10, 5)]
     assert rulings[-1].ends
 
 
 def test_a_script_that_says_nothing_of_steps_advances_by_running() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     for _ in range(100):
         assert not rule(budget, PREEMPTED, lasted=LONG).ends
     assert any(rule(budget, PREEMPTED, lasted=LONG - 1).ends for _ in range(FREE + 1))
 
 
 def test_a_round_that_never_came_to_train_is_no_progress_where_others_did() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     rule(budget, PREEMPTED, begun=10)
     assert any(rule(budget, PREEMPTED, lasted=LONG).ends for _ in range(FREE + 1))
 
 
 def test_progress_makes_restarts_free_again() -> None:
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     steps = count()
     for _ in range(5):
         begun = next(steps)
@@ -159,22 +161,22 @@ def test_progress_makes_restarts_free_again() -> None:
 
 def test_a_resize_is_free_and_counts_for_nothing() -> None:
     """Each takes a node that comes, or a person; and nodes may well come one after the other before a step is done."""
-    budget = Budget(0, 0)
+    budget = RestartBudget(0, 0)
     assert not any(rule(budget, None, Kind.MEMBERSHIP).ends for _ in range(100))
     assert not any(rule(budget, PREEMPTED).ends for _ in range(FREE))
 
 
 def test_a_new_leader_goes_on_counting() -> None:
-    budget = Budget(0, 0, idle=FREE, mark=10)
+    budget = RestartBudget(0, 0, idle=FREE, mark=10)
     assert rule(budget, PREEMPTED, begun=10).ends
-    assert not rule(Budget(0, 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends
+    assert not rule(RestartBudget(0, 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends
 
 
 # The delay between failures soon after the start.
 
 
 def delays(*failures: Failure) -> list[float]:
-    budget = Budget(0, 100)
+    budget = RestartBudget(0, 100)
     return [rule(budget, failure).delay for failure in failures]
 
 
@@ -193,5 +195,5 @@ def test_other_failures_are_tried_again_at_once(other: Failure) -> None:
 
 def test_the_budget_decides_how_often() -> None:
     """What is missing, a mount or a licence, may be there the next time."""
-    budget = Budget(0, 100)
+    budget = RestartBudget(0, 100)
     assert all(rule(budget, SOON).charged for _ in range(100))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_launch.config import Limits
+from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous import codec
-from elastic_launch.rendezvous import messages as m
 from elastic_launch.rendezvous.record import ControlRecord, Member, Round
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.rendezvous.wire import messages as m
 
 STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""

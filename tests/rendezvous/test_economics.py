@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leader_run import Run, running
 
-from elastic_launch.events import NodeJoined, ResizeSkipped, RoundDrained
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.economics import DEFAULT_COST, Prices, saved
+from elastic_launch.events.types import NodeJoined, ResizeSkipped, RoundDrained
+from elastic_launch.rendezvous.leader.resize_payoff import DEFAULT_COST, ResizePayoff, saved
+from elastic_launch.rendezvous.wire import messages as m
 
 SECONDS = st.floats(0, 1e7)
 WORKERS = st.integers(1, 10_000)
@@ -34,14 +34,14 @@ def test_no_larger_world_saves_nothing() -> None:
 
 @pytest.mark.parametrize("remaining", [-1.0, math.nan, math.inf])
 def test_who_does_not_know_the_rest_resizes(remaining: float) -> None:
-    prices = Prices()
+    prices = ResizePayoff()
     prices.told(remaining, 10.0)
     assert prices.remaining(10.0) is None
     assert prices.pays(1, 2, 10.0)
 
 
 def test_an_estimate_grows_old_with_the_clock_and_ends_with_its_round() -> None:
-    prices = Prices()
+    prices = ResizePayoff()
     prices.told(12.0, 100.0)
     assert prices.pays(1, 2, 100.0), "6 s saved for 5"
     assert not prices.pays(1, 2, 103.0)

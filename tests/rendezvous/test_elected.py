@@ -14,13 +14,13 @@ import pytest
 from elected_nodes import TIMING, Nodes, View, backend_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Limits
+from elastic_launch.config.launch_config import Command, Limits
 from elastic_launch.errors import RefusedError, StoreError
-from elastic_launch.events import LeaderElected, NodeJoined, RoundFormed
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.elected import ElectedBackend, found_by
+from elastic_launch.events.types import LeaderElected, NodeJoined, RoundFormed
+from elastic_launch.rendezvous.backends.election import ElectedBackend, found_by
+from elastic_launch.rendezvous.backends.succession import GONE_AFTER
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
-from elastic_launch.rendezvous.succession import GONE_AFTER
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
 
 

@@ -15,9 +15,9 @@ import pytest
 from etcd_servers import SERVERS, Member, Proxy, cluster, endpoints
 from harness import free_port, wait_for
 
-from elastic_launch.config import parse_endpoints
+from elastic_launch.config.launch_config import parse_endpoints
 from elastic_launch.errors import DeniedError, EndpointError, StoreError
-from elastic_launch.rendezvous.etcd import EtcdStore, EtcdUnreachableError
+from elastic_launch.rendezvous.stores.etcd import EtcdStore, EtcdUnreachableError
 
 TIMEOUT = 20.0
 SHORT = 1.5

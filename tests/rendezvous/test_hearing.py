@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from elastic_launch.rendezvous.hearing import Hearing
+from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 
 
-def linked(dead_after: float = 5.0, beat: float = 1.0) -> Hearing:
-    hearing = Hearing(dead_after, beat)
+def linked(dead_after: float = 5.0, beat: float = 1.0) -> FailureDetector:
+    hearing = FailureDetector(dead_after, beat)
     hearing.linked(100.0)
     hearing.turn(100.0)
     hearing.heard(100.0)
@@ -63,7 +63,7 @@ def test_a_new_link_says_nothing_until_something_is_heard() -> None:
 
 
 def test_before_the_first_word_nobody_is_cut_off() -> None:
-    assert Hearing(5.0, 1.0).judge(1000.0) is None
+    assert FailureDetector(5.0, 1.0).judge(1000.0) is None
 
 
 def test_a_leader_is_cut_off_when_its_store_is_whatever_it_hears_of_itself() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_launch.config import Endpoint
-from elastic_launch.rendezvous.hosting import explain, said_rank
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.rendezvous.backends.hosting import explain, said_rank
 
 HERE = Endpoint("127.0.0.1", 29400)
 THERE = Endpoint("192.0.2.7", 29400)

@@ -12,16 +12,16 @@ import pytest
 from elected_nodes import View
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, Timing
 from elastic_launch.errors import EndpointError
-from elastic_launch.events import Event, LeaderElected
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.backend import Found, Place
-from elastic_launch.rendezvous.elected import ElectedBackend, found_by
-from elastic_launch.rendezvous.happenings import MembershipEvent, Opened, RendezvousLost
-from elastic_launch.rendezvous.membership import Membership
+from elastic_launch.events.types import Event, LeaderElected
+from elastic_launch.rendezvous.backends.c10d import FoundLeader, NodeAddress
+from elastic_launch.rendezvous.backends.election import ElectedBackend, found_by
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.seal import ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 
@@ -70,13 +70,13 @@ class Pointing:
     def __init__(self, record: ControlRecord) -> None:
         self._record = record
 
-    def open(self) -> Place:
-        return Place("127.0.0.1", "me1", None, hosting=False)
+    def open(self) -> NodeAddress:
+        return NodeAddress("127.0.0.1", "me1", None, hosting=False)
 
-    def find_leader(self, timeout: float) -> Found:
+    def find_leader(self, timeout: float) -> FoundLeader:
         return found_by(self._record)
 
-    def unreachable(self, found: Found, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
+    def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         return
 
     def reached(self, order: m.Order) -> None:
@@ -151,7 +151,7 @@ def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mistake_in_the_thread_leaves_nobody_waiting() -> None:
     class Broken(Pointing):
-        def find_leader(self, timeout: float) -> Found:
+        def find_leader(self, timeout: float) -> FoundLeader:
             raise ZeroDivisionError
 
     config = _config()

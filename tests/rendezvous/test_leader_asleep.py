@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from leader_run import Run, running
 
-from elastic_launch.events import NodeLeft, RoundBroken
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.events.types import NodeLeft, RoundBroken
+from elastic_launch.rendezvous.wire import messages as m
 
 
 def test_a_parked_leader_that_was_stopped_does_not_count_its_sleep() -> None:

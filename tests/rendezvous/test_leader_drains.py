@@ -7,9 +7,9 @@ import math
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events import NodeLeft, RestartCharged, RoundBroken, RoundDrained, RoundDraining
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.verdict import Kind
+from elastic_launch.events.types import NodeLeft, RestartCharged, RoundBroken, RoundDrained, RoundDraining
+from elastic_launch.rendezvous.leader.verdict import Kind
+from elastic_launch.rendezvous.wire import messages as m
 
 
 def ready(nodes: str, node_ids: str) -> Run:

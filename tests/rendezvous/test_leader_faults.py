@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from leader_run import failure, running
 
-from elastic_launch.events import (
+from elastic_launch.events.types import (
     CauseFound,
     RestartCharged,
     RoundBroken,
     RunEnded,
 )
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.budget import FREE as MORE
-from elastic_launch.rendezvous.leader_phases import COLLECT, LATE
+from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
+from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
+from elastic_launch.rendezvous.wire import messages as m
 
 FREE = MORE + 1
 """Restarts without progress that are free on one node."""

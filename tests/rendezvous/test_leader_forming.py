@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.config import Limits
-from elastic_launch.events import (
+from elastic_launch.config.launch_config import Limits
+from elastic_launch.events.types import (
     NodeDiffers,
     NodeJoined,
     NodeLost,
@@ -17,9 +17,9 @@ from elastic_launch.events import (
     RoundBroken,
     RoundFormed,
 )
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.admission import differences
+from elastic_launch.rendezvous.leader.admission import differences
 from elastic_launch.rendezvous.record import Member, Round
+from elastic_launch.rendezvous.wire import messages as m
 
 # The first round.
 

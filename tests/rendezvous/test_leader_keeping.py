@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from leader_run import Run, running
 
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.keeping import Held, Source, sources_for
+from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, SnapshotSource, sources_for
+from elastic_launch.rendezvous.wire import messages as m
 
 
 def ready(nodes: str, node_ids: str) -> Run:
@@ -16,7 +16,7 @@ def ready(nodes: str, node_ids: str) -> Run:
 
 def drained(run: Run, *node_ids: str, port: int = 0, step: int = 7) -> None:
     for node_id in node_ids:
-        held = m.Held(run.number, step, port)
+        held = m.HeldSnapshot(run.number, step, port)
         run.report(node_id, m.Stopped(run.number, 7000, step, held))
 
 
@@ -42,7 +42,7 @@ def test_members_that_have_no_snapshot_are_told_who_serves_it_and_he_stays_until
     assert (run.number, run.members) == (2, "de")
     for node_id in "de":
         (form,) = run.orders(node_id, m.Form)
-        assert form.sources == (Source("host-b", 4000, 1, 7), Source("host-c", 4000, 1, 7))
+        assert form.sources == (SnapshotSource("host-b", 4000, 1, 7), SnapshotSource("host-c", 4000, 1, 7))
     trains(run, "d")
     run.advance(5)
     assert released(run, "b", "c") == [0, 0], "e has not restored yet"
@@ -68,8 +68,8 @@ def test_a_member_without_a_snapshot_of_its_own_gets_it_from_who_leaves() -> Non
     run = ready("1:4", "bc")
     leave(run, "b")
     drained(run, "b", port=4000)
-    run.report("c", m.Stopped(1, 7000, 7, m.Held(1, 3)))
-    assert run.orders("c", m.Form)[-1].sources == (Source("host-b", 4000, 1, 7),)
+    run.report("c", m.Stopped(1, 7000, 7, m.HeldSnapshot(1, 3)))
+    assert run.orders("c", m.Form)[-1].sources == (SnapshotSource("host-b", 4000, 1, 7),)
 
 
 def test_where_nobody_waits_nobody_stays() -> None:
@@ -106,7 +106,7 @@ def test_a_leader_that_leaves_forms_the_round_that_needs_what_it_serves() -> Non
     leave(run, "a")
     drained(run, "a", port=4000)
     assert run.members == "d"
-    assert run.orders("d", m.Form)[-1].sources == (Source("host-a", 4000, 1, 7),)
+    assert run.orders("d", m.Form)[-1].sources == (SnapshotSource("host-a", 4000, 1, 7),)
     assert released(run, "a") == [0]
     trains(run, "d")
     assert released(run, "a") == [1]
@@ -129,7 +129,7 @@ def test_who_comes_to_a_new_leader_and_serves_is_released_when_the_round_trains(
     members = run.machine.record
     after = Run("1:4", record=members)
     after.hello("a", "b", holding=1, joined=True)
-    after.hello("c", leaving="SIGTERM", held=m.Held(1, 7, 4000))
+    after.hello("c", leaving="SIGTERM", held=m.HeldSnapshot(1, 7, 4000))
     after.advance(1)
     assert released(after, "c") == [0]
     trains(after, "a", "b")
@@ -137,8 +137,8 @@ def test_who_comes_to_a_new_leader_and_serves_is_released_when_the_round_trains(
 
 
 def test_snapshots_are_ordered_by_round_and_step() -> None:
-    old, new = Held(1, 90, 4000), Held(2, 7, 4001)
-    assert sources_for([None], [("x", old), ("y", new)]) == (Source("y", 4001, 2, 7),)
-    assert sources_for([Held(1, 90)], [("y", new)]) == (Source("y", 4001, 2, 7),)
-    assert sources_for([Held(2, 7)], [("y", new)]) == ()
-    assert sources_for([None], [("y", Held(2, 7)), ("z", None)]) == ()
+    old, new = HeldSnapshot(1, 90, 4000), HeldSnapshot(2, 7, 4001)
+    assert sources_for([None], [("x", old), ("y", new)]) == (SnapshotSource("y", 4001, 2, 7),)
+    assert sources_for([HeldSnapshot(1, 90)], [("y", new)]) == (SnapshotSource("y", 4001, 2, 7),)
+    assert sources_for([HeldSnapshot(2, 7)], [("y", new)]) == ()
+    assert sources_for([None], [("y", HeldSnapshot(2, 7)), ("z", None)]) == ()

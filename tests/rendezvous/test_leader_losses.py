@@ -7,14 +7,14 @@ import math
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events import (
+from elastic_launch.events.types import (
     NodeLeft,
     NodeLost,
     Parked,
     RoundBroken,
 )
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.leader import TURN_CAP
+from elastic_launch.rendezvous.leader.machine import TURN_CAP
+from elastic_launch.rendezvous.wire import messages as m
 
 # Loss of nodes.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from leader_run import Run, running
 
-from elastic_launch.events import (
+from elastic_launch.events.types import (
     RoundBroken,
 )
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.wire import messages as m
 
 # The end of the work.
 

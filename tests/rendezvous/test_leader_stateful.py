@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from leader_model import TIMING, LeaderModel, SimNode
 
-from elastic_launch.config import Limits, Timing
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.rendezvous.wire import messages as m
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from leader_run import Run
 
-from elastic_launch.events import NodeJoined, RoundBroken
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.events.types import NodeJoined, RoundBroken
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
+from elastic_launch.rendezvous.wire import messages as m
 
 HELD: dict[str, Any] = {"holding": 4, "seen_term": 4, "seen_round": 4, "seen_restarts": 1}
 STOPPED: dict[str, Any] = HELD | {"holding": 0}

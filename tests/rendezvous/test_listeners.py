@@ -12,12 +12,12 @@ import pytest
 from harness import free_port
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
-from elastic_launch.events import Event
-from elastic_launch.rendezvous.backend import C10dBackend
-from elastic_launch.rendezvous.elected import ElectedBackend
-from elastic_launch.rendezvous.net import listen, routable_address, try_listen
-from elastic_launch.rendezvous.static_store import host_store
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.backends.c10d import C10dBackend
+from elastic_launch.rendezvous.backends.election import ElectedBackend
+from elastic_launch.rendezvous.stores.static_store import host_store
+from elastic_launch.rendezvous.wire.addresses import listen, routable_address, try_listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
 from elastic_launch.testing import MemoryStore
 

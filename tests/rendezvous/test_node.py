@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_launch.config import Timing
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.node import NodeSide, Search
+from elastic_launch.config.launch_config import Timing
+from elastic_launch.rendezvous.backends.succession import Succession
+from elastic_launch.rendezvous.node.machine import NodeMachine, Search
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
-from elastic_launch.rendezvous.succession import Succession
+from elastic_launch.rendezvous.wire import messages as m
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "", "a", "a1", 1, "host-a", 7000)
 
 
-def _side() -> NodeSide:
-    side = NodeSide()
+def _side() -> NodeMachine:
+    side = NodeMachine()
     side.begin(HELLO)
     return side
 
@@ -43,7 +43,7 @@ def test_the_hello_says_what_was_lost_with_the_link_before() -> None:
 
 
 def test_a_goodbye_before_the_first_hello_is_in_it() -> None:
-    side = NodeSide()
+    side = NodeMachine()
     side.say(m.Leaving("SIGINT"))
     side.begin(HELLO)
     assert side.hello.leaving == "SIGINT"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from leader_run import Run
 
-from elastic_launch.config import Command, LaunchConfig, Limits
-from elastic_launch.events import NodeDiffers, RoundBroken, RoundDrained, RunResized
-from elastic_launch.rendezvous import asking as a
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.instructions import Close, Instruction, Send
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
+from elastic_launch.events.types import NodeDiffers, RoundBroken, RoundDrained, RunResized
+from elastic_launch.rendezvous.admin import messages as a
+from elastic_launch.rendezvous.admin.server import LATE, MAX_CALLERS, AdminRequests
+from elastic_launch.rendezvous.leader.types import Close, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.requests import LATE, MAX_CALLERS, Requests
+from elastic_launch.rendezvous.wire import messages as m
 
 CALLER = 1000
 """The links of callers count up from here."""
@@ -25,7 +25,7 @@ class Asked(Run):
 
     def __init__(self, nodes: str = "1:2", **arguments: Any) -> None:
         super().__init__(nodes, **arguments)
-        self.requests = Requests(self.machine)
+        self.requests = AdminRequests(self.machine)
         self.answers: dict[int, list[m.Order]] = {}
         self.closed: list[int] = []
 
@@ -66,7 +66,7 @@ class Asked(Run):
     def status(self) -> a.Status:
         self.ask(a.AskStatus())
         found = self.answers[CALLER][-1]
-        assert isinstance(found, a.Found)
+        assert isinstance(found, a.LeaderFound)
         return found.status
 
     def drained(self, *node_ids: str, step: int = 7, saved: str = "", unsaved: str = "") -> None:

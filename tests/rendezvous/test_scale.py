@@ -16,14 +16,14 @@ from etcd_servers import Member, cluster
 from harness import wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, LaunchConfig, Limits, Timing, parse_endpoint, parse_endpoints
-from elastic_launch.events import Event
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous import service
-from elastic_launch.rendezvous.choice import backend_of
-from elastic_launch.rendezvous.etcd import EtcdStore
-from elastic_launch.rendezvous.happenings import MembershipEvent
-from elastic_launch.rendezvous.membership import Membership
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing, parse_endpoint, parse_endpoints
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.backends.registry import backend_of
+from elastic_launch.rendezvous.leader import service
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import MembershipEvent
+from elastic_launch.rendezvous.stores.etcd import EtcdStore
+from elastic_launch.rendezvous.wire import messages as m
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
 TIMING = Timing(join_settle=5.0, beat=0.1, dead_after=2.0, min_wait=20.0, read_timeout=5.0)

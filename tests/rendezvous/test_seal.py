@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.errors import ProtocolError, RefusedError, StoreError
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.seal import Patience, ValueSeal
+from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal
 from elastic_launch.secret import ENV_TOKEN, Token
 
 TOKEN = Token("correct-horse-battery-staple", "test")

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Limits, Timing
+from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import StoreError
-from elastic_launch.events import Event
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.auth import Channel
-from elastic_launch.rendezvous.link import Link
-from elastic_launch.rendezvous.net import listen
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.leader.link import Link
+from elastic_launch.rendezvous.leader.service import LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.service import LeaderService
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import listen
+from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.testing import MemoryStore
 
 LIMITS = Limits(2, 2)

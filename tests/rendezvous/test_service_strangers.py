@@ -16,14 +16,14 @@ from dataclasses import replace
 import pytest
 from harness import wait_for
 
-from elastic_launch.config import Limits, Timing
-from elastic_launch.events import Event, NodeLost
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous import service
-from elastic_launch.rendezvous.auth import AuthenticationError, Channel, link_key
-from elastic_launch.rendezvous.net import listen
+from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.events.types import Event, NodeLost
+from elastic_launch.rendezvous.leader import service
+from elastic_launch.rendezvous.leader.service import HELLO_TIMEOUT, STRANGERS_LINE, LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.service import HELLO_TIMEOUT, STRANGERS_LINE, LeaderService
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import listen
+from elastic_launch.rendezvous.wire.authentication import AuthenticationError, Channel, link_key
 from elastic_launch.secret import Token
 from elastic_launch.testing import FakeClock, MemoryStore
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from elected_nodes import TIMING, Nodes, View, backend_for
 
-from elastic_launch.config import Limits
+from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import RefusedError, StoreError
-from elastic_launch.events import LeaderElected
-from elastic_launch.rendezvous import elected as elected_module
-from elastic_launch.rendezvous.backend import Found
+from elastic_launch.events.types import LeaderElected
+from elastic_launch.rendezvous.backends import election as elected_module
+from elastic_launch.rendezvous.backends.c10d import FoundLeader
+from elastic_launch.rendezvous.backends.election import ElectedBackend
 from elastic_launch.rendezvous.continuity import STANDS, UNSEEN, Claim, Continuity, Sight, SpoiledError
-from elastic_launch.rendezvous.elected import ElectedBackend
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
-from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.rendezvous.wire.seal import ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 
@@ -299,7 +299,7 @@ def test_a_refusal_for_the_token_is_believed_once_it_stands(nodes: Nodes) -> Non
             _settled(backend)
 
 
-def _settled(backend: ElectedBackend) -> Found:
+def _settled(backend: ElectedBackend) -> FoundLeader:
     """What a node finds when it no longer waits for a leader's repair."""
     deadline = time.monotonic() + 10 * STANDS
     while True:

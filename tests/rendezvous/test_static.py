@@ -11,14 +11,14 @@ from harness import free_port, wait_for
 from torch.distributed import TCPStore
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
-from elastic_launch.events import Event
-from elastic_launch.rendezvous.backend import Found
-from elastic_launch.rendezvous.net import listen
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.backends.c10d import FoundLeader
+from elastic_launch.rendezvous.backends.static import StaticBackend, _RoundStore, published_leader
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
-from elastic_launch.rendezvous.static import StaticBackend, _RoundStore, published_leader
-from elastic_launch.rendezvous.static_store import NotAStoreError, connect_store, host_store
+from elastic_launch.rendezvous.stores.static_store import NotAStoreError, connect_store, host_store
+from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.secret import Token
 
 
@@ -86,7 +86,7 @@ def test_what_others_write_in_the_place_of_the_leaders_address_is_repaired(
             else:
                 stranger.publish(value, 10)
 
-        def found() -> Found | None:
+        def found() -> FoundLeader | None:
             try:
                 return node.find_leader(10)
             except StoreError:

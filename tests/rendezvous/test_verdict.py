@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_launch.rendezvous.messages import Failure
-from elastic_launch.rendezvous.verdict import Kind, exit_code, judge, kind_of, root_cause, words
+from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, kind_of, root_cause, words
+from elastic_launch.rendezvous.wire.messages import Failure
 
 STEADY = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""

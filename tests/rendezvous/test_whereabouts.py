@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.rendezvous.whereabouts import FILE, TOKEN_FILE, Found, RunFile, Whereabouts, find
+from elastic_launch.rendezvous.run_file import FILE, TOKEN_FILE, FoundRun, RunAddress, RunFile, find
 from elastic_launch.secret import Token
 
 
-def whereabouts(run_id: str, node_id: str = "a") -> Whereabouts:
-    return Whereabouts(run_id, "c10d", "10.0.0.1:29400", node_id)
+def whereabouts(run_id: str, node_id: str = "a") -> RunAddress:
+    return RunAddress(run_id, "c10d", "10.0.0.1:29400", node_id)
 
 
-def led() -> Whereabouts:
+def led() -> RunAddress:
     return replace(whereabouts("one"), leader="10.0.0.1:4000")
 
 
@@ -28,8 +28,8 @@ def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
     runs, alive = find(tmp_path, None, depth=1)
     assert ({run.run_id for run, _ in runs}, alive) == ({"one", "two"}, True)
     files["one"].close()
-    assert find(tmp_path, None, depth=1) == ([Found(whereabouts("two"), tmp_path / "two")], True)
-    assert find(tmp_path, "one", depth=1) == ([Found(whereabouts("one"), tmp_path / "one")], False)
+    assert find(tmp_path, None, depth=1) == ([FoundRun(whereabouts("two"), tmp_path / "two")], True)
+    assert find(tmp_path, "one", depth=1) == ([FoundRun(whereabouts("one"), tmp_path / "one")], False)
     files["two"].close()
     assert find(tmp_path, None, depth=1)[1] is False
 
@@ -76,7 +76,7 @@ def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None
     first.write(whereabouts("one", "a"))
     second.write(whereabouts("one", "b"))
     first.end(143, "stopped by SIGTERM")
-    assert find(tmp_path, None, depth=0) == ([Found(whereabouts("one", "b"), tmp_path)], True)
+    assert find(tmp_path, None, depth=0) == ([FoundRun(whereabouts("one", "b"), tmp_path)], True)
     second.close()
 
 

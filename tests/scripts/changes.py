@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
-from elastic_launch.training.memory import MemorySnapshots
+from elastic_launch.training.checkpoints.memory import MemorySnapshots
 
 
 class Notes:

@@ -15,7 +15,7 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.snapshot import stall
-from elastic_launch.snapshot.copies import Copies
+from elastic_launch.snapshot.storage.shared_copies import Copies
 
 
 def asked() -> int:

@@ -1,7 +1,7 @@
 """``elastic-launch``, but that the thread that listens to workers is ended by an error at a worker's first word."""
 
-from elastic_agents.control import Control
-from elastic_launch.cli import console_main
+from elastic_agents.workers.control import Control
+from elastic_launch.cli.main import console_main
 
 
 def fail(*_: object) -> None:

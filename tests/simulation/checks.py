@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import Event, RestartCharged, RoundBroken
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.budget import FREE as NEVER_CHARGED
+from elastic_launch.events.types import Event, RestartCharged, RoundBroken
+from elastic_launch.rendezvous.leader.restart_budget import FREE as NEVER_CHARGED
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.wire import messages as m
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

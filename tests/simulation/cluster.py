@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from elastic_agents.vocabulary import Phase
-from elastic_launch.config import Limits, Timing
+from elastic_agents.policy_types import Phase
+from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from simulation.checks import Checks
 from simulation.kernel import Kernel

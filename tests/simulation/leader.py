@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import StoreError
-from elastic_launch.rendezvous import instructions as to_do
-from elastic_launch.rendezvous import messages as m
-from elastic_launch.rendezvous.backend import ACK_TIMEOUT
-from elastic_launch.rendezvous.claimed_store import ATTEMPTS
+from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
+from elastic_launch.rendezvous.backends.election import WATCH
 from elastic_launch.rendezvous.continuity import Claim, Sight
-from elastic_launch.rendezvous.elected import WATCH
-from elastic_launch.rendezvous.leader import LeaderMachine
+from elastic_launch.rendezvous.leader import types as to_do
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.seal import ValueSeal
+from elastic_launch.rendezvous.stores.claimed_store import ATTEMPTS
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.seal import ValueSeal
 from simulation.kernel import Mailbox, Task
 from simulation.network import END, Connection
 

@@ -9,18 +9,18 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_agents import vocabulary as v
+from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
-from elastic_launch.rendezvous import messages as m
+from elastic_launch.rendezvous.backends.succession import Succession
 from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
-from elastic_launch.rendezvous.happenings import LinkDown, RendezvousLost
-from elastic_launch.rendezvous.hearing import Hearing
-from elastic_launch.rendezvous.membership import RETRY
-from elastic_launch.rendezvous.node import NodeSide, Search
+from elastic_launch.rendezvous.node.failure_detector import FailureDetector
+from elastic_launch.rendezvous.node.machine import NodeMachine, Search
+from elastic_launch.rendezvous.node.membership import RETRY
+from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
-from elastic_launch.rendezvous.seal import Patience
-from elastic_launch.rendezvous.succession import Succession
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.seal import Patience
 from simulation.kernel import Host, Mailbox, Resume, Task, Wait
 from simulation.leader import COMMAND, SEAL, SimLeader
 from simulation.network import END, Connection
@@ -51,14 +51,14 @@ class SimNode(Host):
         self.view = v.View()
         self.workers = SimWorkers(self)
         self.inbox = Mailbox(self.kernel, self)
-        self.side = NodeSide()
+        self.side = NodeMachine()
         self.succession = Succession(incarnation, cluster.timing.dead_after)
         self.reign: SimLeader | None = None
         self.port = 0  # where it listens as long as it lives, once it has tried to lead
         self.connections: list[tuple[Connection, int]] = []
         self._wires = Mailbox(self.kernel, self)
         self._closing = self._answered = False
-        self._hearing = Hearing(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
+        self._hearing = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
         self._continuity = Continuity(SEAL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from elastic_agents.vocabulary import WorkerGone
+from elastic_agents.policy_types import WorkerGone
 from elastic_launch.rendezvous.record import Round
 
 if TYPE_CHECKING:

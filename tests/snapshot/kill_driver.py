@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from snapshot_helpers import commit, share
 
-from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, saving, write
+from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, write
+from elastic_launch.snapshot.storage import saving
 
 # Dying before a call that changes nothing is dying before the next one.
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")

@@ -16,9 +16,11 @@ import fsspec.asyn
 import numpy as np
 import torch
 
-from elastic_launch.snapshot import CheckpointReadError, tensorfile, tree
-from elastic_launch.snapshot.saving import state_json, write_parts, write_share
-from elastic_launch.snapshot.shares import Division, Split
+from elastic_launch.snapshot import CheckpointReadError
+from elastic_launch.snapshot.format import tensor_file as tensorfile
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.storage.saving import state_json, write_parts, write_share
+from elastic_launch.snapshot.storage.shares import Division, Split
 
 NONCE = "0123456789abcdef"
 

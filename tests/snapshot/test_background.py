@@ -20,10 +20,10 @@ from elastic_launch.snapshot import (
     CheckpointError,
     CheckpointWriteError,
     UnsupportedStateError,
-    background,
     find,
     newest,
 )
+from elastic_launch.snapshot.storage import background
 
 
 class Gate:

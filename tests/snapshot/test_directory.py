@@ -12,20 +12,11 @@ import pytest
 from snapshot_helpers import refuse, same, state_of
 
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import (
-    CheckpointGoneError,
-    CheckpointInfo,
-    find,
-    inspect,
-    listing,
-    load,
-    newest,
-    prune,
-    write,
-)
-from elastic_launch.snapshot import draft as drafts
-from elastic_launch.snapshot.draft import draft
-from elastic_launch.snapshot.manifest import directory_name, parse_name
+from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
+from elastic_launch.snapshot.format.manifest import directory_name, parse_name
+from elastic_launch.snapshot.storage import draft as drafts
+from elastic_launch.snapshot.storage import listing
+from elastic_launch.snapshot.storage.draft import draft
 
 
 def numbers(infos: list[CheckpointInfo]) -> list[tuple[int, int]]:

@@ -14,7 +14,8 @@ import torch
 from snapshot_helpers import refuse, same, state_of
 
 from elastic_launch.errors import ElasticLaunchError, ExitCode
-from elastic_launch.snapshot import CheckpointReadError, CheckpointWriteError, files, find, newest, prune, write
+from elastic_launch.snapshot import CheckpointReadError, CheckpointWriteError, find, newest, prune, write
+from elastic_launch.snapshot.format import files
 
 BIG = {"w": torch.zeros(1_000_000)}
 

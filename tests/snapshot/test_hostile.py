@@ -27,7 +27,7 @@ from elastic_launch.snapshot import (
     newest,
     write,
 )
-from elastic_launch.snapshot.manifest import share_file
+from elastic_launch.snapshot.format.manifest import share_file
 
 
 @pytest.fixture(scope="module")

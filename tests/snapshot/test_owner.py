@@ -9,8 +9,8 @@ import pytest
 from snapshot_helpers import state_of
 
 from elastic_launch import snapshot
-from elastic_launch.snapshot import owner
 from elastic_launch.snapshot.errors import TakenError
+from elastic_launch.snapshot.storage import owner
 
 
 def save(directory: Path, mine: str, step: int = 1) -> int:

@@ -33,9 +33,10 @@ from snapshot_helpers import (
 )
 
 from elastic_launch import snapshot
-from elastic_launch.snapshot import remote, saving, shares
-from elastic_launch.snapshot.manifest import MAX_SHARES, share_directory
-from elastic_launch.snapshot.shares import cuts
+from elastic_launch.snapshot.format.manifest import MAX_SHARES, share_directory
+from elastic_launch.snapshot.storage import saving, shares
+from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.shares import cuts
 
 NAME = f"step-3.r1.{NONCE}"
 NUMBERS = {"step": 3, "round": 1}

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
-from elastic_launch.snapshot.memory import Draft, SlotWriter, read_meta, read_state
+from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
-from elastic_launch.snapshot.slot import Header, Slot
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def a_state(scale: float = 1.0) -> dict[str, Any]:
 def write(slot: Slot, state: Any, **numbers: int) -> bool:
     writer = SlotWriter(slot)
     values = {"sequence": 1, "round": 2, "step": 3, "training": 0, **numbers}
-    first = writer.write(Draft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
+    first = writer.write(SlotDraft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
     writer.close()
     return first
 
@@ -99,7 +99,7 @@ def test_a_slot_takes_states_of_other_sizes(slot: Slot) -> None:
     writer = SlotWriter(slot)
     for number, size in enumerate((10, 100_000, 3), start=1):
         state = {"x": torch.full((size,), float(number))}
-        writer.write(Draft(state, {}, lambda tensor: True), sequence=number, round=1, step=number, training=0)
+        writer.write(SlotDraft(state, {}, lambda tensor: True), sequence=number, round=1, step=number, training=0)
         header = slot.header()
         assert header is not None
         assert torch.equal(read_state(slot, header)["x"], state["x"])
@@ -133,7 +133,7 @@ def test_only_the_first_that_is_written_into_a_slot_has_to_find_its_memory(slot:
     writer = SlotWriter(slot)
     found = []
     for number in (1, 2, 3):
-        draft = Draft({"x": torch.zeros(1000 * number)}, {}, lambda tensor: True)
+        draft = SlotDraft({"x": torch.zeros(1000 * number)}, {}, lambda tensor: True)
         found.append(writer.write(draft, sequence=number, round=1, step=number, training=0))
     writer.close()
     assert found == [True, False, False]
@@ -141,7 +141,7 @@ def test_only_the_first_that_is_written_into_a_slot_has_to_find_its_memory(slot:
 
 def test_what_may_change_is_cloned_and_what_stays_is_not() -> None:
     stays, changes = torch.zeros(4), torch.zeros(4)
-    draft = Draft({"stays": stays, "changes": changes}, {}, lambda tensor: tensor is stays)
+    draft = SlotDraft({"stays": stays, "changes": changes}, {}, lambda tensor: tensor is stays)
     changes += 1
     assert draft.tensors["changes"].sum() == 0
     assert draft.tensors["stays"].data_ptr() == stays.data_ptr()
@@ -149,7 +149,7 @@ def test_what_may_change_is_cloned_and_what_stays_is_not() -> None:
 
 def test_what_no_checkpoint_holds_is_refused_before_anything_is_written() -> None:
     with pytest.raises(UnsupportedStateError, match="found at state"):
-        Draft({"x": object()}, {}, lambda tensor: True)
+        SlotDraft({"x": object()}, {}, lambda tensor: True)
 
 
 def test_headers_compare_by_their_numbers(slot: Slot) -> None:
@@ -211,14 +211,14 @@ def test_what_changes_before_it_is_copied_gives_the_snapshot_up(slot: Slot, part
         return  # is not seen, and no script is known that does it
     state = {name: {"x": torch.ones(64, 300)} for name in ("model", "optimizer")}
     write(slot, a_state())
-    draft = Draft(state, {}, lambda tensor: True, watch=True)
+    draft = SlotDraft(state, {}, lambda tensor: True, watch=True)
     changed = state[part]["x"].data if by_data else state[part]["x"]
     changed[3, 5:] *= 0.9
     writer = SlotWriter(slot)
     with pytest.raises(TornSnapshotError, match=f"The script changed {part}/x while"):
         writer.write(draft, sequence=2, round=1, step=2, training=0)
     assert slot.header() is None
-    again = Draft(state, {}, lambda tensor: True, watch=True)
+    again = SlotDraft(state, {}, lambda tensor: True, watch=True)
     writer.write(again, sequence=3, round=1, step=3, training=0)
     writer.close()
     header = slot.header()
@@ -233,7 +233,7 @@ def test_what_cannot_be_watched_is_cloned() -> None:
         "odd": torch.zeros(99_999, dtype=torch.uint8),
         "watched": torch.zeros(300, 300),
     }
-    draft = Draft(state, {}, lambda tensor: True, watch=True)
+    draft = SlotDraft(state, {}, lambda tensor: True, watch=True)
     assert list(draft.watched) == ["watched"]
     shared = [name for name, value in state.items() if draft.tensors[name].data_ptr() == value.data_ptr()]
     assert shared == ["watched"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_launch.snapshot.memory import Draft, SlotWriter, read_state
-from elastic_launch.snapshot.slot import Slot
-from elastic_launch.snapshot.staging import PIECE, mark
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_state
+from elastic_launch.snapshot.memory.staging import PIECE, mark
 
 
 def test_what_is_not_on_a_gpu_waits_for_none() -> None:
@@ -30,7 +30,7 @@ def test_a_snapshot_has_what_was_on_the_gpu_when_it_was_taken() -> None:
             "none": torch.empty(0, device="cuda"),
             "here": torch.arange(5),
         }
-        draft = Draft(state, {}, lambda tensor: tensor.numel() > 1)
+        draft = SlotDraft(state, {}, lambda tensor: tensor.numel() > 1)
         state["changes"].fill_(99.0)
         writer.write(draft, sequence=number + 1, round=1, step=number + 1, training=0)
         header = slot.header()

@@ -27,12 +27,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from snapshot_helpers import same
 
-from elastic_launch.snapshot import UnsupportedStateError, load, state_sha256, tensorfile, tree, write
-from elastic_launch.snapshot.dtypes import DTYPES
+from elastic_launch.snapshot import UnsupportedStateError, load, state_sha256, write
 from elastic_launch.snapshot.errors import MalformedError
-from elastic_launch.snapshot.files import write_all
-from elastic_launch.snapshot.manifest import parse_json
-from elastic_launch.snapshot.small import READERS, UnknownMember
+from elastic_launch.snapshot.format import tensor_file as tensorfile
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.dtypes import DTYPES
+from elastic_launch.snapshot.format.files import write_all
+from elastic_launch.snapshot.format.manifest import parse_json
+from elastic_launch.snapshot.format.small_values import READERS, UnknownMember
 
 
 def through_the_format(state: Any) -> Any:
@@ -425,7 +427,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 
 def test_more_json_than_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_launch.snapshot.saving.MAX_STATE_BYTES", 100)
+    monkeypatch.setattr("elastic_launch.snapshot.storage.saving.MAX_STATE_BYTES", 100)
     with pytest.raises(UnsupportedStateError, match="into tensors"):
         write(tmp_path, list(range(100)), step=1, round=0)
 

@@ -19,9 +19,10 @@ from snapshot_helpers import refuse, same, start_threads_of_fsspec, state_of
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import owner, remote, saving
-from elastic_launch.snapshot.place import Url, place
-from elastic_launch.training.checkpoint import Checkpoint
+from elastic_launch.snapshot.location import Url, place
+from elastic_launch.snapshot.storage import owner, saving
+from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -256,7 +257,7 @@ def test_a_url_that_cannot_work_is_refused_with_what_to_do(given: str | Path, me
 
 def test_plain_paths_need_no_fsspec_and_copies_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from elastic_launch.snapshot.saving import write_parts, prune; "
+        "import sys; from elastic_launch.snapshot.storage.saving import write_parts, prune; "
         f"write_parts({str(tmp_path)!r}, [b''], b'{{}}', {{}}, step=1, round=1); prune({str(tmp_path)!r}, 1, 1); "
         "print([name for name in ('fsspec', 'torch') if name in sys.modules])"
     )

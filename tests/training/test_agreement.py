@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import elastic_launch as el
-from elastic_launch.training.agreement import NOTHING, Agreement, Wishes
+from elastic_launch.training.ranks.agreement import NOTHING, Agreement, Wishes
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 from elastic_launch.training.stopping import Stop
-from elastic_launch.training.world import World
 
 
 class Late:

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
-from elastic_launch.training.buffers import BY_VALUE, Buffers
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.data.loader import ElasticLoader
+from elastic_launch.training.gradients.buffers import BY_VALUE, Buffers
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 INPUTS = torch.arange(24.0).reshape(12, 2)
 INFINITE = float("inf")

@@ -20,8 +20,8 @@ import pytest
 from harness import SCRIPTS, Agent, Job, wait_for
 
 from elastic_launch import snapshot
-from elastic_launch.snapshot.files import FileSum
-from elastic_launch.snapshot.manifest import MANIFEST, STATE, TENSORS, Manifest
+from elastic_launch.snapshot.format.files import FileSum
+from elastic_launch.snapshot.format.manifest import MANIFEST, STATE, TENSORS, Manifest
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SHORT = ["--epochs", "1", "--exact"]  # 23 steps

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.training.checkpoint import Checkpoint
-from elastic_launch.training.world import World
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.ranks.world import World
 
 
 def test_steps_count_from_the_last_save_and_not_from_the_fault(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
-from elastic_launch.training.generators import own_generators
+from elastic_launch.training.data.generators import own_generators
 
 RNG = np.random.default_rng(0)
 SHARED = torch.Generator()

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 DATA = [(torch.ones(2), torch.ones(1)) for _ in range(8)]
 

@@ -18,10 +18,10 @@ from torch import nn
 import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch.snapshot import newest
-from elastic_launch.snapshot.slot import Slot
+from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.loader import ElasticLoader, FunctionLoader
+from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader
 from elastic_launch.training.randomness import drop_second_normal, seeded
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from elastic_launch.training.means import MOST_CARGO, MeanTable, cargo_size
+from elastic_launch.training.gradients.means import MOST_CARGO, MeanTable, cargo_size
 
 VALUES = [0.1, -0.0, math.inf, math.nan, -5e-324]
 

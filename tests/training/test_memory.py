@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_launch.training.memory import settled
+from elastic_launch.training.checkpoints.memory import settled
 
 
 def test_parameters_and_the_optimizers_state_stay_until_its_step_and_nothing_else_does() -> None:

@@ -20,14 +20,17 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch import snapshot
-from elastic_launch.snapshot import files, owner, stall, storage
-from elastic_launch.snapshot.memory import Draft, SlotWriter
-from elastic_launch.snapshot.slot import Slot
-from elastic_launch.training import checkpoint as checkpoints
-from elastic_launch.training.branches import Branch, following, within
+from elastic_launch.snapshot import stall
+from elastic_launch.snapshot.format import files
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
+from elastic_launch.snapshot.storage import owner
+from elastic_launch.snapshot.storage import url_storage as storage
+from elastic_launch.training.checkpoints import checkpoint as checkpoints
+from elastic_launch.training.checkpoints.branches import Branch, following, within
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 RUN = "this run"
 
@@ -44,7 +47,7 @@ class Node:
         model = nn.Linear(2, 2)
         writer = SlotWriter(self.slots[0])
         meta = {"identity": {}, "worlds": [1], "branch": (branch or Branch(round, 0, 1)).meta(RUN)}
-        draft = Draft({"model": model.state_dict()}, meta, lambda tensor: True)
+        draft = SlotDraft({"model": model.state_dict()}, meta, lambda tensor: True)
         writer.write(draft, sequence=1, round=round, step=step, training=0)
         writer.close()
 
@@ -248,7 +251,7 @@ def test_what_an_earlier_run_has_saved_is_no_save_of_this_one(
     def refused(*arguments: object, **options: object) -> None:
         raise snapshot.CheckpointWriteError(f"Could not write a checkpoint in {node.directory}: no.")
 
-    monkeypatch.setattr("elastic_launch.snapshot.background.write", refused)
+    monkeypatch.setattr("elastic_launch.snapshot.storage.background.write", refused)
     saving = el.Checkpoint(node.directory, every=1)
     assert saving.has_newer(World(round=2), (51, 20)) is False
     saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0))

@@ -11,8 +11,8 @@ import torch
 from harness import SCRIPTS, Job
 
 from elastic_launch import snapshot
-from elastic_launch.snapshot import copies as copies_module
-from elastic_launch.snapshot.copies import CopiedFiles, Copies
+from elastic_launch.snapshot.storage import shared_copies as copies_module
+from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies
 
 SCRIPT = str(SCRIPTS / "reading.py")
 STATE = {"weights": torch.arange(5000.0), "list": [torch.zeros(3, dtype=torch.bool), 7]}

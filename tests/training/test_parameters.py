@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
-from elastic_launch.training.buckets import BucketedReduction
-from elastic_launch.training.reduction import ExactReduction
+from elastic_launch.training.gradients.buckets import BucketedReduction
+from elastic_launch.training.gradients.reduction import ExactReduction
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import NonFiniteLossError
-from elastic_launch.training.world import World
 
 SCRIPT = str(SCRIPTS / "parameters.py")
 

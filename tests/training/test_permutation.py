@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.permutation import LONGEST, Permutation, uniform
+from elastic_launch.training.data.permutation import LONGEST, Permutation, uniform
 
 ORDER = [159, 379, 858, 538, 419, 499]
 NUMBERS = [0.3094389534224846, 0.8632127395040796, 0.3772045407666397]

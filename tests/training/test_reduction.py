@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.reduction import ExactReduction
-from elastic_launch.training.tree import fold
+from elastic_launch.training.gradients.reduction import ExactReduction
+from elastic_launch.training.gradients.tree import fold
 
 
 def _tree_sum(values: list[Tensor]) -> Tensor:

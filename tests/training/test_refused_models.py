@@ -11,8 +11,8 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 REFUSED = str(SCRIPTS / "guards" / "refused.py")
 

@@ -13,12 +13,13 @@ from harness import SCRIPTS, Job
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
-from elastic_launch.training import checksum, saving
-from elastic_launch.training.checksum import checksums, combined
-from elastic_launch.training.memory import Newest
-from elastic_launch.training.replicas import replicated
-from elastic_launch.training.state import TrainingState
-from elastic_launch.training.world import World
+from elastic_launch.training.checkpoints import saving
+from elastic_launch.training.checkpoints.memory import Newest
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.ranks import checksum
+from elastic_launch.training.ranks.checksum import checksums, combined
+from elastic_launch.training.ranks.replicas import replicated
+from elastic_launch.training.ranks.world import World
 
 SCRIPT = str(SCRIPTS / "differing.py")
 LARGE = checksum._CHUNK * 2 + 5

@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.small import UnknownMember
-from elastic_launch.training.matching import differences
+from elastic_launch.snapshot.format.small_values import UnknownMember
+from elastic_launch.training.checkpoints.matching import differences
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.state import TrainingState
-from elastic_launch.training.world import World
 
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 FIRST_FORMAT = Path(__file__).parent / "data" / "first_format"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_launch.training.rhythm import SHARE, Cost, Rhythm
+from elastic_launch.training.checkpoints.snapshot_interval import SHARE, Cost, Rhythm
 
 seconds = st.floats(1e-4, 100)
 

@@ -17,8 +17,8 @@ import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch.snapshot import newest
 from elastic_launch.training.link import LONGEST_ERROR, AgentLink
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 
 class Asking:

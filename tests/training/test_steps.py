@@ -14,12 +14,12 @@ from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
-from elastic_launch.training.checkpoint import weights_sha256
-from elastic_launch.training.gradients import Gradients, check_model
-from elastic_launch.training.loader import ElasticLoader
+from elastic_launch.training.checkpoints.checkpoint import weights_sha256
+from elastic_launch.training.data.loader import ElasticLoader
+from elastic_launch.training.gradients.accumulation import Gradients, check_model
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import NonFiniteLossError, Step
-from elastic_launch.training.world import World
 
 INPUTS = torch.randn(22, 3, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(22, 1, generator=torch.Generator().manual_seed(2))

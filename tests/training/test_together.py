@@ -20,8 +20,8 @@ from torch.nn.functional import softplus
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 ALTERNATING = str(SCRIPTS / "guards" / "alternating.py")
 REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 GENERATOR = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(44, 6, generator=GENERATOR)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_launch.batch import slice_of
-from elastic_launch.training.tree import fold, joins, segments
+from elastic_launch.training.gradients.tree import fold, joins, segments
 
 
 def _join(left: str, right: str) -> str:

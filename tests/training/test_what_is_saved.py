@@ -14,9 +14,9 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.snapshot import UnsupportedStateError
-from elastic_launch.training.checkpoint import _copied
+from elastic_launch.training.checkpoints.checkpoint import _copied
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.world import World
 
 DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 Best = namedtuple("Best", "step loss")

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.durations import Interval, total_steps
-from elastic_launch.training.world import World
+from elastic_launch.training.ranks.world import World
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm_processes import WAYS, Ended, Starter, both_ways, config_for, write
 
-from elastic_agents.sessions import kill_sessions, reap_orphans
+from elastic_agents.workers.sessions import kill_sessions, reap_orphans
 
 AT_ONCE = "import os\nclass Drained(SystemExit):\n    at_once = True"
 
@@ -106,7 +106,7 @@ sys.stdout = A()""",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
     "source": "import inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))",
     "own import": "import sys, __main__\nprint(__main__ is sys.modules['__main__'], __main__.__dict__ is globals())",
-    "no agent": "import elastic_agents.guard as g, sys\nprint(g.__name__, 'elastic_agents.warm' in sys.modules)",
+    "no agent": "import elastic_agents.inbox as g, sys\nprint(g.__name__, 'elastic_agents.warm' in sys.modules)",
     "standard input": "import sys\nprint(repr(sys.stdin.read()))",
     "subprocess": "import subprocess as s, sys\nprint(s.check_output([sys.executable, '-c', 'print(1)']))",
     "fork": "import os\npid = os.fork()\nif pid == 0:\n    os._exit(9)\nprint(os.waitpid(pid, 0)[1])",

@@ -15,8 +15,8 @@ import pytest
 from harness import alive, wait_for
 from warm_processes import Starter, config_for, warm_starter, write
 
-from elastic_agents.processes import StartRequest
 from elastic_agents.warm.processes import WarmProcesses
+from elastic_agents.workers.processes import StartRequest
 
 FORKED = "import sys, os\nprint(int('yaml' in sys.modules))"
 LOADED = "print('yaml' in sys.modules, 'odd' in sys.modules)"
@@ -476,7 +476,7 @@ def test_a_name_that_is_not_there_costs_nothing(tmp_path: Path, caplog: pytest.L
 
 
 def test_dead_orphans_are_reaped_while_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agents.processes.SWEEP_EVERY", 0.05)
+    monkeypatch.setattr("elastic_agents.workers.processes.SWEEP_EVERY", 0.05)
     text = "import os, subprocess, time\nos.system('sleep 0.01 &')\nos.system('sleep 0.01 &')\ntime.sleep(0.5)\n"
     text += f"open({str(tmp_path / 'died')!r}, 'w').close()\ntime.sleep(60)"
     script = write(tmp_path, "script.py", text)

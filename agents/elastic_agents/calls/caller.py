@@ -24,9 +24,9 @@ from elastic_agents.calls.forking import fork_agent
 from elastic_agents.calls.function import ForkedCall
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
-from elastic_launch.config import LaunchConfig
-from elastic_launch.descriptors import given_limit
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.error_file import ENV_ERROR_FILE
+from elastic_launch.system.descriptors import given_limit
 
 __all__ = ["Ended", "run_agent"]
 

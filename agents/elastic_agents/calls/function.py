@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_agents.calls.worker import HEADER
 from elastic_agents.warm.server import entered
-from elastic_launch.config import Command
+from elastic_launch.config.launch_config import Command
 
 __all__ = ["ForkedCall", "FunctionCall", "Results", "name_of"]
 

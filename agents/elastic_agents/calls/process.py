@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_agents.calls.metrics import Meter, MetricPipe
 from elastic_agents.warm.fork_bootstrap import Bootstrap, ForkedServer, ServerLink
-from elastic_launch.config import LaunchConfig
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
-from elastic_launch.events import Event
-from elastic_launch.process import exiting
+from elastic_launch.events.types import Event
 from elastic_launch.secret import Token
+from elastic_launch.system.program import exiting
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult

@@ -1,17 +1,19 @@
-"""Notices: what tells a node, some seconds ahead, that it is to go.
+"""Preemption notices: what tells a node, some seconds ahead, that it will be taken away.
 
-``notice``   what a notice is, and how times of documents are read
-``http``     one bounded request to a metadata service
-``aws``, ``gcp``, ``azure``   documents of the clouds, and who asks for them
-``local``    a file that appears, the end of a Slurm job
-``auto``     where this node is
-``watch``    a thread for each source
+``types``  a notice, the interface of a source, and times in documents
+``watch``  which sources are watched, and a thread for each
+``auto``   detects the cloud that this node is in
+``aws``    EC2's instance metadata
+``gcp``    Compute Engine's metadata server
+``azure``  Azure's Scheduled Events
+``local``  a file that appears, the end of a Slurm job
+``http``   one bounded request to a metadata service
 
-What a document means is decided by pure functions, which raise :class:`~elastic_agents.notices.notice.Trouble` on what
+What a document means is decided by pure functions, which raise :class:`~elastic_agents.notices.types.Trouble` on what
 the protocol does not know; a source that is in trouble says so once, and never harms the run.
 """
 
-from elastic_agents.notices.notice import Notice, Source, Trouble
-from elastic_agents.notices.watch import Watch, watching
+from elastic_agents.notices.types import Notice, Source, Trouble
+from elastic_agents.notices.watch import NoticeWatch, watching
 
-__all__ = ["Notice", "Source", "Trouble", "Watch", "watching"]
+__all__ = ["Notice", "NoticeWatch", "Source", "Trouble", "watching"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
-from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 
 __all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled"]
 

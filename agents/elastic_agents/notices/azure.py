@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.notice import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 
 __all__ = ["Azure", "events"]
 

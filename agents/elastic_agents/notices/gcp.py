@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.notice import Notice, Trouble
+from elastic_agents.notices.types import Notice, Trouble
 
 __all__ = ["Gcp", "maintenance", "preempted"]
 

@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic_agents.notices.notice import Trouble
+from elastic_agents.notices.types import Trouble
 
 __all__ = ["LIMIT", "LINK_LOCAL", "Http", "Reply", "Unanswered"]
 

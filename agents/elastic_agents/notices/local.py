@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic_agents.notices.notice import Notice, Trouble
+from elastic_agents.notices.types import Notice, Trouble
 
 __all__ = ["File", "Slurm", "seconds_in"]
 
 LONGEST = 1e6
-"""Seconds; see :data:`elastic_launch.config.LONGEST_WAIT`."""
+"""Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 
 AHEAD = 60.0
 """Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and after KillWait SIGKILL."""

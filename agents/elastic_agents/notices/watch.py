@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_agents.notices.auto import cloud_of, read_dmi
-from elastic_agents.notices.notice import Notice, Source, Trouble
-from elastic_launch.notice_sources import NoticeSource
-from elastic_launch.threads import ThreadDied, VitalThread
+from elastic_agents.notices.types import Notice, Source, Trouble
+from elastic_launch.config.notice_sources import NoticeSource
+from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["Watch", "sources_of", "watching"]
+__all__ = ["NoticeWatch", "sources_of", "watching"]
 
 _log = logging.getLogger("elastic_launch.notices")
 
@@ -21,7 +21,7 @@ REMEMBERED = 20
 """Troubles, notices that make nobody leave, and such that do, that are told of one source."""
 
 
-class Watch:
+class NoticeWatch:
     """Asks each source in a thread of its own, and puts what is new into an inbox.
 
     Args:
@@ -36,7 +36,7 @@ class Watch:
             VitalThread(self._run, f"notices-{source.name}", (source,), owner=_lost) for source in self._sources
         ]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> NoticeWatch:
         for thread in self._threads:
             thread.start()
         return self
@@ -163,6 +163,6 @@ def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Ma
             yield File(one.path)
 
 
-def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> Watch:
+def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> NoticeWatch:
     """Return what watches the sources once it is entered."""
-    return Watch(sources_of(wanted, os.environ), put)
+    return NoticeWatch(sources_of(wanted, os.environ), put)

@@ -28,8 +28,8 @@ TORCH = (
 OURS = (
     "elastic_launch.training.trainer",
     "elastic_launch.training.session",
-    "elastic_launch.training.checkpoint",
-    "elastic_launch.training.loader",
+    "elastic_launch.training.checkpoints.checkpoint",
+    "elastic_launch.training.data.loader",
     "elastic_launch.training.dist",
 )
 """What ``elastic_launch`` loads on first use."""

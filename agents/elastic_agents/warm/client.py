@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
-from elastic_agents.processes import StartRequest
-from elastic_agents.sessions import kill_sessions, reap_orphans
 from elastic_agents.warm import prefork
 from elastic_agents.warm._import_watch import PER_WORKER
 from elastic_agents.warm.fork_bootstrap import ServerLink
 from elastic_agents.warm.prefork import Prefork
 from elastic_agents.warm.server import command, open_log, server_environment, server_settings
-from elastic_launch.config import LaunchConfig
-from elastic_launch.descriptors import given_limit
-from elastic_launch.threads import VitalThread
-from elastic_launch.writer import Writer
+from elastic_agents.workers.processes import StartRequest
+from elastic_agents.workers.sessions import kill_sessions, reap_orphans
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.system.descriptors import given_limit
+from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.writer_thread import Writer
 
 __all__ = ["WarmServer"]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_agents.dumpable import set_dumpable
-from elastic_agents.http_server import HttpServer, Response
+from elastic_agents.probes.http_server import HttpServer, Response
 from elastic_agents.warm._preload import Loading, Plan, plan
 from elastic_agents.warm._script_imports import Import
 from elastic_agents.warm.run_script import BLOCKED, show
@@ -309,7 +309,7 @@ def answering(listener: socket.socket) -> Iterator[None]:
     """Answer at the health port that the agent starts: that it is alive, and not ready.
 
     No thread is left to a fork. While a library is loaded no thread runs: a probe waits until then. Without room for a
-    thread or for descriptors probes are answered later, by :mod:`elastic_agents.health`.
+    thread or for descriptors probes are answered later, by :mod:`elastic_agents.probes.health`.
 
     Args:
         listener: which goes on to listen when this ends.

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 
-from elastic_agents.processes import StartRequest
+from elastic_agents.workers.processes import StartRequest
 
 __all__ = ["Prefork"]
 

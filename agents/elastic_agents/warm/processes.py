@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from elastic_agents.placing import shared_environment
-from elastic_agents.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
 from elastic_agents.warm._script_imports import differs_at_import
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.fork_bootstrap import ServerLink
 from elastic_agents.warm.server import wants_server
-from elastic_launch.config import LaunchConfig
-from elastic_launch.threads import VitalThread
-from elastic_launch.writer import Writer
+from elastic_agents.workers.placement import shared_environment
+from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.writer_thread import Writer
 
 __all__ = ["WarmProcesses", "start_processes"]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.placing import shared_environment
 from elastic_agents.warm._preload import Plan, plan
 from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
 from elastic_agents.warm.run_script import BLOCKED
 from elastic_agents.warm.server import entered, server_environment, server_settings, wants_server
-from elastic_launch.config import LaunchConfig
-from elastic_launch.notice_sources import claimed
+from elastic_agents.workers.placement import shared_environment
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.notice_sources import claimed
 
 _log = logging.getLogger("elastic_launch.warm")
 
@@ -89,7 +89,7 @@ def _gains(config: LaunchConfig) -> bool:
 
 
 def _listener(config: LaunchConfig) -> socket.socket | None:
-    from elastic_agents.health import health_listener
+    from elastic_agents.probes.health import health_listener
 
     return health_listener(config)
 

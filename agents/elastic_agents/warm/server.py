@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from elastic_launch.config import LaunchConfig
+    from elastic_launch.config.launch_config import LaunchConfig
 
 MOST_RESTARTS = 3
 

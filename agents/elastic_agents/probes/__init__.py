@@ -1,0 +1,5 @@
+"""HTTP probes of a supervisor such as the kubelet.
+
+``health``       the answers
+``http_server``  a small bounded server
+"""

@@ -1,0 +1,214 @@
+"""The agent's side of a process that copies a snapshot to durable storage; ``copying`` is the process' own.
+
+Storage may hang: a network file system whose server is gone holds a process in a call that no signal interrupts. So a
+copier is judged by its progress, however long it takes in all; one that makes none is killed, and left behind if it
+cannot be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from elastic_agents.helpers import helper_command, helper_environment
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous.wire import codec
+
+__all__ = ["Answer", "Copier"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+WARN_AFTER = 10.0
+"""Seconds without progress after which a warning names the storage."""
+
+STALL = 60.0
+"""Seconds without progress after which a copier is killed. Files are forced to the disk 64 MiB at a time."""
+
+URL_STALL = 300.0
+"""The same behind a URL, where a driver may send all of a file in one call, and tries again by itself."""
+
+KILLED_WITHIN = 5.0
+"""Seconds within which a process that is killed ends, unless the kernel holds it."""
+
+_TURN = 1.0  # Seconds
+_MOST_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a copy ended, see ``elastic_launch.contract.Copied``.
+
+    Attributes:
+        final: whether it is of no use to try again.
+        pruning: the checkpoint is there, and old ones are being removed: another answer follows.
+    """
+
+    path: str = ""
+    digest: str = ""
+    bytes: int = 0
+    error: str = ""
+    hint: str = ""
+    seconds: float = 0.0
+    final: bool = False
+    pruning: bool = False
+
+
+class Copier:
+    """One process, started at once.
+
+    Args:
+        order: what to copy, see ``copying``.
+        descriptors: that it inherits.
+        url: whether the storage is behind a URL.
+        stderr: opens a descriptor for what it says; None: it says it where this process does.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+
+    _left: ClassVar[list[subprocess.Popen[bytes]]] = []
+    """Processes that could not be killed; they are reaped when the kernel lets go of them."""
+
+    def __init__(
+        self,
+        order: Mapping[str, object],
+        descriptors: tuple[int, ...],
+        *,
+        url: bool,
+        stderr: Callable[[], int] | None = None,
+    ) -> None:
+        Copier._left[:] = [process for process in Copier._left if process.poll() is None]
+        code = "from elastic_agents.priority import give_way; give_way(); "  # before imports, which take long
+        code += "from elastic_agents.snapshots.copying import main; main()"
+        said = None if stderr is None else stderr()
+        try:
+            self._process = subprocess.Popen(
+                helper_command(code, json.dumps(order)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=helper_environment(),
+            )
+        finally:
+            if said is not None:
+                os.close(said)
+        self._directory = str(order["directory"])
+        self._stall = URL_STALL if url else STALL
+        self._pending = b""
+        self._begun = False
+        self._given_up = False
+
+    def kill(self) -> None:
+        """Have :meth:`hear_out` return soon, also if the kernel holds the process; from any thread."""
+        self._given_up = True
+        self._process.kill()
+
+    def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
+        """Wait until the process has copied, has failed, or makes no progress; it has ended then, or is left behind.
+
+        Args:
+            may_commit: asked before the copy appears.
+            progress: called now and then while the copy makes progress.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            return self._hear_out(may_commit, progress)
+        finally:
+            self._process.kill()  # what has answered ends anyway
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+            self._reap()
+
+    def _hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
+        there = Answer()
+        while True:
+            line = self._line()
+            if line is None:
+                error, hint = self._stalled()
+                return replace(there, error=error, hint=hint)
+            if line == b"progress\n":
+                progress()
+            elif line == b"ready\n":
+                self._say(b"yes\n" if may_commit() else b"no\n")
+            else:
+                answer = self._understood(line, there)
+                if not answer.pruning:
+                    return answer
+                there = replace(answer, pruning=False)
+
+    def _stalled(self) -> tuple[str, str]:
+        if not self._begun:
+            error = f"The process that copies to {self._directory} has not begun within {self._stall:g} s."
+            return error, "Look for what keeps the machine busy."
+        error = f"{self._directory} does not respond: the copy made no progress for {self._stall:g} s."
+        return error, "Check the file system or the service that holds it."
+
+    def _understood(self, line: bytes, there: Answer) -> Answer:
+        with suppress(ProtocolError):
+            return codec.decode(Answer, codec.loads(line))
+        if line:
+            how = f"said {line[:80].decode(errors='replace')!r}, which is not for it to say"
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILLED_WITHIN)
+            how = f"ended with {self._process.returncode}"
+        return replace(there, error=f"The process that copies it {how}.")
+
+    def _line(self) -> bytes | None:
+        """Return the next line, what there is of it at the end, or None if the process makes no progress."""
+        assert self._process.stdout is not None
+        source = self._process.stdout.fileno()
+        silent, warned = 0.0, False
+        with selectors.DefaultSelector() as selector:
+            selector.register(source, selectors.EVENT_READ)
+            while b"\n" not in self._pending and len(self._pending) < _MOST_BYTES:
+                if silent >= self._stall or self._given_up:
+                    return None
+                if not warned and silent >= WARN_AFTER:
+                    warned = True
+                    text = "%s does not respond: a copy has made no progress for %g s"
+                    if not self._begun:  # a busy machine, and the storage is not to blame
+                        text = "the process that copies to %s has not begun after %g s"
+                    text += "; after %g s another one is tried"
+                    _log.warning(text, self._directory, WARN_AFTER, self._stall)
+                began = time.monotonic()
+                if not selector.select(min(_TURN, self._stall - silent)):
+                    # An agent that was itself frozen has not heard what the process has said meanwhile.
+                    silent += min(time.monotonic() - began, 2 * _TURN)
+                    continue
+                if not (data := os.read(source, _MOST_BYTES)):
+                    break
+                self._pending += data
+        if warned:
+            _log.info("%s responds again" if self._begun else "the process that copies to %s begins", self._directory)
+        self._begun = True
+        line, end, self._pending = self._pending.partition(b"\n")
+        return line + end
+
+    def _say(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            # Past the buffer: what stays there would break the pipe once more as it is closed.
+            os.write(self._process.stdin.fileno(), word)
+        except BrokenPipeError:
+            _log.debug("the copier is gone")
+
+    def _reap(self) -> None:
+        try:
+            self._process.wait(_TURN if self._given_up else KILLED_WITHIN)
+        except subprocess.TimeoutExpired:
+            text = "process %d, which copies to %s, cannot be killed: the kernel holds it, and it is left behind"
+            _log.warning(text, self._process.pid, self._directory)
+            Copier._left.append(self._process)

@@ -1,0 +1,82 @@
+"""Where the state of a node's training is: what its workers and its copier have reported of durable storage."""
+
+from __future__ import annotations
+
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_agents.step_timer import StepTimer
+from elastic_launch.contract import Copied
+from elastic_launch.events.types import counted
+
+__all__ = ["DurableState"]
+
+
+class DurableState:
+    """What is in durable storage, as far as this node knows.
+
+    Args:
+        keeper: copies what is in memory.
+        pace: how far the workers are.
+    """
+
+    def __init__(self, keeper: SnapshotStore, pace: StepTimer) -> None:
+        self._keeper = keeper
+        self._pace = pace
+        self._saved: int | None = None  # step of the last checkpoint that the workers have reported
+        self._unsaved = ""  # why their last one could not be written
+        self._kept: Copied | None = None  # the last copy that is in durable storage
+
+    def begin(self) -> None:
+        """Workers of another round begin."""
+        self._saved, self._unsaved = None, ""
+
+    def copied(self, copied: Copied) -> None:
+        """A copy is in durable storage. Called from the keeper's thread."""
+        self._kept = copied
+
+    def reported(self, step: int, error: str) -> bool:
+        """A worker of the round has told of a checkpoint: of one that it has written, or of a copy of its agent's.
+
+        Returns:
+            whether it is one that it has written.
+        """
+        self._saved, self._unsaved = self._saved if error else step, error
+        if error or (self._kept is not None and self._kept.step == step):
+            return False
+        self._kept = None
+        return True
+
+    def has(self, step: int) -> bool:
+        """Whether the state after a step of the present round is in durable storage."""
+        return self._saved == step or self._keeper.has_saved(step)
+
+    def why_not(self, *, writes: bool) -> str:
+        """Return why what this node was to save is not; empty if nothing was.
+
+        Args:
+            writes: whether the round's first worker is here, which saves if any does.
+        """
+        if self._keeper.failed or self._unsaved:
+            return self._keeper.failed or self._unsaved
+        if not self._keeper.idle:
+            return "there was no time left"
+        return "the script saves no checkpoints" if writes and not self._keeper.saves else ""
+
+    def where(self, *, others: bool) -> str:
+        """Return where the state is that the node of the round's first worker ends with; empty if that is not known.
+
+        Args:
+            others: whether other nodes go on, and may save.
+        """
+        number, step = self._pace.reached
+        if not number:
+            return ""
+        saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
+        if saved is None and others:
+            return ""
+        if saved is None:
+            return f"nothing is saved, {counted(step, 'step')} lost: {self.why_not(writes=True)}"
+        place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
+        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
+        if self._keeper.failed or self._unsaved:  # another run may have taken the place, and removed it
+            return f"step {saved} was the last to be saved{place}{lost}"
+        return f"step {saved} is saved{place}{lost}"

@@ -1,0 +1,408 @@
+"""Keeps the snapshots of a node: in slots, which outlive its workers, and, by copies, in durable storage."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from elastic_agents.snapshots.copier import Answer, Copier
+from elastic_agents.snapshots.slots import HeldSlot, SlotTable
+from elastic_agents.snapshots.transfer import TransferClient, TransferServer
+from elastic_launch.contract import SLOTS, Copied, Copying, Fetched, Save, Slots, Stored
+from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
+from elastic_launch.snapshot.location import Url, place
+from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["SnapshotStore"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+ATTEMPTS = 4
+"""Times that a copy is tried before its error is told."""
+
+PAUSE = 0.5
+"""Seconds before the second attempt; doubled before each further one."""
+
+COPYING_EVERY = 10.0
+"""Seconds after which workers are told again that a copy goes on."""
+
+CATCH_UP = 60.0
+"""Seconds for which a copy that comes late waits for the next snapshot that is taken to be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be copied: the newest snapshot or, if it is this one, by several nodes, this one's share."""
+
+    directory: str
+    keep: int
+    owner: str
+    sequence: int = 0
+    shares: int = 1
+    share: int = 0
+    nonce: str = ""
+    last: bool = False  # at the end: not if it is there already, or something newer
+
+
+class SnapshotStore:
+    """The snapshots of one node, through all rounds; its thread copies one at a time, the newest there is.
+
+    Before a snapshot is taken to be copied the workers compare their states, and not before others. So a node that was
+    too busy for it, and has a newer one by now, asks its workers for another; where there are none, the newest is
+    copied, and its meta tells that it was not compared. What several nodes copy together is always the very snapshot
+    that was to be copied; those behind the first node let it be if they are late.
+
+    Args:
+        may_commit: whether this node is still a member of the run; asked, from any thread, before a copy appears.
+        tell: called from the thread with how a copy ended, or None if there was nothing to copy; that one goes on; or
+            with what to ask of the workers. Returns whether any were there to be told.
+        stderr: opens what the copies' processes write to; None: they write to this process' own.
+    """
+
+    def __init__(
+        self,
+        may_commit: Callable[[], bool],
+        tell: Callable[[Copied | Copying | Save | None], bool],
+        stderr: Callable[[], int] | None = None,
+    ) -> None:
+        self._may_commit = may_commit
+        self._stderr = stderr
+        self._tell = tell
+        self._book = SlotTable()
+        self._slots: list[Slot] = []
+        self._changed = threading.Condition()
+        self._target: _Order | None = None
+        self._order: _Order | None = None
+        self._copied = 0
+        self._given_up = 0  # that could not be copied, after all attempts
+        self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
+        self._busy = False
+        self._reading = False  # what is pinned is being copied
+        self._closing = False
+        self._ended = False  # of the thread
+        self._copier: Copier | None = None
+        self._next_word = 0.0
+        self._server: TransferServer | None = None
+        self._fetch: TransferClient | None = None
+        self._thread = VitalThread(self._run, "copier")
+        self.failed = ""
+        """Why the last copy failed, and what to do; empty if it did not."""
+
+    def start(self) -> None:
+        """Make the slots; empty, they take no memory.
+
+        Raises:
+            OSError: if there are no descriptors left.
+        """
+        for number in range(SLOTS):
+            self._slots.append(Slot.make(f"elastic-launch-slot-{number}"))
+        self._thread.start()
+
+    def offer(self) -> tuple[Slots, list[int]]:
+        """Return what a worker is told of the slots, and their descriptors."""
+        with self._changed:
+            self._look()
+            descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
+            use = -1 if self._fetch is not None else self._book.use
+            return Slots(len(self._slots), use, self._book.sequence, self._fetch is not None), descriptors
+
+    def stored(self, stored: Stored) -> int:
+        """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
+        with self._changed:
+            self._book.stored(HeldSlot(stored.slot, stored.sequence, stored.step, stored.round))
+            order = _Order(stored.directory, stored.keep, stored.owner)
+            self._target = order if stored.directory and not stored.share else None
+            if stored.durable and stored.directory:
+                order = replace(order, sequence=stored.sequence, shares=stored.shares)
+                self._order = replace(order, share=stored.share, nonce=stored.nonce)
+                if not self._reading:
+                    self._book.pin()
+                self._changed.notify_all()
+            return self._book.use
+
+    def may_commit(self) -> bool:
+        """Whether a checkpoint that a worker has written itself, for want of memory, may appear; from any thread."""
+        return self._may_commit()
+
+    def secure(self) -> None:
+        """Have the newest snapshot copied if it was not: the run ends, and its memory with it."""
+        with self._changed:
+            self._look()
+            newest = self._book.newest
+            if newest is None or self._target is None:
+                return
+            header = self._slots[newest.slot].header()
+            there = header is not None and header.sequence == newest.sequence
+            under_way = self._order is not None or (self._busy and self._book.pinned == newest)
+            if there and newest.sequence > max(self._copied, self._given_up) and not under_way:
+                self._order = replace(self._target, last=True)
+                self._changed.notify_all()
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the newest snapshot is of that step, and in durable storage."""
+        with self._changed:
+            newest = self._book.newest
+            return newest is not None and newest.step == step and newest.sequence == self._copied
+
+    @property
+    def saves(self) -> bool:
+        """Whether this node is to copy snapshots to durable storage."""
+        with self._changed:
+            return self._target is not None
+
+    @property
+    def newest(self) -> HeldSlot | None:
+        """The newest snapshot."""
+        with self._changed:
+            self._look()
+            return self._book.newest
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be copied, and nobody fetches what is served."""
+        served = self._server is not None and self._server.busy
+        with self._changed:
+            return self._at_rest and not served
+
+    @property
+    def _at_rest(self) -> bool:
+        return self._order is None and not self._busy
+
+    def serve(self, listener: socket.socket, key: bytes | None) -> int:
+        """Serve the newest snapshot to other nodes from now on; no worker writes any more. Return the port.
+
+        Args:
+            listener: taken over.
+            key: of the connections; None without a token.
+        """
+        newest = self.newest
+        assert newest is not None
+        self._server = TransferServer(listener, self._slots[newest.slot], key, self._rests)
+        return self._server.port
+
+    def fetch(self, sources: Sequence[SnapshotSource], key: bytes | None, tell: Callable[[Fetched], None]) -> None:
+        """Begin to fetch a snapshot that no member of the round has; without sources, end what was begun.
+
+        Args:
+            tell: called from a thread with what workers are to know when it is there, or is not to be had.
+        """
+        with self._changed:
+            before, newest = self._fetch, self._book.newest
+            wanted = [x for x in sources if newest is None or (x.round, x.step) > (newest.round, newest.step)]
+            if before is not None and before.sources == tuple(wanted) and not before.cancelled:
+                return
+            if before is not None:
+                before.cancel()
+            if not wanted:
+                return
+            slot = self._book.use
+
+            def done(header: Header | None) -> None:
+                self._fetched(slot, fetch, header, tell)
+
+            fetch = self._fetch = TransferClient(wanted, self._slots[slot], self._book.sequence + 1, key, done, before)
+            try:
+                fetch.start()
+            except RuntimeError as error:  # no more threads; workers restore from what they find
+                self._fetch = None
+                _log.warning("the newest snapshot is not fetched: %s", error)
+
+    def _fetched(
+        self, slot: int, fetch: TransferClient, header: Header | None, tell: Callable[[Fetched], None]
+    ) -> None:
+        with self._changed:
+            if self._fetch is not fetch:
+                return  # another one follows it, into the same slot
+            self._fetch = None
+            if header is not None:
+                self._book.stored(HeldSlot(slot, header.sequence, header.step, header.round))
+            fetched = Fetched(self._book.use, self._book.sequence)
+        tell(fetched)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until nothing is to be copied; whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._at_rest or self._ended, timeout) and self._at_rest
+
+    def close(self) -> None:
+        """Give up what is not copied yet, and free the memory."""
+        with self._changed:
+            self._closing = True
+            if self._copier is not None:
+                self._copier.kill()
+            self._changed.notify_all()
+            fetch = self._fetch
+        if fetch is not None:
+            fetch.cancel()
+            fetch.join()
+        if self._server is not None:
+            self._server.close()
+        if self._thread.ident is not None:
+            self._thread.join(10)
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.close()
+
+    def _rests(self) -> None:
+        self._tell(None)
+
+    def _look(self) -> None:
+        """Take note of what workers have not told.
+
+        A snapshot is whole well before it is spoken of. They drop one without a word if ranks were found to differ.
+        """
+        found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
+        self._book.seen(HeldSlot(number, header.sequence, header.step, header.round) for header, number in found)
+
+    def _run(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _copy_all(self) -> None:
+        while (order := self._next()) is not None:
+            order = self._caught_up(order)
+            copied = self._copy(order) if not order.share else None
+            if order.share:
+                self._copy_share(order)
+            with self._changed:
+                self._let_go()
+                self._busy = False
+                closing = self._closing
+                if copied is not None and not closing:
+                    self.failed = f"{copied.error} {copied.hint}".strip()
+                self._changed.notify_all()
+            if not closing:
+                self._tell(copied)
+
+    def _next(self) -> _Order | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._closing)
+            order, self._order = self._order, None
+            self._busy = order is not None and not self._closing
+            return order if self._busy else None
+
+    def _caught_up(self, order: _Order) -> _Order:
+        """Return an order whose snapshot is still there, if there will be one."""
+        newest = self.newest
+        with self._changed:
+            if self._order is not None:
+                order, self._order = self._order, None
+            pinned = self._book.pinned
+        there = order.sequence in [held.sequence for held in (newest, pinned) if held is not None]
+        if order.share or order.last or newest is None or there:
+            return order
+        if not self._tell(Save()):
+            return order
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._closing, CATCH_UP)
+            order, self._order = self._order or order, None
+            return order
+
+    def _take(self, order: _Order) -> HeldSlot | None:
+        """Keep the snapshot of an order while it is copied, or the newest if that is gone."""
+        with self._changed:
+            if self._book.pinned is None or self._book.pinned.sequence != order.sequence:
+                self._book.pin()
+            self._reading = self._book.pinned is not None
+            return self._book.pinned
+
+    def _let_go(self) -> None:
+        """A copy has ended; what the next order is to copy stays."""
+        self._reading = False
+        pinned = self._book.pinned
+        if pinned is not None and (self._order is None or pinned.sequence != self._order.sequence):
+            self._book.unpin()
+
+    def _copy_share(self, order: _Order) -> None:
+        """Copy this node's share, once: the first node writes what does not come."""
+        held = self._take(order)
+        if held is None or held.sequence != order.sequence:
+            return
+        answer = self._ask(order, held)
+        if answer.error:
+            _log.warning("a share of the checkpoint of step %d: %s", held.step, answer.error)
+
+    def _copy(self, order: _Order) -> Copied | None:
+        """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
+        pause = PAUSE
+        for attempt in range(1, ATTEMPTS + 1):
+            order = self._caught_up(order) if attempt > 1 else order
+            held = self._take(order)
+            if held is None:
+                return None
+            together = order.shares > 1 and attempt == 1 and held.sequence == order.sequence
+            copied, final = self._copy_once(order if together else replace(order, shares=1), held)
+            with self._changed:
+                self._let_go()
+            if copied.path:
+                self._copied = held.sequence
+            if copied.path or not order.owner.startswith(" "):
+                self._took.add(order.directory)
+            if copied.path or final or attempt == ATTEMPTS or self._closing:
+                self._given_up = self._given_up if copied.path else held.sequence
+                return copied
+            _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause)
+            pause *= 2
+        return None
+
+    def _copy_once(self, order: _Order, held: HeldSlot) -> tuple[Copied, bool]:
+        """Return how it ended, and whether it is of no use to try again."""
+        answer = self._ask(order, held)
+        copied = Copied(
+            step=held.step,
+            round=held.round,
+            seconds=answer.seconds,
+            path=answer.path,
+            digest=answer.digest,
+            bytes=answer.bytes,
+            error=answer.error,
+            hint=answer.hint,
+        )
+        return copied, answer.final
+
+    def _ask(self, order: _Order, held: HeldSlot) -> Answer:
+        slot = self._slots[held.slot]
+        url = isinstance(place(order.directory), Url)
+        asked = {
+            "tensors": slot.tensors,
+            "head": slot.head,
+            "sequence": held.sequence,
+            "directory": order.directory,
+            "keep": order.keep,
+            "owner": order.owner,
+            "shares": order.shares,
+            "share": order.share,
+            "nonce": order.nonce,
+            "last": order.last,
+            # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
+            "take": order.directory not in self._took and not url,
+        }
+        with self._changed:
+            if self._closing:
+                return Answer(error="the agent ends")
+            try:
+                copier = self._copier = Copier(asked, (slot.tensors, slot.head), url=url, stderr=self._stderr)
+            except OSError as error:
+                return Answer(error=f"The process that copies it cannot be started: {error}.")
+        try:
+            return copier.hear_out(self._may_commit, self._progress)
+        finally:
+            with self._changed:
+                self._copier = None
+
+    def _progress(self) -> None:
+        """Have the workers know that a copy goes on: at the end of the training they wait for it."""
+        if time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + COPYING_EVERY
+            self._tell(Copying())

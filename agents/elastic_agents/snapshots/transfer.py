@@ -1,0 +1,399 @@
+"""Giving a snapshot to another node: from the memory of one that leaves to the first member of the next round.
+
+A connection is a link of two messages each way, with the snapshot's bytes in between (for what a token adds see
+``elastic_launch.rendezvous.wire.authentication``):
+
+    fetcher  {round, step}
+    server   {training, tensors, state, meta}: which training it is of, and sizes in bytes
+    fetcher  {}
+    server   the content of the tensor file, the state, the meta
+    server   {sha256} of that content
+
+So what was altered on the way is noticed; with a token also what was altered on purpose. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.rendezvous.wire.authentication import Channel
+from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES
+from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.room import free_memory
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["TransferClient", "TransferServer"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+IDLE = 10.0
+"""Seconds without a byte, or without the whole of a message, after which either side gives up."""
+
+SLOWEST = 512 * 1024
+"""Bytes a second with which a snapshot comes at least."""
+
+FETCHERS = 4
+"""Nodes that are served at once; a further one is closed."""
+
+STRANGERS = 32
+"""Connections at once that have not yet asked for what is served, and proven with a token that they may: each has IDLE
+for that. For a further one the oldest is closed of those from the address that has most."""
+
+_LINE = 64 * 1024
+_CHUNK = 1024 * 1024
+_MOST = 2**53  # Numbers beyond are no counts.
+_TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    training: int
+    tensors: int
+    state: int
+    meta: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Go:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    sha256: str
+
+
+class _Wire:
+    """One side of a connection: messages, and bytes between them."""
+
+    def __init__(self, sock: socket.socket, channel: Channel) -> None:
+        self._sock = sock
+        self._channel = channel
+        self._lines: list[bytes] = []
+
+    def say(self, message: object) -> None:
+        self._channel.send(codec.dumps(message) + b"\n")
+        self._flush()
+
+    def hear(self, kind: type[T], seconds: float | None = None) -> T:
+        """Return the next message; all of it, with what a token adds, has to come within the seconds, or IDLE."""
+        deadline = time.monotonic() + (IDLE if seconds is None else seconds)
+        self._flush()
+        while not self._lines:
+            self._wait(deadline)
+            data = self._sock.recv(_LINE)
+            if not data:
+                raise ProtocolError("The other side hung up.")
+            self._lines += self._channel.feed(data)
+            self._flush()
+        return codec.decode(kind, codec.loads(self._lines.pop(0)))
+
+    def send(self, part: bytes) -> None:
+        self._sock.settimeout(IDLE)
+        self._sock.sendall(part)  # all of it within that time
+
+    def receive(self, size: int) -> Iterator[memoryview]:
+        """Yield so many bytes in parts, each of which is good until the next."""
+        deadline = time.monotonic() + IDLE + size / SLOWEST
+        buffer = memoryview(bytearray(min(size, _CHUNK)))
+        while size:
+            self._wait(deadline)
+            count = self._sock.recv_into(buffer[: min(size, _CHUNK)])
+            if not count:
+                raise ProtocolError("The other side hung up before all was there.")
+            yield buffer[:count]
+            size -= count
+
+    def await_end(self) -> None:
+        """Wait until the other side hangs up: it has read all."""
+        with suppress(OSError):
+            self._sock.settimeout(IDLE)
+            self._sock.recv(1)
+
+    def _wait(self, deadline: float) -> None:
+        """Have the next call wait for IDLE at most, and no longer than until a moment."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(min(left, IDLE))
+
+    def _flush(self) -> None:
+        self._sock.settimeout(IDLE)
+        self._sock.sendall(self._channel.unsent)
+        self._channel.unsent.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection to the server; a stranger until it has asked for what is served, with proof if there is a token."""
+
+    sock: socket.socket
+    address: str
+    thread: threading.Thread | None = None
+    stranger: bool = True
+    evicted: bool = False
+
+
+class TransferServer:
+    """Serves one snapshot, which must not change, until it is closed.
+
+    Args:
+        listener: taken over.
+        key: of the connections, derived from the run's token; None without one.
+        rests: called from a thread of this object's when nobody fetches any more.
+    """
+
+    def __init__(self, listener: socket.socket, slot: Slot, key: bytes | None, rests: Callable[[], None]) -> None:
+        self.port = int(listener.getsockname()[1])
+        self._listener = listener
+        self._slot = slot
+        self._key = key
+        self._rests = rests
+        self._lock = threading.Lock()
+        self._peers: list[_Peer] = []  # the oldest first
+        self._complained = False
+        self._closing = threading.Event()
+        self._thread = VitalThread(self._accept, "serve")
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a node is being served."""
+        with self._lock:
+            return any(not peer.stranger for peer in self._peers)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not yet asked for anything."""
+        with self._lock:
+            return sum(peer.stranger for peer in self._peers)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closing.set()
+        with self._lock:
+            peers = list(self._peers)
+            for peer in peers:
+                _shut(peer.sock)
+        _shut(self._listener)
+        for thread in (self._thread, *(peer.thread for peer in peers)):
+            if thread is not None:
+                thread.join(IDLE)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if error.errno in _TEMPORARY:
+                    self._closing.wait(0.2)
+                    continue
+                if not self._closing.is_set():
+                    _log.warning("the snapshot is not served any more: %s", error)
+                return
+            self._admit(_Peer(sock, str(address[0])))
+
+    def _admit(self, peer: _Peer) -> None:
+        while len(self._peers) >= 2 * (STRANGERS + FETCHERS) and not self._closing.wait(0.01):
+            pass  # until the threads of those that were evicted have run
+        with self._lock:
+            if self._closing.is_set():
+                peer.sock.close()
+                return
+            strangers = [other for other in self._peers if other.stranger and not other.evicted]
+            if len(strangers) >= STRANGERS:
+                most = Counter(other.address for other in strangers).most_common(1)[0][0]
+                oldest = next(other for other in strangers if other.address == most)
+                oldest.evicted = True
+                _shut(oldest.sock)
+            peer.thread = VitalThread(self._attend, "serve-one", (peer,))
+            self._peers.append(peer)
+            try:
+                peer.thread.start()
+            except RuntimeError:  # no more threads
+                self._peers.remove(peer)
+                peer.sock.close()
+
+    def _attend(self, peer: _Peer) -> None:
+        try:
+            self._give(_Wire(peer.sock, Channel.of_leader(self._key, _LINE)), peer)
+        except (OSError, ProtocolError) as error:
+            with self._lock:
+                tell = not self._closing.is_set() and not (peer.stranger and self._complained)
+                self._complained = self._complained or peer.stranger
+            if tell:
+                once = " (said once of those that do not ask as nodes of this run do)" if peer.stranger else ""
+                _log.warning("a snapshot was not given to %s: %s%s", peer.address, error, once)
+        finally:
+            with self._lock:
+                self._peers.remove(peer)
+                peer.sock.close()
+                busy = any(not other.stranger for other in self._peers)
+            if not peer.stranger and not busy and not self._closing.is_set():
+                self._rests()
+
+    def _give(self, wire: _Wire, peer: _Peer) -> None:
+        wanted = wire.hear(_Wanted)
+        header = self._slot.header()
+        if header is None or (header.round, header.step) != (wanted.round, wanted.step):
+            raise ProtocolError(f"The snapshot of step {wanted.step} of round {wanted.round} is not here.")
+        with self._lock:
+            if sum(not other.stranger for other in self._peers) >= FETCHERS:
+                raise ProtocolError(f"{FETCHERS} others fetch it already.")
+            peer.stranger = False
+        wire.say(_Offered(header.training, header.tensors, header.state, header.meta))
+        wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # it finds the memory first
+        digest = hashlib.sha256()
+        for part in chain(self._slot.tensor_parts(header), [self._slot.state(header), self._slot.meta(header)]):
+            digest.update(part)
+            wire.send(part)
+        wire.say(_Sum(digest.hexdigest()))
+        _log.info("the snapshot of step %d went to %s", header.step, peer.address)
+        wire.await_end()
+
+
+class TransferClient:
+    """Fetches one snapshot into a slot, in a thread of its own; the slot is empty until it is there.
+
+    Args:
+        sources: that have it; one after the other is tried.
+        slot: into which nobody else writes meanwhile.
+        sequence: number that the snapshot gets on this node.
+        key: as for Server.
+        done: called from the thread with what is in the slot; None if all have failed.
+        after: a fetch into the same slot that was given up.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SnapshotSource],
+        slot: Slot,
+        sequence: int,
+        key: bytes | None,
+        done: Callable[[Header | None], None],
+        after: TransferClient | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self._slot = slot
+        self._sequence = sequence
+        self._key = key
+        self._done = done
+        self._after = after
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._closing = False
+        self._thread = VitalThread(self._run, "fetch")
+
+    def start(self) -> None:
+        """Begin; done may be called at once."""
+        self._thread.start()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was given up."""
+        return self._closing
+
+    def cancel(self) -> None:
+        """Give up, soon."""
+        with self._lock:
+            self._closing = True
+            if self._sock is not None:
+                _shut(self._sock)
+
+    def join(self) -> None:
+        """Wait until the slot is left alone; bounded."""
+        if self._thread.ident is not None:
+            self._thread.join(2 * IDLE)
+
+    def _run(self) -> None:
+        header = None
+        try:
+            if self._after is not None:
+                self._after.join()
+            for source in self.sources:
+                if header is None and not self._closing:
+                    header = self._try(source)
+        finally:
+            self._done(header)
+
+    def _try(self, source: SnapshotSource) -> Header | None:
+        began = time.monotonic()
+        try:
+            with socket.create_connection((source.address, source.port), timeout=IDLE) as sock:
+                with self._lock:
+                    if self._closing:
+                        return None
+                    self._sock = sock
+                try:
+                    header = self._take(source, _Wire(sock, Channel.of_node(self._key)))
+                finally:
+                    with self._lock:
+                        self._sock = None
+        except (OSError, ProtocolError) as error:
+            if not self._closing:
+                text = "the snapshot of step %d could not be fetched from %s: %s"
+                _log.warning(text, source.step, source.address, error)
+            return None
+        size, took = header.tensors / 2**20, time.monotonic() - began
+        text = "the snapshot of step %d was fetched from %s: %.1f MiB in %.2f s"
+        _log.info(text, header.step, source.address, size, took)
+        return header
+
+    def _take(self, source: SnapshotSource, wire: _Wire) -> Header:
+        wire.say(_Wanted(source.round, source.step))
+        offered = wire.hear(_Offered)
+        sizes = (offered.tensors, offered.state, offered.meta)
+        numbers = (source.round, source.step, offered.training, *sizes)
+        if min(numbers) < 0 or max(numbers) >= _MOST or max(offered.state, offered.meta) > MAX_STATE_BYTES:
+            raise ProtocolError("No snapshot has such numbers and sizes.")
+        slot = self._slot
+        if offered.tensors - slot.allocated > 0.9 * free_memory():
+            raise ProtocolError(f"there is no memory for its {offered.tensors / 2**30:.2f} GiB.")
+        slot.begin()
+        os.ftruncate(slot.tensors, offered.tensors)
+        if offered.tensors:
+            os.posix_fallocate(slot.tensors, 0, offered.tensors)
+        wire.say(_Go())
+        digest, at = hashlib.sha256(), 0
+        for part in wire.receive(offered.tensors):
+            digest.update(part)
+            at += os.pwrite(slot.tensors, part, at)
+        rest = []
+        for size in (offered.state, offered.meta):
+            rest.append(b"".join(bytes(part) for part in wire.receive(size)))
+            digest.update(rest[-1])
+        if wire.hear(_Sum).sha256 != digest.hexdigest():
+            raise ProtocolError("What came is not what was sent.")
+        header = Header(self._sequence, source.round, source.step, offered.training, *sizes)
+        slot.commit(header, *rest)
+        return header
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake up whoever waits at a socket."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,312 @@
+"""The agent's end of the socket to its workers: what they say goes to the agent, what it asks goes to them.
+
+The socket has a random name in the abstract namespace, which no file system has to hold and no crash leaves behind;
+only processes of the same user are listened to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_agents.policy_types import WorkerDrained, WorkerReady
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_agents.step_events import StepEvents
+from elastic_agents.step_timer import StepTimer
+from elastic_launch import contract as c
+from elastic_launch.clock import Clock
+from elastic_launch.events.types import EventSink
+from elastic_launch.shared_progress import SharedProgress, WorkerProgress
+from elastic_launch.system.descriptors import PAUSE, reserve, scarce
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["Control", "ScriptEnded", "WorkerSaved"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaved:
+    """A worker said that a checkpoint of the round is written; the error says why, if not.
+
+    Attributes:
+        asked: whether it is at least as new as the last request for one.
+    """
+
+    round: int
+    step: int
+    error: str
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptEnded:
+    """A process said that its script has ended; see :class:`elastic_launch.contract.Ended`."""
+
+    pid: int
+    exit_code: int
+
+
+PEERS_PER_WORKER = 4
+"""Connections at once for each worker of the node: those of the last round may not be closed yet."""
+
+SPARE_PEERS = 16
+"""Connections at once beside these."""
+
+Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved | ScriptEnded], None]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One worker's connection; ``hello`` is its first message, ``begun`` whether it trains."""
+
+    sock: socket.socket
+    pid: int
+    pending: bytes = b""
+    hello: c.Hello | None = None
+    begun: bool = False
+
+
+class Control:
+    """Listens to the workers of one node, in a thread of its own.
+
+    Args:
+        keeper: of the node's snapshots.
+        say: called from that thread; must not block.
+        events: where it is noted what they say of their steps.
+        workers: how many this node has.
+
+    Attributes:
+        address: what workers find in their environment.
+        pace: how long their steps take.
+    """
+
+    def __init__(self, clock: Clock, keeper: SnapshotStore, say: Say, events: EventSink, workers: int) -> None:
+        self._clock = clock
+        self._keeper = keeper
+        self._say = say
+        self._workers = workers
+        self.address = f"@elastic-launch-{secrets.token_hex(8)}"
+        self._progress = SharedProgress.make("elastic-launch-progress")
+        self.pace = StepTimer(self._progress.read)
+        self._diary = StepEvents(clock, events)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.address[1:])
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._crowded = False
+        self._accept_at = 0.0
+        self._thread = VitalThread(self._run, "control")
+        self._thread.start()
+
+    def ask_stop(self, round_number: int, cause: str) -> None:
+        """Ask the round's workers to stop after the same step."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None and peer.hello.round == round_number:
+                    self._send(peer, c.Stop(cause))
+
+    def tell_copied(self, copied: c.Copied | c.Copying | c.Save) -> bool:
+        """Tell the workers that write snapshots how a copy ended or that it goes on, or ask for one that all can make.
+
+        Returns:
+            whether there was anybody to tell.
+        """
+        with self._lock:
+            told = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.local_rank == 0]
+            for peer in told:
+                self._send(peer, copied)
+            return bool(told)
+
+    def tell_fetched(self, fetched: c.Fetched) -> None:
+        """Tell the workers that the snapshot from another node is there, or is not to be had."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None:
+                    self._send(peer, fetched)
+
+    def ask_save(self, round_number: int) -> None:
+        """Ask the round's first local rank, which is to be its rank 0, to have all ranks save a checkpoint."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
+                    self._save_asked = self.pace.done
+                    self._send(peer, c.Save())
+
+    def close(self) -> None:
+        self._wake_out.close()
+        self._thread.join(10)
+        self._progress.close()
+
+    def _run(self) -> None:
+        try:
+            closing = False
+            while not closing:
+                for key, _ in self._selector.select(self._until_accepting()):
+                    if key.fileobj is self._wake_in:
+                        closing = True  # after what the workers have said until now
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._receive(self._peers[key.fileobj])
+        finally:
+            self._look()
+            self._diary.close()
+            for sock in self._peers:
+                sock.close()
+            self._selector.close()
+            self._listener.close()
+            self._wake_in.close()
+
+    def _until_accepting(self) -> float | None:
+        """Return the seconds until workers are accepted again, if there were no descriptors for them."""
+        if not self._accept_at or self._listener in self._selector.get_map():
+            return None
+        left = self._accept_at - time.monotonic()
+        if left > 0:
+            return left
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
+    def _look(self) -> None:
+        """Note the last step that workers have done without saying so."""
+        if (reached := self._progress.read()) is not None:
+            self._diary.step(*reached)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if scarce(error):  # the worker waits meanwhile
+                self._selector.unregister(self._listener)
+                self._accept_at = time.monotonic() + PAUSE
+            else:
+                _log.warning("a worker's connection could not be accepted: %s", error)
+            return
+        if self._accept_at:
+            self._accept_at = 0.0
+            reserve()
+        sock.setblocking(False)
+        pid, user = _process_of(sock)
+        if user not in (os.getuid(), 0):
+            sock.close()
+            return
+        if len(self._peers) >= SPARE_PEERS + PEERS_PER_WORKER * self._workers:
+            if not self._crowded:
+                self._crowded = True
+                _log.warning("a worker's connection is closed: there are %d already (said once)", len(self._peers))
+            sock.close()
+            return
+        with self._lock:
+            self._peers[sock] = _Peer(sock, pid)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, peer.pending = (peer.pending + data).split(b"\n")
+        try:
+            for line in lines:
+                self._hear(peer, c.unpack(line, c.FROM_WORKERS))
+            if len(peer.pending) > c.MAX_LINE:
+                raise ValueError(f"a line of more than {c.MAX_LINE} bytes")
+        except ValueError as error:
+            _log.warning("a worker's connection is closed: it sent %s", error)
+            data = b""
+        if not data:
+            with self._lock:
+                del self._peers[peer.sock]
+            self._selector.unregister(peer.sock)
+            peer.sock.close()
+            if peer.begun and peer.hello is not None:
+                self._look()
+                self._diary.hung_up(peer.hello.round)
+
+    def _hear(self, peer: _Peer, message: c.Message) -> None:
+        if isinstance(message, c.Hello):
+            if peer.hello is not None or message.local_rank >= self._workers:
+                raise ValueError(f"{message} where {self._workers} workers are expected to say so once")
+            self._offer(peer, message)
+            return
+        if isinstance(message, c.Ended):
+            self._say(ScriptEnded(peer.pid, message.exit_code))
+            return
+        if peer.hello is None:
+            raise ValueError(f"{type(message).__name__} before Hello")
+        number, local_rank = peer.hello.round, peer.hello.local_rank
+        match message:
+            case c.Ready(step=step):
+                if not peer.begun:
+                    peer.begun = True
+                    self._look()
+                    self._diary.begin(peer.hello, message)
+                self.pace.begin(number, step, self._clock.now(), message.total)
+                self._say(WorkerReady(number, local_rank))
+            case c.StepDone(step=step):
+                # When it was done, if that is known: this thread may come to hear of it later, and of further ones.
+                reached = self._progress.read()
+                if reached is None or reached.round != number or reached.step < step:
+                    reached = WorkerProgress(number, step, self._clock.now())
+                self.pace.step(*reached)
+                self._diary.step(number, step, reached.at)
+            case c.MayCommit(number=asked):
+                self._send(peer, c.Commit(asked, self._keeper.may_commit()))
+            case c.Stored():
+                self._send(peer, c.Use(self._keeper.stored(message)))
+            case c.Saved(step=step, error=error):
+                self._say(WorkerSaved(number, step, error, self._answers(step)))
+            case c.Drained(step=step, seconds=seconds):
+                self.pace.saved(seconds)
+                self._say(WorkerDrained(number, local_rank, step))
+                self._send(peer, c.Noted())
+
+    def _offer(self, peer: _Peer, hello: c.Hello) -> None:
+        with self._lock:  # it must not hear before that something was fetched
+            peer.hello = hello
+            slots, descriptors = self._keeper.offer()
+            try:
+                socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
+            except OSError as error:
+                _log.warning("a worker does not hear: %s", error)
+
+    def _answers(self, step: int) -> bool:
+        """Whether a checkpoint of so many steps has all that were done when one was asked for."""
+        with self._lock:
+            answers = self._save_asked is not None and step >= self._save_asked
+            if answers:
+                self._save_asked = None
+        return answers
+
+    def _send(self, peer: _Peer, message: c.Message) -> None:
+        try:
+            peer.sock.send(c.pack(message))
+        except OSError as error:
+            # Its end is seen by whoever reaps it; a worker that reads nothing of the little that is sent, is stuck.
+            _log.warning("a worker does not hear: %s", error)
+
+
+def _process_of(sock: socket.socket) -> tuple[int, int]:
+    """Return pid and user of who connected."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
+    return int(pid), int(user)

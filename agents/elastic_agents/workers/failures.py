@@ -1,0 +1,234 @@
+"""What a dead worker left to say: its exception, or its signal and the end of its stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_agents.workers.symptoms import symptom_in, symptom_of_abort
+from elastic_launch.error_file import ErrorFile
+from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
+from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.system.plain_text import clipped, one_line, plain
+
+__all__ = ["OutOfMemoryCounter", "describe", "printed_last", "raised_in", "report"]
+
+# Bytes of JSON: a report must fit into one message, whatever an exception has to say, and in which characters.
+_DETAIL_LINES = 60
+_DETAIL_BYTES = 128 * 1024
+_LINE_BYTES = 4096
+
+START = 60.0
+"""Seconds after its start within which a worker that cannot run as it is says so."""
+
+_RANK = re.compile(r"\[rank\d+\]: ")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
+_USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
+_NO_MODULE = re.compile(r".*: No module named \S+$")  # as of python -m
+
+_COUNTERS = (
+    ("/sys/fs/cgroup/memory.events", "oom_kill"),
+    ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
+)
+
+
+class OutOfMemoryCounter:
+    """Counts the kernel's out-of-memory kills in this process' cgroup.
+
+    They are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
+    """
+
+    def __init__(self) -> None:
+        self._files = [(Path(path), key) for path, key in _candidates()]
+        self._last = self._read()
+
+    def risen(self) -> bool:
+        """Whether there were kills since the last call."""
+        last, self._last = self._last, self._read()
+        return self._last > last
+
+    def _read(self) -> int:
+        for path, key in self._files:
+            try:
+                for line in path.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == key:
+                        return int(value)
+            except (OSError, ValueError):
+                continue
+        return 0
+
+
+def _candidates() -> list[tuple[str, str]]:
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found.append((f"/sys/fs/cgroup{path}/memory.events", "oom_kill"))
+        elif "memory" in controllers.split(","):
+            found.append((f"/sys/fs/cgroup/memory{path}/memory.oom_control", "oom_kill"))
+    return [*found, *_COUNTERS]
+
+
+def describe(exit_code: int) -> str:
+    """``exit code 3`` or ``signal 9 (SIGKILL)``."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def report(
+    *,
+    node_id: str,
+    round_number: int,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    pid: int,
+    exit_code: int,
+    ran: float,
+    ago: float,
+    error: ErrorFile | None,
+    log: Path | None,
+    stderr: Sequence[str],
+    preempted: bool,
+    only_crashes: bool = False,
+    stopped: bool,
+    out_of_memory: bool,
+    trained: int,
+    supposed: bool = False,
+) -> Failure:
+    """Build the report on a failed worker.
+
+    Args:
+        error: what it left in its error file.
+        only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
+        stderr: the end of it.
+        stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
+        trained: optimizer steps that the round has done; -1 if that is not known.
+        supposed: only :func:`printed_last` tells that it had failed.
+    """
+    text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
+    asked = error.exit_code if error is not None else 0
+    if stopped and exit_code < 0:
+        exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
+    asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
+    if asks or (not supposed and FINAL_NOTE in notes):
+        kind = "fatal"
+    elif preempted and not only_crashes:
+        kind = "preemption"
+    elif out_of_memory and exit_code == -signal.SIGKILL:
+        kind = "out of memory"
+    elif supposed or only_crashes:
+        kind = "crash"
+    else:
+        kind = "startup" if trained < 0 and ran <= START and _cannot_start(exit_code, text, detail, stderr) else "crash"
+    symptom = ""
+    if kind == "crash" and world_size > 1:
+        symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
+    hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
+    first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
+    how = "" if stopped and first else f"{describe(exit_code)}{hint}"
+    if supposed:
+        how = "printed before it was stopped"
+    return Failure(
+        node_id=node_id,
+        kind=kind,
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        exit_code=exit_code,
+        message=clipped(": ".join(filter(None, (how, first))), _LINE_BYTES),
+        detail=_bounded(detail),
+        ran=round(ran, 3),
+        ago=max(0.0, ago),
+        log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
+        round=round_number,
+        host=socket.gethostname(),
+        symptom=symptom,
+        trained=trained,
+        supposed=supposed,
+        repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
+    )
+
+
+def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
+    """Return which line of a worker's last output is that of the exception that ended it; None if none is.
+
+    Args:
+        stopped: it was stopped, so a traceback there may be that of an exception which it had handled. Torch writes
+            the rank before the lines of one that nothing has handled, once the process group is there.
+    """
+    lines = [_RANK.sub("", line) for line in stderr]
+    marked = [index for index, line in enumerate(stderr) if not stopped or _RANK.match(line)]
+    if not any(lines[index].startswith(("Traceback (most recent call last)", '  File "')) for index in marked):
+        return None
+    return next((index for index in reversed(marked) if lines[index] and not lines[index].startswith((" ", "["))), None)
+
+
+def printed_last(stderr: Sequence[str]) -> int | None:
+    """Return which line is that of an exception whose traceback a stopped worker had printed last; None if none is.
+
+    A worker that is not in a process group, and has no error file, does not tell whether that had ended it.
+    """
+    index = raised_in(stderr, stopped=False)
+    if index is None or index == 0 or any(stderr[index + 1 :]) or not stderr[index - 1].startswith("  "):
+        return None
+    return index if _EXCEPTION.match(stderr[index]) else None
+
+
+def _last_words(
+    exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool, supposed: bool
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the exception, if there was one, and its traceback, or what else was said last; and its notes.
+
+    Notes are the lines behind an exception's own in each traceback, whoever prints or records it.
+    """
+    if error is not None:
+        places = [number for number, line in enumerate(error.traceback) if line.startswith('  File "')]
+        return error.message, error.traceback, error.traceback[places[-1] + 1 if places else 0 :]
+    if supposed and (last := printed_last(stderr)) is not None:
+        return stderr[last], tuple(stderr), ()
+    index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
+    if index is None:
+        return "", tuple(stderr), ()
+    return _RANK.sub("", stderr[index]), tuple(stderr), tuple(_RANK.sub("", line) for line in stderr[index + 1 :])
+
+
+def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:
+    """Whether the script cannot run as it is: a syntax error, a module that is not installed, wrong arguments."""
+    if exit_code == ExitCode.USAGE:
+        usage = any(line.lower().startswith("usage:") for line in stderr)
+        return usage and any(_USAGE_ERROR.search(line) for line in stderr)
+    name = text.partition(":")[0]
+    if name in ("SyntaxError", "IndentationError", "TabError"):
+        places = [line for line in detail if line.lstrip().startswith('File "')]
+        return bool(places) and not places[-1].lstrip().startswith('File "<')  # what is evaluated may be data
+    return name == "ModuleNotFoundError" or (not text and any(_NO_MODULE.match(line) for line in stderr[-1:]))
+
+
+def _bounded(detail: Sequence[str]) -> tuple[str, ...]:
+    """Return the end of a traceback or of output as far as it fits into a report."""
+    kept: list[str] = []
+    left = _DETAIL_BYTES
+    for line in reversed(detail[-_DETAIL_LINES:]):
+        # A progress bar writes over itself: what stood there last is what a person has seen.
+        line = clipped(plain(line.rstrip("\r").rpartition("\r")[2]), _LINE_BYTES)
+        left -= len(json.dumps(line))
+        if left < 0:
+            break
+        kept.append(line)
+    if kept and len(kept) < len(detail):
+        kept.append(f"[... {len(detail) - len(kept)} more lines]")
+    return tuple(reversed(kept))

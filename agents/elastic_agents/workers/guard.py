@@ -1,0 +1,192 @@
+"""The agent's side of the guard: two small processes that kill the workers' sessions if the agent is killed.
+
+Each does so by itself: when one is killed and the agent dies before that one is replaced, the other is left.
+
+The agent writes ``+SID``, ``-SID`` and ``/DIRECTORY`` lines; end of file without ``bye`` means that it died.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+SETTLED = 1.0
+"""Seconds for which a guard must have lived for another to take its place at once."""
+
+LONGEST_DELAY = 10.0
+"""Seconds between two attempts to start a guard at most."""
+
+
+PATIENCE = 10.0
+"""Seconds for which a guard that was dismissed is waited for; then it is killed."""
+
+
+class Guard:
+    """Owns the guard's two processes.
+
+    Raises:
+        OSError: if they cannot be started.
+    """
+
+    def __init__(self) -> None:
+        first = _Watcher()
+        try:
+            second = _Watcher()
+        except OSError:
+            first.close()
+            raise
+        self._watchers = (first, second)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the present processes."""
+        return tuple(watcher.pid for watcher in self._watchers)
+
+    def add(self, sid: int) -> None:
+        """Kill this session if the agent dies."""
+        for watcher in self._watchers:
+            watcher.add(sid)
+
+    def remove(self, sid: int) -> None:
+        """The session has ended."""
+        for watcher in self._watchers:
+            watcher.remove(sid)
+
+    def add_directory(self, path: Path) -> None:
+        """Remove this directory if the agent dies."""
+        for watcher in self._watchers:
+            watcher.add_directory(path)
+
+    def close(self) -> None:
+        """Dismiss the guard."""
+        for watcher in self._watchers:
+            watcher.dismiss()
+        for watcher in self._watchers:
+            watcher.close()
+
+
+class _Watcher:
+    """Owns one process: one that dies, or reads nothing, is replaced, and learns what the former one knew.
+
+    Raises:
+        OSError: if the first cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sids: set[int] = set()
+        self._directories: set[Path] = set()
+        self._closing = threading.Event()
+        self._process = _start()
+        self._thread = VitalThread(self._replace_dead, "guard")
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, sid: int) -> None:
+        with self._lock:
+            self._sids.add(sid)
+            self._write(f"+{sid}\n")
+
+    def remove(self, sid: int) -> None:
+        with self._lock:
+            self._sids.discard(sid)
+            self._write(f"-{sid}\n")
+
+    def add_directory(self, path: Path) -> None:
+        with self._lock:
+            self._directories.add(path)
+            self._write(f"{path}\n")
+
+    def dismiss(self) -> None:
+        with self._lock:
+            if not self._closing.is_set():
+                self._closing.set()
+                self._write("bye\n")
+                _stdin(self._process).close()
+
+    def close(self) -> None:
+        self.dismiss()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._process.kill()
+            self._thread.join(PATIENCE)
+
+    def _replace_dead(self) -> None:
+        delay = 0.0
+        while True:
+            began = time.monotonic()
+            code = self._process.wait()
+            if self._closing.is_set():
+                return
+            _log.warning("a guard process, pid %d, ended with %d; another one takes its place", self._process.pid, code)
+            delay = 0.0 if time.monotonic() - began >= SETTLED else max(SETTLED, delay)
+            while not self._replaced(delay):
+                delay = min(max(SETTLED, 2 * delay), LONGEST_DELAY)
+                if self._closing.is_set():
+                    return
+
+    def _replaced(self, delay: float) -> bool:
+        """Start another guard after so many seconds; say whether there is one."""
+        if self._closing.wait(delay):
+            return False
+        try:
+            process = _start()
+        except OSError as error:
+            _log.warning("a guard process cannot be started (%s); this agent tries again", error)
+            return False
+        with self._lock:
+            dead, self._process = self._process, process
+            if self._closing.is_set():  # the goodbye was for the former one
+                _stdin(process).write(b"bye\n")
+                _stdin(process).close()
+            else:
+                _stdin(dead).close()
+                for sid in self._sids:
+                    self._write(f"+{sid}\n")
+                for path in self._directories:
+                    self._write(f"{path}\n")
+        return True
+
+    def _write(self, line: str) -> None:
+        try:
+            written = _stdin(self._process).write(line.encode())
+        except BrokenPipeError:
+            return  # it has died; the next one is told all
+        if written is None:
+            self._process.kill()  # it is stopped, and has read nothing of what fills the pipe
+
+
+def _start() -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.append({root!r}); from elastic_agents.workers.guard_process import watch; watch(0)"
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        # It needs to find its libraries, and none of the agent's secrets.
+        env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
+        start_new_session=True,
+    )
+    os.set_blocking(_stdin(process).fileno(), False)
+    return process
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> io.RawIOBase:
+    assert isinstance(process.stdin, io.RawIOBase)
+    return process.stdin

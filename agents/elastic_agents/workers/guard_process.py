@@ -1,0 +1,47 @@
+"""The guard's process. It starts at once, so it imports next to nothing. See :mod:`elastic_agents.workers.guard`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from elastic_agents.workers.sessions import kill_sessions
+
+__all__ = ["watch"]
+
+
+def watch(source: int) -> None:
+    """Follow the agent's lines on a descriptor until its end; the guard's main function."""
+    # Whoever signals the agent's process group must not take the guard with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    sids: set[int] = set()
+    directories: set[str] = set()
+    with os.fdopen(source, "r") as lines:
+        for line in lines:
+            if line.startswith("+"):
+                sids.add(int(line[1:]))
+            elif line.startswith("-"):
+                sids.discard(int(line[1:]))
+            elif line.startswith("/"):
+                directories.add(line.rstrip("\n"))
+            else:
+                return
+    kill_sessions(sids)
+    for directory in directories:
+        _remove(directory)
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory; the other guard process does so, too."""
+    for parent, inner, files in os.walk(directory, topdown=False):
+        for name in (*files, *inner):
+            path = os.path.join(parent, name)
+            try:
+                (os.rmdir if name in inner and not os.path.islink(path) else os.unlink)(path)
+            except OSError:
+                continue
+    try:
+        os.rmdir(directory)
+    except OSError:
+        return

@@ -1,0 +1,180 @@
+"""Where the workers' output and error files go, round by round, and the link to the newest run's directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from elastic_agents.workers.logs_specs import NamedLogs
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.output import LATEST, Route
+from elastic_launch.contract import Placement
+from elastic_launch.error_file import MOST_BYTES
+from elastic_launch.system.private_files import make_private, open_private, read_small
+from elastic_launch.system.writer_thread import Writer
+
+__all__ = ["LogPlaces", "WorkerLogs", "keep_error", "link_latest"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+PATIENCE = 3.0
+"""Seconds that workers wait for their directories to be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogs:
+    """Where one worker's output goes, and its exception if it uses torch's ``@record``.
+
+    Attributes:
+        error_file: where the worker writes it.
+        kept_error: where :func:`keep_error` copies it, so that no worker waits for that file system; None: nowhere.
+    """
+
+    stdout: Route
+    stderr: Route
+    error_file: Path
+    kept_error: Path | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        """Where to look for what the worker said, if it is kept."""
+        path = self.stderr.path or self.stdout.path
+        return None if path is None else path.parent
+
+
+class LogPlaces:
+    """Says where the output of a node's workers goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
+
+    Owns a local directory for the exceptions of running workers, which would block if log directories hang.
+
+    Attributes:
+        local: that directory; None if there is room for none.
+
+    Args:
+        files: makes the directories and copies exceptions there, which may hang.
+
+    Raises:
+        UsageError: if the named logs specs cannot be had.
+    """
+
+    def __init__(self, config: LaunchConfig, files: Writer) -> None:
+        self._config = config
+        self._files = files
+        named = config.output.logs_specs or config.output.specs is not None
+        self._named = NamedLogs(config) if named else None
+        self.local = _local_directory()
+
+    def prepare(
+        self, number: int, placements: Sequence[Placement], environment: Callable[[Placement, str], dict[str, str]]
+    ) -> tuple[dict[int, WorkerLogs], dict[int, dict[str, str]]]:
+        """Make a round's directories and return the workers' logs and environments, both by local rank.
+
+        Args:
+            environment: makes that of a worker who is to know of its error file.
+
+        Raises:
+            LogsSpecsFailed: if the named logs specs fail.
+        """
+        logs = {place.local_rank: self._own(number, place) for place in placements}
+        if self.local is not None:
+            self._files.put(partial(_remove_others, self.local, self._config.output.round_directory(number)))
+            with suppress(OSError):  # then workers leave no exceptions
+                for own in logs.values():
+                    make_private(own.error_file.parent)
+        try:
+            self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
+        except OSError as error:  # as with a full disk: the workers can do without
+            _log.warning("no logs are kept of round %d: %s", number, error)
+        if self._named is None:  # no worker waits for it
+            self._files.put(partial(_make_files, list(logs.values())))
+        envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
+        if self._named is not None:
+            for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
+                own = logs[local_rank]
+                logs[local_rank] = (
+                    WorkerLogs(out, err, error_file) if error_file else replace(own, stdout=out, stderr=err)
+                )
+        return logs, envs
+
+    def close(self) -> None:
+        """Remove the local directory."""
+        if self.local is not None:
+            shutil.rmtree(self.local, ignore_errors=True)
+
+    def _own(self, number: int, placement: Placement) -> WorkerLogs:
+        config = self._config
+        directory = config.run_directory / config.output.round_directory(number)
+        out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
+        error_file = directory / config.output.worker_directory(placement) / "error.json"
+        if self.local is None:
+            return WorkerLogs(out, err, error_file)
+        local = self.local / error_file.relative_to(config.run_directory)
+        return WorkerLogs(out, err, local, error_file)
+
+
+def keep_error(logs: WorkerLogs) -> None:
+    """Copy a worker's exception, if it has left one, to where it is kept; may hang."""
+    if logs.kept_error is None:
+        return
+    with suppress(OSError, ValueError):  # there is none; or the disk is full
+        data = read_small(logs.error_file, MOST_BYTES)
+        make_private(logs.kept_error.parent)
+        with open(open_private(logs.kept_error, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(data)
+
+
+def _local_directory() -> Path | None:
+    """Make a directory that a local file system is likely to hold; None if there is room in none."""
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-", dir="/dev/shm"))
+    return None
+
+
+def _remove_others(directory: Path, name: str, data: bytes) -> None:
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if path.name != name:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_room(error_files: Sequence[Path]) -> None:
+    for path in error_files:
+        make_private(path.parent)
+        path.unlink(missing_ok=True)
+
+
+def _make_files(logs: Sequence[WorkerLogs], data: bytes) -> None:
+    """Make the files of all streams that are kept, so that each is there, also if nothing is written to it."""
+    for route in (route for own in logs for route in (own.stdout, own.stderr)):
+        if route.path is not None:
+            with suppress(OSError):  # it is there; or it cannot be written, which is said where there is something
+                os.close(os.open(route.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def link_latest(config: LaunchConfig) -> None:
+    """Make the link to the newest run's directory, in one step, so that it always names one.
+
+    Agents of one run make the same link. What else has this name is left alone.
+    """
+    base = config.link_dir or config.log_dir
+    link = base / LATEST
+    temporary = base / f".{LATEST}-{secrets.token_hex(8)}"
+    try:
+        make_private(config.run_directory)
+        if link.is_symlink() or not link.exists():
+            temporary.symlink_to(os.path.relpath(config.run_directory, base))
+            temporary.replace(link)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        _log.debug("no link %s: %s", link, error)

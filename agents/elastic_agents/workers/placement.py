@@ -1,0 +1,129 @@
+"""What workers are started with: their group, a worker's place in the round, its command and its environment."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elastic_agents.workers.numa import bound
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.torch_options import visible_device
+from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
+from elastic_launch.secret import without_secrets
+from elastic_launch.system.plain_text import clipped, one_line
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from elastic_launch.rendezvous.record import Round
+    from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
+
+LONGEST_REASON = 8192
+"""Bytes of a worker's ``ELASTIC_LAUNCH_START_REASON`` at most."""
+
+
+def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
+    """Return a node's workers as torch describes them; they have no ranks yet."""
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc,
+        rdzv_handler=handler,
+        entrypoint=config.command.argv[0],
+        args=config.command.argv[1:],
+        max_restarts=config.limits.max_restarts,
+        local_addr=config.local_addr,
+    )
+    return WorkerGroup(spec)
+
+
+def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
+    """Give a group's workers their ranks in a round, and return the node's rank among the members."""
+    me = next(rank for rank, member in enumerate(formed.members) if member.node_id == config.node_id)
+    first = sum(member.workers for member in formed.members[:me])
+    first_member = formed.members[0]
+    master_addr, master_port = first_member.address, first_member.store_port
+    if config.backend == "static" and config.endpoint is not None:
+        master_addr, master_port = config.endpoint.host, config.endpoint.port
+    # torch annotates none of these beyond their initial None.
+    values = {
+        "group_rank": me,
+        "group_world_size": len(formed.members),
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    for name, value in values.items():
+        setattr(group, name, value)
+    role = formed.members[me].role
+    first_of_role = sum(member.workers for member in formed.members[:me] if member.role == role)
+    of_role = sum(member.workers for member in formed.members if member.role == role)
+    for worker in group.workers:
+        worker.global_rank, worker.world_size = first + worker.local_rank, formed.world_size
+        worker.role_rank, worker.role_world_size = first_of_role + worker.local_rank, of_role
+    return me
+
+
+def placements(group: WorkerGroup) -> list[Placement]:
+    """Return where the workers of a group stand that has its ranks in a round."""
+    return [
+        Placement(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            group_rank=int(group.group_rank),  # type: ignore[call-overload]
+            world_size=worker.world_size,
+            local_world_size=len(group.workers),
+            group_world_size=int(group.group_world_size),  # type: ignore[call-overload]
+            master_addr=str(group.master_addr),
+            master_port=int(group.master_port),  # type: ignore[call-overload]
+            role_rank=worker.role_rank,
+            role_world_size=worker.role_world_size,
+        )
+        for worker in group.workers
+    ]
+
+
+def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
+    """Return a worker's command."""
+    program, *rest = config.command.argv
+    # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
+    command = [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
+    return bound(command, placement.local_rank, config.options.numa_binding)
+
+
+def environment(
+    config: LaunchConfig, form: m.Form, placement: Placement, *, error_file: str, socket: str
+) -> dict[str, str]:
+    """Return a worker's environment: the agent's, less its secrets, and what the contract adds."""
+    env = shared_environment(config)
+    env.update(
+        worker_environment(
+            placement,
+            run_id=config.run_id,
+            role=config.role,
+            restarts=form.restarts,
+            max_restarts=form.max_restarts,
+            round_number=form.round.number,
+            reason=clipped(one_line(form.cause), LONGEST_REASON),  # a NUL, or too much of it, and nothing starts
+            error_file=error_file,
+            socket=socket,
+            nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
+        )
+    )
+    if config.options.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = visible_device(placement.local_rank, env)
+        env[ENV_LOCAL_RANK] = str(placement.local_rank)
+    return env
+
+
+def shared_environment(config: LaunchConfig) -> dict[str, str]:
+    """Return what all workers of a node find alike in their environment, whatever the round."""
+    env = without_secrets(os.environ)
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if config.nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
+    return env

@@ -1,0 +1,200 @@
+"""Starting, signalling and reaping worker processes, behind an interface with more than one implementation to come."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans
+from elastic_launch.system.descriptors import given_limit
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
+
+OnExit = Callable[[int, int], None]
+"""Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
+
+SWEEP_EVERY = 10.0
+"""Seconds after which what workers left behind, and has died, is reaped; twice that if its session is unknown."""
+
+UNKNOWN = 255
+"""Exit code of a process whose own is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    """A process to start.
+
+    Attributes:
+        stdout, stderr: descriptors that the process writes to; the caller keeps and closes its own.
+        inherit: further descriptors of this process that the process has, too.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    stdout: int
+    stderr: int
+    inherit: Sequence[int] = ()
+
+
+class WorkerProcesses(Protocol):
+    """Starts processes, each leading a session of its own, and tells of their ends at once."""
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Call once starting a process takes no longer than it must; at once, or later from another thread."""
+        ...
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        """Call for each of so many processes once it can be started without waiting; at once or from another thread."""
+        ...
+
+    def training(self) -> None:
+        """Take note that all workers train: what is done for the next ones does not delay them any more."""
+        ...
+
+    def start(self, request: StartRequest) -> int:
+        """Start a process and return its pid, which is its session's id too.
+
+        Raises:
+            OSError: if it cannot be executed.
+        """
+        ...
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal a process, if it is not reaped yet."""
+        ...
+
+    def signal_group(self, pid: int, number: int) -> None:
+        """Signal a process and the others of its process group, if it is not reaped yet."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the processes must have ended."""
+        ...
+
+
+class ExecProcesses:
+    """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens.
+
+    Args:
+        claimed: gives children of this process that somebody else reaps, sooner or later.
+    """
+
+    def __init__(self, on_exit: OnExit, claimed: Callable[[], Collection[int]] = frozenset) -> None:
+        self._on_exit = on_exit
+        self._claimed = claimed
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[Callable[[], int], int]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._sessions: set[int] = set()
+        self._unclaimed: set[int] = set()
+        self._closed = False
+        self._thread = VitalThread(self._reap, "reaper")
+        self._thread.start()
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        call()
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        for _ in range(count):
+            call()
+
+    def training(self) -> None:
+        pass
+
+    def start(self, request: StartRequest) -> int:
+        with given_limit():
+            process = subprocess.Popen(
+                list(request.argv),
+                env=dict(request.env),
+                stdout=request.stdout,
+                stderr=request.stderr,
+                start_new_session=True,
+                pass_fds=request.inherit,
+            )
+        self._watch(process.pid, process.wait)
+        return process.pid
+
+    def adopt(self, pid: int) -> None:
+        """Take charge of a child of this process that somebody else has started."""
+        self._watch(pid, partial(_wait_for_child, pid))
+
+    def _watch(self, pid: int, wait: Callable[[], int]) -> None:
+        with self._lock:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # too many files are open; nobody must run that nobody watches
+                os.kill(pid, signal.SIGKILL)
+                wait()
+                raise
+            self._sessions.add(pid)
+            self._running[pid] = (wait, pidfd)
+            self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        self._wake_out.send(b"x")
+
+    def signal(self, pid: int, number: int) -> None:
+        with self._lock:
+            if pid in self._running:
+                signal.pidfd_send_signal(self._running[pid][1], number)
+
+    def signal_group(self, pid: int, number: int) -> None:
+        with self._lock:
+            if pid in self._running:
+                os.killpg(pid, number)  # each leads a session, and its number is kept until it is reaped
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake_out.send(b"x")
+        self._thread.join(10)
+        for wait, pidfd in self._running.values():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            wait()
+            os.close(pidfd)
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _reap(self) -> None:
+        swept = time.monotonic()
+        while not self._closed:
+            for key, _ in self._selector.select(SWEEP_EVERY):
+                if key.data is None:
+                    self._wake_in.recv(4096)
+                    continue
+                with self._lock:
+                    wait, pidfd = self._running.pop(key.data)
+                    self._selector.unregister(pidfd)
+                    os.close(pidfd)
+                    code = wait()
+                self._on_exit(key.data, code)
+            if time.monotonic() >= swept + SWEEP_EVERY:
+                swept = time.monotonic()
+                with self._lock, suppress(OSError):  # no descriptor is left: there is a next time
+                    self._sweep()
+
+    def _sweep(self) -> None:
+        """Reap orphans; those that nobody knows only if nobody has since the last time: they may be somebody's."""
+        reap_orphans(self._sessions)
+        dead = dead_strangers() - self._running.keys() - set(self._claimed())
+        for pid in dead & self._unclaimed:
+            reap(pid)
+        self._unclaimed = dead - self._unclaimed
+
+
+def _wait_for_child(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return UNKNOWN  # somebody else in this process has waited for it

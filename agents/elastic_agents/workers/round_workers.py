@@ -1,0 +1,329 @@
+"""The workers of one round on one node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from elastic_agents.policy_types import WorkerEnded
+from elastic_agents.step_timer import StepTimer
+from elastic_agents.workers.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
+from elastic_agents.workers.guard import Guard
+from elastic_agents.workers.logs import WorkerLogs, keep_error
+from elastic_agents.workers.output import OutputPump, Stream
+from elastic_agents.workers.processes import StartRequest, WorkerProcesses
+from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans
+from elastic_agents.workers.signal_forwarding import heeds, ignores
+from elastic_agents.workers.stuck import StuckDetector
+from elastic_agents.workers.watchdog import TimerExpired
+from elastic_launch.clock import Clock
+from elastic_launch.contract import Placement
+from elastic_launch.error_file import ErrorFile, read_error_file
+from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.system.writer_thread import Writer
+
+__all__ = ["Reaped", "RoundWorkers"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+READ_TIMEOUT = 2.0
+"""Seconds that a worker's error file may take to be read."""
+
+TICK = 0.02
+"""Seconds by which the time of a file may be early: the kernel takes it from a clock that ticks."""
+
+
+AT_ONCE, AT_LAST = 0.5, 5.0
+"""Seconds that what a failed worker has started gets to die, and what is left at the round's end.
+
+The agent's main loop waits for it: a process that the kernel cannot end must not hold it once for each worker.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """A worker's end."""
+
+    round: int
+    placement: Placement
+    pid: int
+    exit_code: int
+    ran: float
+    ended: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    round: int
+    placement: Placement
+    pid: int
+    started: float
+    logs: WorkerLogs
+    stderr: Stream
+    stopped: float | None = None  # when it was first told to end
+    ended_with: int | None = None
+    late: str = ""  # the timer because of which it was ended
+
+
+class RoundWorkers:
+    """Owns the processes of the present round, their sessions and their output.
+
+    Args:
+        node_id: for failure reports.
+        files: reads and copies what workers leave in files, which may hang.
+        only_crashes: see :func:`~elastic_agents.workers.failures.report`.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        processes: WorkerProcesses,
+        pump: OutputPump,
+        guard: Guard,
+        clock: Clock,
+        files: Writer,
+        *,
+        only_crashes: bool = False,
+    ) -> None:
+        self._node_id = node_id
+        self._only_crashes = only_crashes
+        self._files = files
+        self._processes = processes
+        self._pump = pump
+        self._guard = guard
+        self._clock = clock
+        self._memory = OutOfMemoryCounter()
+        self._alive: dict[int, _Worker] = {}
+        self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
+        self._sessions: set[int] = set()
+        self._watch = StuckDetector()
+
+    def start(
+        self,
+        round_number: int,
+        placement: Placement,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        logs: WorkerLogs,
+        inherit: Sequence[int] = (),
+    ) -> int:
+        """Start one worker and return its pid.
+
+        Raises:
+            OSError: if its command cannot be executed.
+        """
+        _, out = self._pump.open(1, logs.stdout)
+        try:
+            stderr, err = self._pump.open(2, logs.stderr)
+        except OSError:
+            os.close(out)
+            raise
+        began = self._clock.now()
+        try:
+            pid = self._processes.start(StartRequest(argv, env, out, err, inherit))
+        finally:
+            os.close(out)
+            os.close(err)
+        self._guard.add(pid)
+        self._sessions.add(pid)
+        self._alive[pid] = _Worker(round_number, placement, pid, began, logs, stderr)
+        return pid
+
+    def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
+        """Take note of the code that a worker is about to exit with; None if the process is no worker that runs."""
+        worker = self._alive.get(pid)
+        if worker is None:
+            return None
+        worker.ended_with = exit_code
+        return WorkerEnded(worker.round, worker.placement.local_rank)
+
+    def reap(self, pid: int, exit_code: int) -> Reaped | None:
+        """Take note of an exit; None if the process was no worker of the present round.
+
+        If its script had ended, and it was killed in what follows, the script's exit code counts.
+
+        What a failed worker started is killed with it; what a finished one left running has until the round's end.
+        """
+        worker = self._alive.pop(pid, None)
+        if worker is None:
+            return None
+        now = self._clock.now()
+        if exit_code == -signal.SIGKILL and worker.ended_with is not None:
+            rank, exit_code = worker.placement.rank, worker.ended_with
+            _log.warning(
+                "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
+            )
+        if exit_code != 0:
+            self._end_sessions({pid}, AT_ONCE)
+        if not self._alive:
+            self._leave_empty_sessions()
+        self._files.put(lambda data: keep_error(worker.logs))
+        reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
+        self._reaped[worker.placement.local_rank] = (worker, reaped)
+        return reaped
+
+    def failure(self, local_rank: int, preempted: bool, pace: StepTimer) -> Failure | None:
+        """Build the report on a worker that was reaped.
+
+        Returns:
+            None if it was stopped, and nothing tells that it had failed before.
+        """
+        worker, reaped = self._reaped[local_rank]
+        if worker.stopped is None:
+            worker.stderr.ended.wait(0.2)
+        stderr = worker.stderr.timed_tail()
+        lines = tuple(line for _, line in stderr)
+        steps = pace.of_round(worker.round)
+        now, error = self._clock.now(), self._read(worker.logs)
+        index = raised_in(lines, stopped=worker.stopped is not None)
+        # Of a worker that was stopped, an exception that nothing proves to have ended it.
+        supposed = worker.stopped is not None and error is None and index is None
+        if supposed:
+            index = printed_last(lines)
+        failed = reaped.ended
+        if error is not None:
+            failed = now - max(0.0, time.time() - error.at)
+        elif index is not None:
+            failed = stderr[index][0]
+        failed = min(max(failed, worker.started), reaped.ended)
+        if worker.stopped is not None and (
+            (error is None and index is None) or failed > worker.stopped - TICK or not reaped.exit_code
+        ):
+            return None
+        found = report(
+            node_id=self._node_id,
+            round_number=worker.round,
+            rank=worker.placement.rank,
+            local_rank=local_rank,
+            world_size=worker.placement.world_size,
+            pid=worker.pid,
+            exit_code=reaped.exit_code,
+            ran=failed - worker.started,
+            ago=now - failed,
+            error=error,
+            log=worker.logs.directory if self._pump.kept.useful else None,
+            stderr=lines,
+            preempted=preempted,
+            only_crashes=self._only_crashes,
+            stopped=worker.stopped is not None,
+            out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
+            trained=-1 if steps is None else steps[1] - steps[0],
+            supposed=supposed,
+        )
+        if worker.late and found.kind == "crash" and reaped.exit_code < 0:
+            return replace(found, kind="hang", message=f"its timer {worker.late!r} expired: {found.message}")
+        return found
+
+    def _read(self, logs: WorkerLogs) -> ErrorFile | None:
+        if logs.kept_error is not None:
+            return read_error_file(logs.error_file)  # a local file
+        try:
+            return self._files.ask(partial(read_error_file, logs.error_file), READ_TIMEOUT)
+        except TimeoutError:
+            return None
+
+    def terminate(self, local_ranks: frozenset[int] | None = None, number: int = signal.SIGTERM) -> None:
+        """Ask workers (None: all that are left) to end.
+
+        SIGTERM goes to each main process. Any other signal goes to its process group, as from a terminal: a shell that
+        runs the script in the foreground ends by Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
+        """
+        for pid in self._chosen(local_ranks):
+            self._stop(pid)
+            if number == signal.SIGTERM or ignores(pid, number):
+                self._processes.signal(pid, signal.SIGTERM)
+            else:
+                self._processes.signal_group(pid, number)
+            # A stopped process would not see it before its grace is over.
+            self._processes.signal(pid, signal.SIGCONT)
+
+    def forward(self, number: int) -> list[int]:
+        """Pass a signal on to the workers that it does not end; return the ranks of the others."""
+        spared = [worker.placement.rank for pid, worker in self._alive.items() if not heeds(pid, number)]
+        for pid, worker in self._alive.items():
+            if worker.placement.rank not in spared:
+                self._processes.signal(pid, number)
+        return spared
+
+    def kill(self, local_ranks: frozenset[int] | None = None) -> None:
+        """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""
+        for pid in self._chosen(local_ranks):
+            self._stop(pid)
+            self._processes.signal(pid, signal.SIGKILL)
+
+    def end_late(self, expired: TimerExpired) -> None:
+        """Send the process whose timer has expired the signal that it asked for, if it is one of a worker's."""
+        try:
+            sid = os.getsid(expired.pid)
+        except ProcessLookupError:
+            return
+        worker = self._alive.get(sid)
+        if worker is None:
+            return
+        about = f"rank {worker.placement.rank} (pid {expired.pid}): its timer {expired.scope!r} has expired"
+        if not expired.number:
+            _log.warning("%s; it asked for no signal", about)
+            return
+        _log.error("%s; it gets %s", about, describe(-expired.number))
+        worker.late = expired.scope
+        if expired.pid == sid:
+            self._processes.signal(sid, expired.number)
+        else:
+            with suppress(OSError):
+                os.kill(expired.pid, expired.number)
+
+    def kill_stuck(self) -> None:
+        """Kill the workers that are left if all of them hang in their interpreter's lock."""
+        stuck = self._watch.look(list(self._alive))
+        if len(stuck) < len(self._alive):
+            return  # who still works may need the others
+        for pid in stuck:
+            rank = self._alive[pid].placement.rank
+            _log.error(
+                "rank %d (pid %d) hangs in its interpreter's lock, and is killed: others have finished", rank, pid
+            )
+            self._processes.signal(pid, signal.SIGKILL)
+
+    def end_round(self) -> list[int]:
+        """Kill whatever the round's workers left behind; return the processes that could not be killed."""
+        stuck = self._end_sessions(set(self._sessions), AT_LAST)
+        self._reaped.clear()
+        return stuck
+
+    def _stop(self, pid: int) -> None:
+        if self._alive[pid].stopped is None:
+            self._alive[pid].stopped = self._clock.now()
+
+    def _chosen(self, local_ranks: frozenset[int] | None) -> list[int]:
+        return [
+            pid
+            for pid, worker in self._alive.items()
+            if local_ranks is None or worker.placement.local_rank in local_ranks
+        ]
+
+    def _leave_empty_sessions(self) -> None:
+        """Have to do no more with sessions of which nothing is left: their numbers may soon be somebody else's."""
+        with suppress(OSError):  # the round's end will look at them again
+            self._forget(empty_sessions(self._sessions))
+
+    def _end_sessions(self, sids: set[int], timeout: float) -> list[int]:
+        try:
+            stuck = kill_sessions(sids, timeout)
+            reap_orphans(sids)
+        except OSError as error:
+            _log.warning("what workers have started may still run: %s", error)
+            return []  # the next round's end tries again, or the guard
+        if not stuck or timeout >= AT_LAST:
+            self._forget(sids)
+        return stuck
+
+    def _forget(self, sids: set[int]) -> None:
+        self._sessions -= sids
+        for sid in sids:
+            self._guard.remove(sid)

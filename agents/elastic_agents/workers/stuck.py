@@ -1,0 +1,111 @@
+"""Whether a Python process hangs in its interpreter's lock: a thread that does not run holds it, another waits for it.
+
+So hang scripts that use DDP at their end: see :mod:`elastic_agents.warm._process_groups`. Workers that were executed
+run nothing of ours, so it is seen from outside: the main thread is never scheduled again, and a thread waits for the
+lock, with a time-out of 5 ms each time, as CPython does (take_gil in Python/ceval_gil.c). The lock is part of the
+interpreter's own data, so no other lock looks like it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+
+__all__ = ["LOOK_EVERY", "STUCK_AFTER", "StuckDetector"]
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at a process."""
+
+STUCK_AFTER = 60.0
+"""Seconds for which a main thread must have stood still."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+"""The number of futex(2), with which threads wait for locks."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A main thread that does not run.
+
+    Attributes:
+        switches: how often it had run.
+        since: when that was first seen.
+        looks, waited: how often it was looked at, and how often a thread waited for the lock then.
+    """
+
+    switches: int
+    since: float
+    looks: int = 0
+    waited: int = 0
+
+
+class StuckDetector:
+    """Looks at processes now and then; :meth:`look` is to be called every LOOK_EVERY seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, pids: list[int]) -> list[int]:
+        """Return those of the processes that hang in their interpreter's lock; others are forgotten."""
+        self._seen = {pid: self._looked(pid) for pid in pids}
+        return [pid for pid, seen in self._seen.items() if _hangs(seen)]
+
+    def _looked(self, pid: int) -> _Seen:
+        switches = _switches(pid)
+        seen = self._seen.get(pid)
+        if seen is None or switches < 0 or seen.switches != switches:
+            return _Seen(switches, time.monotonic())
+        seen.looks += 1
+        seen.waited += _waits_for_interpreter(pid)
+        return seen
+
+
+def _hangs(seen: _Seen) -> bool:
+    # Who waits may just be awake.
+    return seen.waited > seen.looks / 2 and time.monotonic() - seen.since >= STUCK_AFTER
+
+
+def _switches(pid: int) -> int:
+    """How often the main thread has left a processor; -1 if that cannot be known."""
+    lines = _read(f"/proc/{pid}/task/{pid}/status").splitlines()
+    counts = [int(line.split()[1]) for line in lines if "voluntary_ctxt_switches:" in line]
+    return sum(counts) if len(counts) == 2 else -1
+
+
+def _waits_for_interpreter(pid: int) -> bool:
+    """Whether a thread waits, with a time-out, for a lock in the data of Python itself."""
+    try:
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return False
+    data: list[range] | None = None
+    for thread in threads:
+        # proc(5): number, arguments, stack pointer, program counter; futex(2): address, operation, value, time-out.
+        call = _read(f"/proc/{pid}/task/{thread}/syscall").split()
+        if thread != pid and len(call) == 9 and call[0] == str(_FUTEX) and int(call[4], 16):
+            data = _data_of_python(pid) if data is None else data
+            if any(int(call[1], 16) in part for part in data):
+                return True
+    return False
+
+
+def _data_of_python(pid: int) -> list[range]:
+    """Where the writable data of the interpreter lies."""
+    found = []
+    for line in _read(f"/proc/{pid}/maps").splitlines():
+        where, access, _, _, _, *path = line.split(maxsplit=5)
+        name = os.path.basename(path[0]) if path else ""
+        if access.startswith("rw") and name.startswith(("python", "libpython")):
+            first, end = (int(number, 16) for number in where.split("-"))
+            found.append(range(first, end))
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,199 @@
+"""The watchdog of torch.distributed.elastic.timer: workers set timers, and one whose timer expires is ended.
+
+``TORCHELASTIC_ENABLE_FILE_TIMER=1`` in the agent's environment asks for it. Workers write their timers into a named
+pipe, by torch's ``FileTimerClient``, as JSON lines: ``{"pid", "scope_id", "expiration_time", "signal"}``. The time is
+by the host's wall clock, below 0 the timer is released. torch's own ``FileTimerServer`` ends its agent with the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from elastic_launch.errors import UsageError
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "TimerRequest", "Timers", "read_request", "watchdog"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+ENV_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
+
+ENV_FILE = "TORCHELASTIC_TIMER_FILE"
+"""The path of the named pipe; the workers find it there, too."""
+
+MOST_TIMERS = 10_000
+
+LONGEST_NAME = 4096
+
+_NOT_READ = "a timer in {} is not understood, and not set ({}): {!r} (said once)"
+
+
+@dataclass(frozen=True, slots=True)
+class TimerExpired:
+    """A process has not released a timer in time.
+
+    Attributes:
+        scope: the timer's name.
+        number: of the signal that the process asked for; 0 for none.
+    """
+
+    pid: int
+    scope: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerRequest:
+    """What a worker writes.
+
+    Attributes:
+        expires: by the wall clock; below 0: the timer is released.
+        number: of a signal; 0 for none.
+    """
+
+    pid: int
+    scope: str
+    expires: float
+    number: int
+
+
+def read_request(line: bytes) -> TimerRequest:
+    """Read a line, which any process may have written.
+
+    Raises:
+        ValueError: if it is not a request.
+    """
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    pid, scope, expires, number = (value.get(name) for name in ("pid", "scope_id", "expiration_time", "signal"))
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(scope, str) or len(scope) > LONGEST_NAME:
+        raise ValueError("no process or no name")
+    if not isinstance(expires, int | float) or not abs(expires) < 2**53:
+        raise ValueError("no time")
+    if type(number) is not int or (number > 0 and number not in signal.valid_signals()):
+        raise ValueError("no signal")
+    return TimerRequest(pid, scope, float(expires), max(number, 0))
+
+
+class Timers:
+    """The timers that are set, by process and name."""
+
+    def __init__(self) -> None:
+        self._set: dict[tuple[int, str], tuple[float, int]] = {}
+
+    def change(self, request: TimerRequest, ahead: float) -> None:
+        """Set or release a timer as a worker asks.
+
+        Args:
+            ahead: seconds by which the clock that timers are judged by is ahead of the wall clock.
+        """
+        key = request.pid, request.scope
+        if request.expires < 0:
+            self._set.pop(key, None)
+        elif len(self._set) < MOST_TIMERS:
+            self._set[key] = (request.expires + ahead, request.number)
+
+    def expired(self, now: float) -> list[TimerExpired]:
+        """Return the processes whose timers have expired, each once, and release these.
+
+        Of several timers of a process the first that asks for a signal counts.
+        """
+        due = sorted((expires, key) for key, (expires, _) in self._set.items() if expires <= now)
+        found: dict[int, TimerExpired] = {}
+        for _, (pid, scope) in due:
+            number = self._set.pop((pid, scope))[1]
+            if pid not in found or (number and not found[pid].number):
+                found[pid] = TimerExpired(pid, scope, number)
+        return list(found.values())
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until the next timer expires, None if none is set."""
+        return max(0.0, min(expires for expires, _ in self._set.values()) - now) if self._set else None
+
+
+@contextmanager
+def watchdog(put: Callable[[TimerExpired], object]) -> Iterator[None]:
+    """Watch the workers' timers, if that is asked for, and have workers find where to set them.
+
+    Args:
+        put: called from the watchdog's thread.
+
+    Raises:
+        UsageError: if the named pipe cannot be made.
+    """
+    if os.environ.get(ENV_ENABLE) != "1":
+        yield
+        return
+    given = os.environ.get(ENV_FILE)
+    path = given or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}")
+    source = _pipe(path)
+    os.environ[ENV_FILE] = path
+    wake = os.eventfd(0, os.EFD_CLOEXEC)
+    thread = VitalThread(_watch, "watchdog", (path, source, wake, put))
+    thread.start()
+    try:
+        yield
+    finally:
+        os.eventfd_write(wake, 1)
+        thread.join(10)
+        for descriptor in (source, wake):
+            os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(path)
+        if given is None:
+            del os.environ[ENV_FILE]
+
+
+def _pipe(path: str) -> int:
+    """Make a named pipe in the place of one that is there, and return a descriptor to read from it."""
+    try:
+        if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):
+            os.unlink(path)
+        os.mkfifo(path, 0o600)
+        # Opened for writing, too: else poll() reports a hang-up whenever no worker writes.
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(
+            f"{ENV_FILE}={path}: no named pipe can be made there: {error.strerror}.",
+            f"Name another path, or leave {ENV_FILE} unset.",
+        ) from None
+
+
+def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], object]) -> None:
+    timers, pending, told = Timers(), b"", False
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    ready.register(wake, select.POLLIN)
+    while True:
+        wait = timers.wait(time.monotonic())
+        found = {descriptor for descriptor, _ in ready.poll(None if wait is None else 1000 * min(wait, 3600.0))}
+        if wake in found:
+            return
+        if source in found:
+            *lines, pending = (pending + os.read(source, 65536)).split(b"\n")
+            for line in lines:
+                try:
+                    # The wall clock may be set later, and is read once for each timer.
+                    timers.change(read_request(line), time.monotonic() - time.time())
+                except ValueError as error:
+                    if not told:
+                        _log.warning("%s", _NOT_READ.format(path, error, line[:200]))
+                    told = True
+            pending = pending[:65536]
+        for expired in timers.expired(time.monotonic()):
+            put(expired)

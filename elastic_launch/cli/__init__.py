@@ -1,0 +1,13 @@
+"""The programs ``elastic-launch``, ``elastic-composer`` and ``elasticctl``.
+
+``programs``          entry points of the installed commands
+``main``              ``elastic-launch``: reads flags, environment and job file, and starts the agent
+``composer``          ``elastic-composer``: a world of fixed size, with the flags of Composer's launcher
+``elasticctl``        status and control of a running job
+``flags``             the table of flags, and the parser that follows it; ``help`` and ``completion`` are made from it
+``options``           flags of torchrun that describe workers
+``output_flags``      flags about output and log files
+``rendezvous_flags``  flags about how nodes find each other
+``job_file``          the YAML job file; ``job_file_reader`` parses it
+``kubernetes``        defaults from an indexed Job's pod
+"""

@@ -1,0 +1,40 @@
+"""Scripts that make a shell complete the names of flags, for ``--print-completion``."""
+
+from __future__ import annotations
+
+from elastic_launch.cli.flags import FLAGS
+from elastic_launch.errors import UsageError
+from elastic_launch.system.program import PROGRAM
+
+__all__ = ["SHELLS", "completion"]
+
+_BASH = """\
+_elastic_launch() {
+    local word=${COMP_WORDS[COMP_CWORD]}
+    if [[ $word == -* ]]; then
+        COMPREPLY=($(compgen -W "NAMES" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}
+complete -o filenames -F _elastic_launch PROGRAM
+"""
+
+SHELLS = {
+    "bash": _BASH,
+    "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{_BASH}",
+    "tcsh": "complete PROGRAM 'c/-/(SHORT)/' 'p/*/f/'\n",
+}
+
+
+def completion(shell: str, program: str = PROGRAM) -> str:
+    """Return a script for a shell to evaluate.
+
+    Raises:
+        UsageError: if there is none for it.
+    """
+    if shell not in SHELLS:
+        raise UsageError(f"--print-completion {shell}: there is no script for it.", f"Give {', '.join(SHELLS)}.")
+    names = [name for flag in FLAGS for name in flag.names]
+    script = SHELLS[shell].replace("NAMES", " ".join(names)).replace("PROGRAM", program)
+    return script.replace("SHORT", " ".join(name[1:] for name in names))  # tcsh has read the first dash

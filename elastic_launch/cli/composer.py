@@ -1,0 +1,366 @@
+"""``elastic-composer``, and ``elastic-launch`` with ``--world_size`` or ``--base_rank``: a world of fixed size.
+
+The flags and variables are those of MosaicML Composer's launcher, composer/cli/launcher.py in
+https://github.com/mosaicml/composer, with their meaning there; ``--run_directory`` is that of its first releases.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from elastic_launch.system.interrupts import end_quietly
+
+    end_quietly()  # before the imports below, which take long
+
+import logging
+import os
+import socket
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_agents.static_world import Rank, StaticWorld, run
+from elastic_launch import __version__
+from elastic_launch.cli.flags import Flag, Line, Values, split
+from elastic_launch.cli.main import read_command
+from elastic_launch.cli.output_flags import read_log_format
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.settings import Setting
+from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.system.program import check_kernel, exiting, reported
+
+__all__ = ["console_main", "main", "start", "wanted", "world"]
+
+_log = logging.getLogger(__name__)
+
+PROGRAM = "elastic-composer"
+SUMMARY = "Run one node's part of a PyTorch training job whose world is fixed: no rendezvous, no restarts."
+
+FLAGS = (
+    Flag(("-n", "--nproc", "--nproc-per-node"), "processes here", "N", "GPUs, else 1", False, "LOCAL_WORLD_SIZE"),
+    Flag(("--world-size",), "processes on all nodes", "N", "--nproc", False, "WORLD_SIZE"),
+    Flag(("--base-rank",), "lowest rank on this node", "N", "node rank * nproc", False, "BASE_RANK"),
+    Flag(("--node-rank",), "rank of this node", "N", "base rank / nproc", False, "NODE_RANK"),
+    Flag(("--master-addr",), "where the processes meet", "HOST", "127.0.0.1 on one node", False, "MASTER_ADDR"),
+    Flag(("--master-port",), "and its port", "PORT", "any on one node", False, "MASTER_PORT"),
+    Flag(("-m", "--module-mode", "--module"), "the script is a module"),
+    Flag(("-c", "--command-mode", "--no-python"), "the script is a program of its own"),
+    Flag(("--stdout",), "file for stdout of all but local rank 0", "FORMAT"),
+    Flag(("--stderr",), "file for stderr of all but local rank 0", "FORMAT"),
+    Flag(("--run-directory",), "for files", "DIR", "runs/{timestamp}/"),
+    Flag(("--shutdown-timeout",), "from SIGTERM to SIGKILL", "S", "30"),
+    Flag(("-v", "--verbose"), "tell of what goes well, too"),
+    Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", "time", False),
+    Flag(("-h", "--help"), "show this and exit"),
+    Flag(("--version",), "show the version and exit"),
+)
+
+_BY_NAME = {flag.name: flag for flag in FLAGS}
+
+_FIXED = ("--world-size", "--base-rank")
+
+FORMAT_NAMES = ("rank", "local_rank", "world_size", "node_rank", "local_world_size")
+"""What ``--stdout`` and ``--stderr`` may have in braces."""
+
+
+def console_main() -> NoReturn:
+    """The console script."""
+    exiting(main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this node's part of a fixed world as the command line asks for it.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit code, see :class:`~elastic_launch.errors.ExitCode`.
+    """
+    return reported(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether a command line of ``elastic-launch`` asks for a fixed world, given that it has its words somewhere."""
+    try:
+        return not split(argv, FLAGS).given.keys().isdisjoint(_FIXED)
+    except UsageError:
+        pass
+    try:
+        split(argv)
+    except UsageError:
+        return True  # which says what is wrong with it
+    return False
+
+
+def start(argv: Sequence[str]) -> int:
+    """Do what a command line asks for, and return the exit code.
+
+    Raises:
+        ElasticLaunchError: if that cannot be done.
+    """
+    line = split(argv, FLAGS)
+    if line.wants == "--help":
+        sys.stdout.write(help_text())
+        return ExitCode.DONE
+    if line.wants == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return ExitCode.DONE
+    fixed = world(line, os.environ)
+    check_kernel()
+    return run(fixed)
+
+
+def world(line: Line, environ: Mapping[str, str]) -> StaticWorld:
+    """Turn a command line and environment into this node's part of a world.
+
+    Raises:
+        UsageError: if they cannot be one.
+    """
+    for name in line.given:
+        if name not in _BY_NAME:
+            raise UsageError(
+                f"{name} means nothing in a world of fixed size.",
+                "Drop it; or drop --world_size and --base_rank, and use elastic-launch, if nodes may come and go.",
+            )
+    options = _Options(line, environ)
+    argv = _command(options)
+    place = _place(options)
+    directory = Path(os.path.abspath(_timed(options.text("--run-directory") or "runs/{timestamp}/")))
+    grace = options.text("--shutdown-timeout")
+    return StaticWorld(
+        argv=argv,
+        arguments=line.arguments,
+        ranks=_ranks(options, place, directory),
+        world_size=place.world_size,
+        base_rank=place.base_rank,
+        node_rank=place.node_rank,
+        master_addr=place.master_addr,
+        master_port=place.master_port or _free_port(),
+        run_directory=directory,
+        grace=LaunchConfig.shutdown_timeout
+        if grace is None
+        else Setting("--shutdown-timeout ", grace).seconds(zero=True),
+        verbose="--verbose" in line.given,
+        log_format=read_log_format(line.given.get("--log-format", [None])[-1]),
+    )
+
+
+class _Options:
+    """What the command line gives, else Composer's variables; ``PET_`` variables are not looked at."""
+
+    def __init__(self, line: Line, environ: Mapping[str, str]) -> None:
+        self.line = line
+        self.environ = environ
+
+    def text(self, name: str) -> str | None:
+        if texts := self.line.given.get(name):
+            if not texts[-1].strip():
+                raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
+            return texts[-1]
+        value = self.environ.get(_BY_NAME[name].fallback) or None
+        if name == "--world-size" and value == self.environ.get("LOCAL_WORLD_SIZE"):
+            return None  # one node, as it stands there: -n alone changes its size
+        return value
+
+    def asked(self, name: str) -> str:
+        """The value with its name, as the user has given it."""
+        if name in self.line.given:
+            return f"{name} {self.text(name)}"
+        return f"{_BY_NAME[name].fallback}={self.text(name)} in the environment"
+
+    def number(self, name: str, least: int) -> int | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        value = Setting(f"{name} " if name in self.line.given else f"{_BY_NAME[name].fallback}=", text).whole()
+        if value < least:
+            raise UsageError(f"{self.asked(name)} is below {least}.", f"Give {least} or more.")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    nproc: int
+    world_size: int
+    base_rank: int
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+
+
+def _place(options: _Options) -> _Place:
+    port = options.number("--master-port", 1)
+    if port is not None and port > 65535:
+        raise UsageError(f"{options.asked('--master-port')} is no port.", "A port is a number from 1 to 65535.")
+    address = options.text("--master-addr")
+    base, node = options.number("--base-rank", 0), options.number("--node-rank", 0)
+    size = options.number("--world-size", 1)
+    nproc = _nproc(options)
+    if size is not None and size < nproc:
+        raise UsageError(
+            f"{options.asked('--world-size')} is less than the {nproc} processes of this node.",
+            "Give the number of processes on all nodes together, or fewer with --nproc.",
+        )
+    if size is None or size == nproc:
+        return _alone(options, nproc, address or "127.0.0.1", port)
+    base, node = _ranks_of_node(options, nproc, size, base, node)
+    if base + nproc > size:
+        raise UsageError(
+            f"ranks {base} to {base + nproc - 1} of this node do not all exist in a world of {size}.",
+            "Lower --base_rank, --node_rank or --nproc, or raise --world_size.",
+        )
+    for name, value in (("--master-addr", address), ("--master-port", port)):
+        if value is None:
+            raise UsageError(
+                f"a world of {size} with {nproc} on this node has several nodes, and no {name} says where they meet.",
+                "Give all nodes the same --master_addr and --master_port: where rank 0 runs, and a free port there.",
+            )
+    return _Place(nproc, size, base, node, str(address), port)
+
+
+def _alone(options: _Options, nproc: int, address: str, port: int | None) -> _Place:
+    for name in ("--base-rank", "--node-rank"):
+        if options.number(name, 0):
+            raise UsageError(
+                f"{options.asked(name)} asks for ranks after others, but the world is this node's {nproc}.",
+                "Give the number of processes on all nodes with --world_size, or drop it.",
+            )
+    return _Place(nproc, nproc, 0, 0, address, port)
+
+
+def _ranks_of_node(options: _Options, nproc: int, size: int, base: int | None, node: int | None) -> tuple[int, int]:
+    """Return base rank and node rank; if only one is given, all nodes are taken to have as many processes."""
+    if base is not None and node is not None:
+        return base, node
+    if base is None and node is None:
+        raise UsageError(
+            f"a world of {size} with {nproc} on this node has several nodes, and nothing says which this one is.",
+            "Give --node_rank if all nodes have as many processes, else --base_rank and --node_rank.",
+        )
+    given, missing = ("--node-rank", "--base-rank") if base is None else ("--base-rank", "--node-rank")
+    if size % nproc or (base or 0) % nproc:
+        raise UsageError(
+            f"{options.asked(given)} does not tell {missing}: {nproc} processes on each node do not make "
+            f"{f'a world of {size}' if size % nproc else f'rank {base} the first of a node'}.",
+            f"If nodes have different numbers of processes, give {missing.replace('-r', '_r')}, too.",
+        )
+    return (base, base // nproc) if base is not None else ((node or 0) * nproc, node or 0)
+
+
+def _nproc(options: _Options) -> int:
+    given = "--nproc" in options.line.given
+    # Platforms set LOCAL_WORLD_SIZE to 0 where there is no GPU.
+    value = options.number("--nproc", 1 if given else 0)
+    if value is None:
+        import torch
+
+        value = torch.cuda.device_count()
+    return value or 1
+
+
+def _command(options: _Options) -> tuple[str, ...]:
+    """Return what the workers execute, without the script's arguments."""
+    line = options.line
+    if {"--module-mode", "--command-mode"} <= line.given.keys():
+        raise UsageError(
+            "-m/--module_mode and -c/--command_mode contradict each other.",
+            "Drop -c to run a Python module, or -m to run a program.",
+        )
+    if line.script is None:
+        raise UsageError("there is no script to run.", f"Write {PROGRAM} [flags] script.py [arguments of the script].")
+    mode = {"--module-mode": "--module", "--command-mode": "--no-python"}
+    flags = [flag for name, flag in mode.items() if name in line.given]
+    mine = {name: value for name, value in options.environ.items() if not name.startswith(("PET_", "ELASTIC_LAUNCH_"))}
+    plain = split([*flags, "--", line.script])
+    return read_command(plain, Values(plain.given, mine)).argv
+
+
+def _platform_logs(environ: Mapping[str, str]) -> str | None:
+    """Return the format of the files that MosaicML's platform wants, for stdout and stderr together; None: off it."""
+    if environ.get("MOSAICML_PLATFORM", "").lower() != "true":
+        return None
+    where = [environ.get(name, "") for name in ("MOSAICML_LOG_DIR", "MOSAICML_GPU_LOG_FILE_PREFIX")]
+    if any(value.lower() in ("", "false") for value in where):
+        return None
+    return "/".join(where).replace("{", "{{").replace("}", "}}") + "{local_rank}.txt"
+
+
+def _ranks(options: _Options, place: _Place, directory: Path) -> tuple[Rank, ...]:
+    platform = _platform_logs(options.environ)
+    for name in ("--stdout", "--stderr"):
+        if platform is not None and name in options.line.given:
+            _log.warning("%s has no effect: output goes to MOSAICML_LOG_DIR, unless that is false.", name)
+    logs = [directory / f"rank_{place.base_rank + index}" / "logs" for index in range(place.nproc)]
+    found: list[tuple[Path | None, Path | None]] = [(None, None)]
+    for index in range(1, place.nproc):
+        default = str(logs[index] / f"rank_{place.base_rank + index}").replace("{", "{{").replace("}", "}}")
+        out_format = platform or options.text("--stdout") or f"{default}.stdout.txt"
+        err_format = platform or options.text("--stderr") or f"{default}.stderr.txt"
+        out = _formatted("--stdout", out_format, place, index)
+        err = _formatted("--stderr", err_format, place, index)
+        if other := next((rank for rank, files in enumerate(found) if {out, err} & {*files}), None):
+            (shared, *_) = {out, err} & {*found[other]}
+            raise UsageError(
+                f"local ranks {other} and {index} would both write to {shared}.",
+                "Put {rank} or {local_rank} into --stdout and --stderr.",
+            )
+        found.append((out, err))
+    return tuple(Rank(*files, error_file=log / "error.json") for files, log in zip(found, logs, strict=True))
+
+
+def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
+    values = {
+        "rank": place.base_rank + local_rank,
+        "local_rank": local_rank,
+        "world_size": place.world_size,
+        "node_rank": place.node_rank,
+        "local_world_size": place.nproc,
+    }
+    hint = f"Known: {', '.join(f'{{{known}}}' for known in FORMAT_NAMES)}; a brace itself is written twice."
+    try:
+        unknown = [field for _, field, _, _ in string.Formatter().parse(text) if field not in (None, *values)]
+        if unknown:
+            raise UsageError(f"{name} {text} has {{{unknown[0]}}} in it, which nothing is known of.", hint)
+        # os.path: workers may change their directory, and the file is this process' to find.
+        return Path(os.path.abspath(text.format(**values)))
+    except ValueError as error:
+        raise UsageError(f"{name} {text} is no format: {error}.", hint) from None
+
+
+def _timed(text: str) -> str:
+    return text.replace("{timestamp}", datetime.now().isoformat().replace(":", "-"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def help_text() -> str:
+    """The help: the flags, one line each, with the variables that give their defaults."""
+    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
+    column = 2 + max(len(text) for text in shown.values()) + 2
+    lines = [
+        f"usage: {PROGRAM} [flags] script.py [arguments of the script]",
+        "",
+        SUMMARY,
+        "",
+    ]
+    for flag in FLAGS:
+        default = f" [{flag.default}]" if flag.default else ""
+        variable = f" ({flag.fallback})" if flag.fallback else ""
+        lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default + variable)
+    names = " ".join(f"{{{name}}}" for name in FORMAT_NAMES)
+    lines += ["", "Names take dashes or underscores. Variables in parentheses give defaults."]
+    lines += [f"FORMAT may hold {names}."]
+    lines += ["In the script's arguments ~ and $RANK, $LOCAL_RANK and other variables are expanded for each rank."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    console_main()

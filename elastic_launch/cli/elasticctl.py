@@ -1,0 +1,303 @@
+"""``elasticctl``: how a run stands, and what it is to do, from any host that reaches its leader."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from elastic_launch.system.interrupts import end_quietly
+
+    end_quietly()  # before the imports below, which take long
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_launch import __version__
+from elastic_launch.cli.flags import Values
+from elastic_launch.cli.rendezvous_flags import BACKENDS
+from elastic_launch.config.launch_config import (
+    LaunchConfig,
+    parse_endpoint,
+    parse_endpoints,
+    parse_nnodes,
+    state_directory,
+)
+from elastic_launch.config.settings import Setting
+from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
+from elastic_launch.events.types import counted
+from elastic_launch.rendezvous.admin import messages as a
+from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
+from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
+from elastic_launch.secret import read_token
+from elastic_launch.system.plain_text import plain
+from elastic_launch.system.private_files import untrusted
+
+__all__ = ["console_main", "main", "parser", "shown"]
+
+PROGRAM = "elasticctl"
+
+WATCH = 2.0
+"""Seconds between two looks of ``status --watch``."""
+
+LOST_FOR = 30.0
+"""Seconds for which ``status --watch`` looks for a leader that is gone."""
+
+WIDTH = 100
+
+_WHERE = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--token-file")
+
+
+def console_main() -> NoReturn:
+    """The console script."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        code = ExitCode.DONE
+    sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for.
+
+    Returns:
+        0 if it is done, 1 if it is not or the run has ended, 2 on a wrong command line, 95 if the run is not found,
+        does not answer or refuses.
+    """
+    options = parser().parse_args(argv)
+    try:
+        address, found = _address(options, os.environ)
+        try:
+            return int(options.act(options, address))
+        except (EndpointError, StoreError):
+            if found is not None and found.code is not None:
+                raise RunEndedError(found.run_id, found.code, found.cause) from None
+            raise
+    except ElasticLaunchError as error:
+        hint = textwrap.indent(error.hint, "  ")
+        print(plain(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")), file=sys.stderr)
+        return error.exit_code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what understands the command line."""
+    where = argparse.ArgumentParser(add_help=False)
+    group = where.add_argument_group("which run", "By default the one that is alive in the user's state directory.")
+    group.add_argument("--rdzv-backend", metavar="NAME", help="as given to elastic-launch")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="as given to elastic-launch, or as it printed it")
+    group.add_argument("--rdzv-id", metavar="ID", help="name of the run")
+    group.add_argument("--log-dir", metavar="DIR", help="look for the run in the directory given to elastic-launch")
+    group.add_argument("--token-file", metavar="PATH", help="file with the run's token, if it has one")
+    top = argparse.ArgumentParser(prog=PROGRAM, description="Ask a run how it stands, and tell it what to do.")
+    top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    status = commands.add_parser("status", parents=[where], help="show how the run stands")
+    status.add_argument("--json", action="store_true", help="one JSON object in a line")
+    status.add_argument("--watch", action="store_true", help=f"again every {WATCH:g} s, until the run ends")
+    status.set_defaults(act=_status)
+
+    drain = commands.add_parser("drain", parents=[where], help="have a node leave, or all, with no step lost")
+    drain.add_argument("node", metavar="NODE", nargs="?", default="", help="its id; without it the whole run stops")
+    drain.add_argument("--deadline", metavar="S", help="seconds after which the round is broken instead")
+    drain.set_defaults(act=_drain)
+
+    checkpoint = commands.add_parser("checkpoint", parents=[where], help="have a durable checkpoint written now")
+    checkpoint.set_defaults(act=_checkpoint)
+
+    resize = commands.add_parser("resize", parents=[where], help="change how many nodes the run may have")
+    resize.add_argument("nnodes", metavar="MIN:MAX", help="as --nnodes of elastic-launch")
+    resize.set_defaults(act=_resize)
+    return top
+
+
+# Finding the run.
+
+
+def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, RunAddress | None]:
+    """Where the run is, and the file by which it was found, if it was by one."""
+    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, environ)
+    backend, endpoint, run_id, log_dir, token_file = (values.text(name) for name in _WHERE)
+    if "--log-dir" in values.given and "--rdzv-endpoint" not in values.given:
+        endpoint = None
+    token = read_token(token_file, environ)
+    found = None
+    if endpoint is None:
+        left = _found(log_dir, run_id, environ)
+        found = left.run
+        backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
+        token = token or left.token()
+    leader = parse_endpoint(found.leader) if found is not None and found.leader else None
+    backend = LaunchConfig.backend if backend is None else backend
+    if backend not in (*BACKENDS, "static"):
+        raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
+    if backend != "etcd":
+        return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
+    if not run_id:
+        raise UsageError("--rdzv-backend etcd keeps many runs.", "Name one with --rdzv-id ID.")
+    return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
+
+
+def _given(options: argparse.Namespace, name: str) -> str | None:
+    text: str | None = getattr(options, name[2:].replace("-", "_"))
+    return text
+
+
+def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> FoundRun:
+    """The run that left its whereabouts in the directory; by default in the user's state directory, and alive."""
+    base = Path(log_dir) if log_dir else state_directory(environ)
+    if not log_dir and (reason := untrusted(base, exclusive=True)):
+        raise EndpointError(f"No run is looked for in {base}: {reason}.", "Name the run's directory with --log-dir.")
+    try:
+        runs, alive = find(base, run_id, depth=1 if log_dir else 2)
+        if log_dir and not runs:
+            runs, alive = find(base, run_id, depth=0)
+    except OSError as error:
+        hint = "Ask as the user that started the run."
+        raise EndpointError(f"No run can be looked for in {base}: {error.strerror}.", hint) from error
+    which = f"run {run_id!r}" if run_id else "run"
+    flags = "Name it with --rdzv-endpoint HOST:PORT and --rdzv-id ID, or with the --log-dir that it was given."
+    if not runs:
+        raise EndpointError(f"There is no {which} in {base}.", flags)
+    if not alive and not log_dir and not run_id:
+        last = runs[0].run
+        ended = "was killed" if last.code is None else f"ended with exit code {last.code}: {last.cause}"
+        raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", flags)
+    if len(runs) > 1 and (alive or not run_id):
+        names = ", ".join(f"{run.run_id} at {run.endpoint}" for run, _ in runs[:10])
+        ended = "" if alive else ", none with an agent alive on this host"
+        raise UsageError(f"There are {len(runs)} runs in {base}{ended}: {names}.", "Say which with --rdzv-id ID.")
+    return runs[0]
+
+
+# What it is asked.
+
+
+def _status(options: argparse.Namespace, address: Address) -> int:
+    if not options.watch:
+        with AdminClient(address) as inquiry:
+            _show(inquiry.status(), address, as_json=options.json)
+        return ExitCode.DONE
+    lost_at: float | None = None
+    seen = False
+    while True:
+        try:
+            with AdminClient(address) as inquiry:
+                while True:
+                    status = inquiry.status()
+                    seen, lost_at = True, None
+                    if sys.stdout.isatty():
+                        sys.stdout.write("\x1b[H\x1b[2J")
+                    _show(status, address, as_json=options.json)
+                    inquiry.pause(WATCH)
+        except RunEndedError as error:
+            if not seen:
+                raise
+            return _ended(error, as_json=options.json)
+        except RendezvousError:
+            lost_at = time.monotonic() if lost_at is None else lost_at
+            if not seen or time.monotonic() - lost_at > LOST_FOR:
+                raise
+            # The leader's last word may be lost with the link; the file by which the run was found has it, too.
+            options.rdzv_id = address.run_id
+            address, found = _address(options, os.environ)
+            if found is not None and found.code is not None:
+                return _ended(RunEndedError(found.run_id, found.code, found.cause), as_json=options.json)
+            time.sleep(0.5)
+
+
+def _ended(error: RunEndedError, *, as_json: bool) -> int:
+    print(json.dumps({"ended": error.code}) if as_json else plain(error.message), flush=True)
+    return ExitCode.DONE
+
+
+def _drain(options: argparse.Namespace, address: Address) -> int:
+    seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
+    with AdminClient(address) as inquiry:
+        if options.node and address.backend != "etcd" and options.node == inquiry.status().leader:
+            raise UsageError(
+                f"Node {options.node} hosts the run: without it the run cannot go on.",
+                f"{PROGRAM} drain without a node stops the whole run, and says whether its state is saved.",
+            )
+        return _tell(inquiry.ask(a.AskDrain(options.node, seconds)))
+
+
+def _checkpoint(options: argparse.Namespace, address: Address) -> int:
+    with AdminClient(address) as inquiry:
+        return _tell(inquiry.ask(a.AskSave()))
+
+
+def _resize(options: argparse.Namespace, address: Address) -> int:
+    try:
+        low, high = parse_nnodes(options.nnodes)
+    except UsageError:
+        raise UsageError(f"resize {options.nnodes!r} is not a number of nodes.", "Write N or MIN:MAX.") from None
+    if not 1 <= low <= high:
+        raise UsageError(f"resize {low}:{high} is no range of nodes.", "Write MIN:MAX with 1 <= MIN <= MAX.")
+    with AdminClient(address) as inquiry:
+        return _tell(inquiry.ask(a.AskResize(low, high)))
+
+
+def _tell(answer: a.Answer) -> int:
+    print(plain(answer.text))
+    return ExitCode.DONE if answer.done else ExitCode.TRAINING_FAILED
+
+
+# How it is shown.
+
+
+def _show(status: a.Status, address: Address, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"backend": address.backend, **asdict(status)}), flush=True)
+        return
+    print(plain("\n".join(shown(status, str(address)))), flush=True)
+
+
+def shown(status: a.Status, where: str) -> list[str]:
+    """Return a status as lines of at most 100 characters, for people."""
+    limits = f"{status.min_nodes}:{status.max_nodes}"
+    step = "no step reported" if status.step is None else f"step {status.step}"
+    training = [node for node in status.nodes if node.state == "training"]
+    lines = [
+        f"run {status.run_id} at {where}",
+        f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
+        f"world size {status.world_size} on {counted(len(training), 'node')} of {limits}, {step}, "
+        f"restarts {status.restarts} of {status.max_restarts}",
+        f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",
+        "",
+        f"{'NODE':<32} {'ADDRESS':<32} {'WORKERS':>7}  {'STATE':<9} {'SILENT':>8}",
+    ]
+    for node in status.nodes:
+        names = f"{_cut(node.node_id, 32):<32} {_cut(node.address, 32):<32}"
+        lines.append(f"{names} {node.workers:>7}  {node.state:<9} {node.silence:>6.1f} s")
+    if status.incidents:
+        lines += ["", "the leader's last decisions:"]
+        lines += [f"  {_ago(incident.ago):>12}  {incident.text}" for incident in status.incidents]
+    return [_cut(line, WIDTH) for line in lines]
+
+
+def _kept(save: a.LastSave | None) -> str:
+    return "none reported" if save is None else f"step {save.step}, {_ago(save.ago)}"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+if __name__ == "__main__":
+    console_main()

@@ -1,0 +1,405 @@
+"""The table of flags, and how an argument vector is split by it.
+
+argparse would do for the values, not for the names: it calls two spellings of one flag ambiguous, objects to
+an argument of the script that resembles several flags, and drops a ``--`` in front of the script's arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
+from elastic_launch.config.settings import Setting, nearest
+from elastic_launch.config.torchrun_mode import EMPTY
+from elastic_launch.errors import CommandLineError, UsageError
+from elastic_launch.system.program import PROGRAM
+
+__all__ = [
+    "BY_NAME",
+    "FLAGS",
+    "GROUPS",
+    "USAGE",
+    "Flag",
+    "Line",
+    "Sourced",
+    "Values",
+    "split",
+]
+
+USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: every spelling, with dashes.
+        purpose: what it is for, in a few words.
+        metavar: what its value is called in the help; empty for a switch.
+        default: the default as the help shows it.
+        in_environment: whether ``PET_<NAME>`` can give it.
+        fallback: a further variable that can, after those.
+    """
+
+    names: tuple[str, ...]
+    purpose: str
+    metavar: str = ""
+    default: str = ""
+    in_environment: bool = True
+    fallback: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name under which its values are kept: the first long one."""
+        return next(name for name in self.names if name.startswith("--"))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that can give its value, the first that is set winning."""
+        if not self.in_environment:
+            return ()
+        long = [name[2:] for name in self.names if name.startswith("--")]
+        own = ["PET_" + name.upper().replace("-", "_") for name in long]
+        return (*own, self.fallback) if self.fallback else tuple(own)
+
+
+def _timing(name: str, purpose: str) -> Flag:
+    default = getattr(Timing(), name)
+    return Flag((f"--{name.replace('_', '-')}",), purpose, "S", f"{default:g}")
+
+
+GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
+    (
+        "Size",
+        (
+            Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
+            Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
+            Flag(("--standalone",), "one node, whatever endpoint is given"),
+        ),
+    ),
+    (
+        "Where nodes meet",
+        (
+            Flag(("--rdzv-backend",), "c10d, etcd, static, or torch's", "NAME", "c10d"),
+            Flag(("--rdzv-endpoint",), "host of the record, or etcd's", "HOST:PORT", "this one"),
+            Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
+            Flag(("--rdzv-conf",), "settings of the rendezvous, several merge", "K=V,..."),
+            Flag(("--node-rank",), "wanted rank of this node", "N", "any"),
+            Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
+            Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
+            Flag(("--master-addr",), "of node 0, for static", "ADDR", "127.0.0.1"),
+            Flag(("--master-port",), "its port, for static", "PORT", "29500"),
+            Flag(("--token-file",), "file with the run's token", "PATH"),
+            Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
+        ),
+    ),
+    (
+        "Times, in seconds",
+        (
+            _timing("join_settle", "wait of the first round for more nodes"),
+            _timing("resize_delay", "quiet before arrivals resize a round"),
+            _timing("dead_after", "silence that makes a node dead"),
+            _timing("return_after", "to stop workers, beyond their timeout"),
+            _timing("min_wait", "to wait below the minimum of nodes"),
+            Flag(
+                ("--shutdown-timeout",),
+                "from SIGTERM to SIGKILL",
+                "S",
+                f"{LaunchConfig.shutdown_timeout:g}",
+                fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            ),
+        ),
+    ),
+    (
+        "Workers",
+        (
+            Flag(("--max-restarts",), "restarts after faults of workers", "N", str(Limits().max_restarts)),
+            Flag(("-m", "--module"), "the script is a module, as in python -m"),
+            Flag(("--no-python",), "the script is a program of its own"),
+            Flag(("--no-warm",), "workers do their imports themselves"),
+            Flag(("--preload",), "import these ahead, too", "MODULE,..."),
+            Flag(("--no-preload",), "don't import these ahead", "MODULE,..."),
+            Flag(("--run-path",), "the script, by its full path, is run by runpy"),
+            Flag(("--virtual-local-rank",), "each sees one GPU and LOCAL_RANK 0"),
+            Flag(("--numa-binding",), "CPUs near its GPU, as node", "MODE", "unbound"),
+            Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
+        ),
+    ),
+    (
+        "Output",
+        (
+            Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+            Flag(("--log-layout",), "log directories: rounds, torchrun", "NAME", "rounds"),
+            Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
+            Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
+            Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
+            Flag(("--duplicate-stdout-filters",), "stdout's lines with these: in a file", "TEXT"),
+            Flag(("--duplicate-stderr-filters",), "stderr's lines with these: in a file", "TEXT"),
+            Flag(
+                ("--log-line-prefix-template",),
+                "prefix of tee'd lines",
+                "TEXT",
+                fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+            ),
+            Flag(("--prefix",), "[node:rank] before each line that is shown"),
+            Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
+            Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
+        ),
+    ),
+    (
+        "Job file",
+        (
+            Flag(("--config",), "YAML file with values of these flags", "FILE"),
+            Flag(("--print-config",), "show every value and its source, and exit"),
+        ),
+    ),
+    (
+        "Signals",
+        (
+            Flag(("--signals-to-handle",), "that end this node", "LIST", "TERM,INT,HUP,QUIT"),
+            Flag(("--signals-to-forward",), "passed to the workers", "LIST", "USR1,USR2"),
+        ),
+    ),
+    (
+        "Preemption",
+        (Flag(("--notice",), "what says that this node is to go", "SOURCE,...", "auto"),),
+    ),
+    (
+        "For torch",
+        (
+            Flag(("--event-log-handler",), "gets the ends of agent and workers", "NAME", "null"),
+            Flag(("--monitor-interval",), "no effect but on torch's agent", "S", "0.1"),
+            Flag(("--start-method",), "no effect but on torch's agent", "NAME", "spawn"),
+        ),
+    ),
+    (
+        "Information",
+        (
+            Flag(("-h", "--help"), "show this and exit", in_environment=False),
+            Flag(("--print-completion",), "show a script for bash, zsh, tcsh", "SHELL", in_environment=False),
+            Flag(("--version",), "show the version and exit", in_environment=False),
+        ),
+    ),
+)
+
+FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)
+
+BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+_TORCHRUN = """
+    nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval
+    start-method event-log-handler role module no-python run-path log-dir redirects tee local-ranks-filter
+    duplicate-stdout-filters duplicate-stderr-filters node-rank master-addr master-port local-addr logs-specs
+    numa-binding signals-to-handle shutdown-timeout virtual-local-rank help
+"""
+
+TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
+"""The long names of torchrun's own flags (torch 2.13); a test compares them with its parser.
+
+Those that torch 2.14 adds come after them: what is short enough for 2.13 must stay so.
+"""
+
+TORCHRUN_2_14 = TORCHRUN | {"--print-completion", "--log-line-prefix-template"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced:
+    """A flag's value from elsewhere than command line and environment; source says from where."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A command line, split but not yet understood.
+
+    Attributes:
+        given: values by the name of their flag, in order; a switch has an empty one.
+        script: what the workers run, or None if the line names nothing.
+        arguments: what came after it, verbatim.
+        wants: ``--help``, ``--version`` or ``--print-completion``, if one was met.
+        defaults: values by the name of their flag that another front end starts from.
+    """
+
+    given: dict[str, list[str]] = field(default_factory=dict)
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    wants: str | None = None
+    defaults: Mapping[str, Sourced] = field(default_factory=dict)
+
+
+def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
+    """Split an argument vector into our flags, the script, and the script's arguments.
+
+    Args:
+        also: further flags, those of another front end.
+
+    Raises:
+        UsageError: on an unknown or ambiguous flag, and on a value that is missing or too much.
+    """
+    given: dict[str, list[str]] = {}
+    table = BY_NAME | {name: flag for flag in also for name in flag.names}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if token == "--":
+            return Line(given, rest[0] if rest else None, tuple(rest[1:]))
+        if not token.startswith("-") or token == "-":
+            return Line(given, token, tuple(rest))
+        try:
+            flag, value = _resolve(token, table)
+        except CommandLineError as error:
+            hint = " If the job file names it, they go after --." if "--config" in given else ""
+            raise CommandLineError(error.message, error.hint + hint) from None
+        if not flag.metavar:
+            if value is not None:
+                raise CommandLineError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
+            if flag.name in ("--help", "--version"):
+                return Line(given, wants=flag.name)
+        elif value is None:
+            if not rest or _is_flag(rest[0], table):
+                found = f"found {rest[0]}" if rest else "the command ends there"
+                raise CommandLineError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
+            value = rest.pop(0)
+        given.setdefault(flag.name, []).append(value or "")
+        if flag.name == "--print-completion":
+            return Line(given, wants=flag.name)
+    return Line(given)
+
+
+class Values:
+    """The values of the flags: those given, then those of the environment, then those of a job file.
+
+    Attributes:
+        given: see :class:`Line`.
+        environ: the variables to go by.
+        beneath: values by the name of their flag that count where neither gives one, the first of them winning.
+        torchrun: whether what this project reads otherwise is read as torchrun reads it.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Sequence[str]],
+        environ: Mapping[str, str],
+        beneath: Sequence[Mapping[str, Sourced]] = (),
+    ) -> None:
+        self.given = given
+        self.environ = environ
+        self.beneath = tuple(beneath)
+        self.torchrun = False
+
+    def variable(self, name: str) -> str | None:
+        """The variable that gives a flag's value in the environment; empty ones count as unset."""
+        return next((variable for variable in BY_NAME[name].variables if self.environ.get(variable)), None)
+
+    def below(self, name: str) -> Sourced | None:
+        """A flag's value that only counts where neither command line nor environment gives one."""
+        return next((layer[name] for layer in self.beneath if name in layer), None)
+
+    def origin(self, name: str) -> str | None:
+        """Where a flag's value comes from: the flag, a variable, a line of a job file; None: nothing gives one."""
+        if name in self.given:
+            return name
+        below = self.below(name)
+        return self.variable(name) or (below.source if below else None)
+
+    def text(self, name: str) -> str | None:
+        """The value of a flag as the user wrote it, or None.
+
+        Raises:
+            UsageError: if it was given, but empty, as by an unset variable of a shell script.
+        """
+        texts = self.given.get(name)
+        if texts and (texts[-1].strip() or not (self.torchrun and name in EMPTY)):
+            if not texts[-1].strip():
+                raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
+            return texts[-1]
+        if variable := self.variable(name):
+            return self.environ[variable]
+        below = self.below(name)
+        return below.text if below else None
+
+    def switch(self, name: str) -> bool:
+        """Whether a switch is on."""
+        if name in self.given:
+            return True
+        if variable := self.variable(name):
+            return Setting(f"{variable}=", self.environ[variable]).truth()
+        below = self.below(name)
+        return below is not None and Setting(f"{below.source}: {name[2:]}: ", below.text).truth()
+
+    def setting(self, name: str) -> Setting | None:
+        """The value of a flag, or None, to be read as a number."""
+        text = self.text(name)
+        return None if text is None else Setting(f"{name} ", text)
+
+    def integer(self, name: str) -> int | None:
+        """The value of a flag that takes a whole number, or None."""
+        setting = self.setting(name)
+        return setting.whole() if setting else None
+
+    def attribute(self, error: UsageError) -> UsageError:
+        """Return error, saying where flags in its message come from that nobody typed."""
+        found = [
+            f"{flag.name} comes from {self._place(flag.name)}."
+            for flag in FLAGS
+            if self.origin(flag.name) not in (None, flag.name)
+            and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
+        ]
+        return type(error)(" ".join([error.message, *found]), error.hint)
+
+    def _place(self, name: str) -> str | None:
+        variable = self.variable(name)
+        return f"{variable}={self.environ[variable]} in the environment" if variable else self.origin(name)
+
+
+def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
+    """Find the flag that token spells, and the value after its equals sign."""
+    spelled, equals, text = token.partition("=")
+    name, value = spelled.replace("_", "-"), text if equals else None
+    if flag := table.get(name):
+        return flag, value
+    if name == "--token":
+        raise CommandLineError(
+            "--token is no flag: everybody on a host can read the command lines of its processes.",
+            "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
+        )
+    if not name.startswith("--"):
+        # -n4 and -t0:1, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
+        if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals and name[:2] in table:
+            return table[name[:2]], name[2:]
+        raise _unknown(spelled, table)
+    candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
+    if not candidates:
+        raise _unknown(spelled, table)
+    for names in (TORCHRUN, TORCHRUN_2_14):
+        of_torchrun = {table[known].name for known in names if known.startswith(name)}
+        if len(of_torchrun) == 1:
+            # What is short enough for torchrun must stay so, whatever flags there are beside its own.
+            return table[of_torchrun.pop()], value
+    if len(candidates) > 1:
+        raise CommandLineError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
+    return next(iter(candidates.values())), value
+
+
+def _is_flag(token: str, table: Mapping[str, Flag]) -> bool:
+    """Whether token, met where a value belongs, is rather the next flag."""
+    return token.startswith("--") or token in table
+
+
+def _unknown(spelled: str, table: Mapping[str, Flag]) -> CommandLineError:
+    meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in table if n.startswith("--")))
+    first = f"Did you mean {meant}? " if meant else ""
+    return CommandLineError(
+        f"unknown flag {spelled}.",
+        f"{first}{PROGRAM} --help lists the flags; those of the script go after the script.",
+    )
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

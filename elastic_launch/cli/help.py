@@ -1,0 +1,72 @@
+"""The help, made from the table of flags."""
+
+from __future__ import annotations
+
+from elastic_launch.cli.flags import FLAGS, GROUPS, USAGE
+from elastic_launch.config.torchrun_mode import DEFAULTS
+from elastic_launch.errors import ExitCode
+
+__all__ = ["EXIT_CODES", "help_text"]
+
+SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it runs."
+
+EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
+    (ExitCode.DONE, "all workers of all nodes are done"),
+    (ExitCode.TRAINING_FAILED, "failed, and no code of a worker's own says how"),
+    (ExitCode.USAGE, "a flag or value that cannot work"),
+    (ExitCode.STARTUP_FAILURE, "the script cannot run as it is (not under --max-restarts 0)"),
+    (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
+    (ExitCode.NO_PROGRESS, "--max-restarts is spent by restarts without progress"),
+    (ExitCode.DO_NOT_RETRY, "a retry is of no use: a worker says so, misuse, or nothing can be saved"),
+    (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
+    (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
+    (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),
+    (ExitCode.TERMINATED, "terminated by SIGTERM or a notice"),
+)
+
+_CODES_OF_TORCHRUN = (
+    "  0     all workers of all nodes are done",
+    "  1     failed, or stopped by a signal",
+    "  2     a flag that is not known, without its value or with one of another type",
+)
+
+
+def help_text(*, as_torchrun: bool = False) -> str:
+    """The help: flags by group, one line each, then the environment and the exit codes.
+
+    Args:
+        as_torchrun: whether defaults and exit codes are torchrun's.
+    """
+    defaults = DEFAULTS if as_torchrun else {}
+    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
+    column = 2 + max(len(text) for text in shown.values()) + 2
+    lines = [f"usage: {USAGE}", "", SUMMARY]
+    for title, flags in GROUPS:
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            text = defaults.get(flag.name, flag.default)
+            default = f" [{text}]" if text else ""
+            lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default)
+    lines += [
+        "",
+        "Names take dashes or underscores and may be shortened while they stay unique.",
+        "PET_<NAME>, as in PET_NNODES=1:4, gives a flag's default.",
+        "With ELASTIC_LAUNCH_TORCHRUN=1, or called by a link named torchrun,",
+        "defaults and exit codes are those of torchrun.",
+        "",
+        "Sources of --notice:",
+        "  auto, aws, aws:rebalance, gcp, azure, slurm, file:PATH, signal:USR1, none",
+        "",
+        "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
+        "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
+        "  join_timeout, read_timeout, is_host, reuse;",
+        "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",
+        "  without effect: close_timeout, heartbeat_timeout, store_type",
+        "",
+        "Exit codes:",
+    ]
+    if as_torchrun:
+        return "\n".join([*lines, *_CODES_OF_TORCHRUN]) + "\n"
+    lines += [f"  {code.value:<6}{meaning}" for code, meaning in EXIT_CODES]
+    lines += ["  other a failed worker's own code, or 128 + N if signal N ended it"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,121 @@
+"""What a pod of an indexed Kubernetes job finds out by itself: where the run meets, its name, and the node's.
+
+Such pods have the variable ``JOB_COMPLETION_INDEX`` and the host name ``<job>-<index>``. With a headless service as the
+template's ``subdomain``, the kubelet writes ``<job>-<index>.<service>.<namespace>.svc.<cluster domain>`` before it in
+the pod's /etc/hosts, and the cluster's DNS knows the other pods by theirs
+(https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode,
+https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/). JobSet's and Kubeflow Trainer's pods are such
+pods, too.
+
+Pod 0 hosts, since its index says so and not because it can bind: an address that DNS still gives for a pod 0 that is
+gone may be another pod's by now.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_launch.cli.flags import Sourced, Values
+from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes
+from elastic_launch.errors import UsageError
+
+__all__ = ["ENV_INDEX", "Pod", "found_out", "full_name", "sentence"]
+
+ENV_INDEX = "JOB_COMPLETION_INDEX"
+
+PORT = 29400
+
+_TOLD = ("--rdzv-endpoint", "--rdzv-id", "--node-id")
+"""What is told of, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod of an indexed job, by its names.
+
+    Attributes:
+        domain: of all pods of the job, or empty if there is no headless service.
+    """
+
+    index: int
+    job: str
+    domain: str
+
+    @classmethod
+    def of(cls, index: str, name: str) -> Pod | None:
+        """Read a pod's full host name; None if it is not one of an indexed job."""
+        host, _, domain = name.partition(".")
+        job = host.removesuffix(f"-{index}")
+        return cls(int(index), job, domain) if index.isdecimal() and job not in ("", host) else None
+
+    @property
+    def endpoint(self) -> str:
+        """Where pod 0 hosts the run, or nothing if it cannot be found."""
+        return f"{self.job}-0.{self.domain}:{PORT}" if self.domain else ""
+
+
+def full_name() -> str:
+    """Return this host's name with its domain, if /etc/hosts or else DNS knows one."""
+    name = socket.gethostname()
+    if "." in name:  # setHostnameAsFQDN
+        return name
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM, flags=socket.AI_CANONNAME)[0][3]
+    except OSError:
+        return name
+    return found if found.startswith(f"{name}.") else name
+
+
+def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
+    """Return what nobody has said and this pod's names tell, by the name of its flag; nothing outside of such a pod.
+
+    Args:
+        name: this host's full name; None: look it up.
+
+    Raises:
+        UsageError: if the run has several pods, and they cannot find each other.
+    """
+    index = values.environ.get(ENV_INDEX, "")
+    if not index.isdecimal() or not _meets_by_itself(values):
+        return {}
+    name = name or full_name()
+    pod = Pod.of(index, name)
+    endpoint = values.text("--rdzv-endpoint")
+    backend = (values.text("--rdzv-backend") or LaunchConfig.backend).removeprefix("elastic-")
+    if endpoint is None and backend != "etcd" and (pod is None or not pod.endpoint):
+        raise UsageError(
+            f"{ENV_INDEX}={index} says that this pod is one of several, but its host name, {name}, does not tell "
+            "where pod 0 is: that takes JOB-INDEX.SERVICE.",
+            "Give the pod template the name of a headless service as subdomain, or name the endpoint by "
+            "--rdzv-endpoint.",
+        )
+    if pod is None:
+        return {}
+    source = f"{ENV_INDEX}={index} of {name}"
+    told = {"--node-id": f"{pod.job}-{index}"}
+    if endpoint is None and backend != "etcd":
+        hosts = "true" if pod.index == 0 else "false"
+        told |= {"--rdzv-endpoint": pod.endpoint, "--rdzv-id": pod.job, "--rdzv-conf": f"is_host={hosts}"}
+    return {flag: Sourced(text, source) for flag, text in told.items()}
+
+
+def _meets_by_itself(values: Values) -> bool:
+    """Whether this is a node of several that meet on a backend of ours and have no fixed places."""
+    if values.switch("--standalone") or parse_nnodes(values.text("--nnodes") or "1:1")[1] < 2:
+        return False
+    backend = values.text("--rdzv-backend")
+    if backend is None:
+        master = values.text("--master-addr") is not None or values.text("--master-port") is not None
+        return not master or values.text("--rdzv-endpoint") is not None
+    return backend.removeprefix("elastic-") in ("c10d", "etcd")
+
+
+def sentence(values: Values) -> str:
+    """Say what was found out, or nothing."""
+    found = {name: values.origin(name) or "" for name in _TOLD}
+    told = [f"{name} {values.text(name)}" for name, origin in found.items() if origin.startswith(f"{ENV_INDEX}=")]
+    source = next((origin for origin in found.values() if origin.startswith(f"{ENV_INDEX}=")), "")
+    hosts = "; pod 0 hosts" if found["--rdzv-endpoint"] == source and source else ""
+    return f"{source} gives {', '.join(told)}{hosts}" if told else ""

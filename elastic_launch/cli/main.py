@@ -1,0 +1,454 @@
+"""``elastic-launch``: from flags and environment to a :class:`LaunchConfig`, and on to the agent."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import NoReturn
+
+from elastic_launch import __version__
+from elastic_launch.cli.flags import BY_NAME, USAGE, Line, Sourced, Values, split
+from elastic_launch.cli.help import help_text
+from elastic_launch.cli.job_file import Job, shown
+from elastic_launch.cli.kubernetes import found_out, sentence
+from elastic_launch.cli.options import devices_of, read_notices, read_signals, read_torch_options
+from elastic_launch.cli.output_flags import make_run_directory, read_log_dir, read_log_format, read_output
+from elastic_launch.cli.rendezvous_flags import read_meeting
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, parse_health_port, parse_nnodes
+from elastic_launch.config.notice_sources import claimed
+from elastic_launch.config.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
+from elastic_launch.config.torch_options import visible_device
+from elastic_launch.config.torchrun_mode import DEFAULTS, NAME, SOURCE, called_so, errors_told, wanted
+from elastic_launch.errors import CommandLineError, ExitCode, UsageError
+from elastic_launch.faults import ENV_FAULTS, FaultPlan
+from elastic_launch.secret import Token, read_token
+from elastic_launch.system.program import PROGRAM, check_kernel, exiting, reported
+
+__all__ = ["build", "check_directory", "console_main", "find_module", "here", "launch", "main", "parse", "read_command"]
+
+log = logging.getLogger(__name__)
+
+
+def console_main() -> NoReturn:
+    """The console script."""
+    exiting(lambda: main(whole=True))
+
+
+def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
+    """Run a launch as the command line asks for it.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+        whole: whether this process is here for the launch alone, and may begin anew to share torch with its workers.
+
+    Returns:
+        The exit code, see :class:`~elastic_launch.errors.ExitCode`.
+    """
+    return reported(lambda: _main(sys.argv[1:] if argv is None else argv, whole))
+
+
+def _main(argv: Sequence[str], whole: bool) -> int:
+    program = sys.argv[0] if whole else ""
+    # Most have no use for it; the script's own arguments may have these words, too.
+    if not wanted(os.environ, program) and any(
+        token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv
+    ):
+        from elastic_launch.cli import composer
+
+        if composer.wanted(argv):
+            return composer.start(argv)
+    return launch(split(argv), whole=whole, program=program)
+
+
+def launch(
+    line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False, program: str = ""
+) -> int:
+    """Do what a command line asks for, and return the exit code.
+
+    Args:
+        prepare: what another front end changes before the job is looked at.
+        whole: see :func:`main`.
+        program: what this process was called as.
+
+    Raises:
+        ElasticLaunchError: if that cannot be done.
+    """
+    as_torchrun = wanted(os.environ, program)
+    with errors_told(as_torchrun=as_torchrun):
+        if line.wants is not None:
+            return _inform(line, line.wants, program, as_torchrun=as_torchrun)
+        return _launch(line, prepare, whole=whole, as_torchrun=as_torchrun)
+
+
+def _inform(line: Line, wants: str, program: str, *, as_torchrun: bool) -> int:
+    if wants == "--help":
+        sys.stdout.write(help_text(as_torchrun=as_torchrun))
+    elif wants == "--version":
+        print(f"{PROGRAM} {__version__}")
+    else:
+        from elastic_launch.cli.completion import completion
+
+        sys.stdout.write(completion(line.given[wants][-1], NAME if called_so(program) else PROGRAM))
+    return ExitCode.DONE
+
+
+def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torchrun: bool) -> int:
+    job = Job(line, os.environ)
+    prepare(job)
+    _settle_defaults(job, as_torchrun=as_torchrun)
+    _configure_logging(job.values)
+    _find_out(job)
+    if job.values.switch("--print-config"):
+        sys.stdout.write(shown(job, {key: value for layer in _layers(job.values) for key, value in layer.items()}))
+        _configure(job)
+        return ExitCode.DONE
+    config = _configure(job)
+    check_kernel()
+    check_directory()
+    config = make_run_directory(config)
+    if config.alone and config.token is None:
+        config = replace(config, token=Token.made(), own_token=True)
+    os.environ.update(job.added)
+    begun = None
+    if whole:
+        from elastic_agents.warm.reexec import reexec
+
+        begun = reexec(config)
+    # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
+    from elastic_agents.main import run
+
+    return run(config, begun)
+
+
+def _configure_logging(values: Values) -> None:
+    """Have what is found out by and by said in the form that is asked for; whoever runs the workers does so anew."""
+    from elastic_agents.console import configure_logging
+
+    try:
+        configure_logging(read_log_format(values.text("--log-format")), quiet=values.torchrun)
+    except UsageError as error:
+        raise values.attribute(error) from None
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
+    """Turn arguments and environment into a configuration; nothing is started or written.
+
+    Args:
+        argv: arguments without the program's name.
+        environ: where ``PET_*`` and other defaults come from.
+
+    Raises:
+        UsageError: if they cannot be a launch.
+    """
+    job = Job(split(argv), environ)
+    _settle_defaults(job, as_torchrun=wanted(environ))
+    _find_out(job)
+    return _configure(job)
+
+
+def _settle_defaults(job: Job, *, as_torchrun: bool) -> None:
+    """Have torchrun's defaults where a value is given nowhere, if wanted."""
+    if as_torchrun:
+        job.values.torchrun = True
+        job.values.beneath = (*job.values.beneath, {name: Sourced(text, SOURCE) for name, text in DEFAULTS.items()})
+
+
+def _find_out(job: Job) -> None:
+    if job.values.torchrun:  # which finds out nothing
+        return
+    try:
+        found = found_out(job.values)
+    except UsageError as error:
+        raise job.values.attribute(error) from None
+    job.values.beneath = (*job.values.beneath, found)
+
+
+def _configure(job: Job) -> LaunchConfig:
+    try:
+        return build(job.line, job.values)
+    except UsageError as error:
+        raise job.values.attribute(error) from None
+
+
+def build(line: Line, values: Values) -> LaunchConfig:
+    """Put a configuration together.
+
+    Raises:
+        UsageError: if the values cannot be a launch.
+    """
+    command = read_command(line, values)
+    low, high = parse_nnodes(values.text("--nnodes") or "1:1")
+    max_restarts = values.integer("--max-restarts")
+    limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
+    meeting = read_meeting(values, limits)
+    timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values), one_wait=values.torchrun)
+    if meeting.backend == "static":
+        limits = limits.resized(high, high)
+        if is_host is not None:
+            raise UsageError(
+                "--rdzv-conf is_host contradicts --rdzv-backend static, whose host is the node of rank 0.",
+                "Drop is_host.",
+            )
+        is_host = meeting.node_rank == 0
+    if meeting.endpoint is None and is_host is False:
+        raise UsageError(
+            "--rdzv-conf is_host: this node is not to host the run, and there is no other that does.",
+            "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
+        )
+    if planned := FaultPlan.of(values.environ).faults:
+        log.warning("%s is set: workers of this run fail on purpose, %d in all.", ENV_FAULTS, len(planned))
+    grace = values.setting("--shutdown-timeout")
+    log_dir, link_dir = read_log_dir(values)
+    notices = read_notices(values, own_agent=meeting.foreign is None)
+    health = parse_health_port(text) if (text := values.text("--health-port")) else None
+    # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
+    given = meeting.endpoint or meeting.foreign
+    run_id = values.text("--rdzv-id") or (LaunchConfig.run_id if given else secrets.token_hex(6))
+    output = read_output(values)
+    config = LaunchConfig(
+        command=command,
+        limits=limits,
+        run_id=run_id,
+        backend=meeting.backend,
+        endpoint=meeting.endpoint,
+        endpoints=meeting.endpoints if meeting.backend == "etcd" else (),
+        announce=high > 1 and meeting.endpoint is None,
+        found_out=sentence(values),
+        timing=timing,
+        node_id=meeting.node_id or default_node_id(),
+        node_rank=meeting.node_rank,
+        local_addr=values.text("--local-addr"),
+        is_host=is_host,
+        health_port=health.port if health else None,
+        health_host=(health.host or None) if health else None,
+        reuse=reuse,
+        role=values.text("--role") or LaunchConfig.role,
+        shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
+        log_dir=log_dir,
+        warm=not values.switch("--no-warm"),
+        preload=_modules("--preload", values),
+        no_preload=_modules("--no-preload", values),
+        link_dir=link_dir,
+        # Local ranks are unique on a node only.
+        log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",
+        output=output,
+        log_format=read_log_format(values.text("--log-format")),
+        token=read_token(values.text("--token-file"), values.environ),
+        signals=read_signals(values, claimed(notices)),
+        notices=notices,
+        options=read_torch_options(values, own_agent=meeting.foreign is None),
+        foreign=meeting.foreign,
+        torchrun=values.torchrun,
+        # Last, because to count devices is to import torch.
+        nproc=_nproc(values.text("--nproc") or "1"),
+    )
+    if config.options.virtual_local_rank:
+        visible_device(config.nproc - 1, values.environ)
+    return config
+
+
+def _layers(values: Values) -> Iterable[dict[str, Setting]]:
+    """The settings by where they stand, weakest first: the environment's, then those of the command line."""
+    flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
+    for layer in reversed(values.beneath):
+        if conf := layer.get("--rdzv-conf"):
+            yield parse_conf(f"{conf.source}: rdzv-conf", conf.text, lenient=values.torchrun)
+        yield {
+            key: Setting(f"{value.source}: {name[2:]}: ", value.text)
+            for key, name in flags.items()
+            if (value := layer.get(name))
+        }
+    if variable := values.variable("--rdzv-conf"):
+        yield parse_conf(variable, values.environ[variable], lenient=values.torchrun)
+    yield {
+        key: Setting(f"{variable}=", values.environ[variable])
+        for key, name in flags.items()
+        if (variable := values.variable(name))
+    }
+    merged: dict[str, Setting] = {}
+    given = values.given.get("--rdzv-conf", [])
+    for text in given[-1:] if values.torchrun else given:
+        merged |= parse_conf("--rdzv-conf", text, lenient=values.torchrun)
+    yield merged
+    yield {key: Setting(f"{name} ", values.text(name) or "") for key, name in flags.items() if name in values.given}
+
+
+def _nproc(text: str) -> int:
+    """The number of workers that --nproc asks for; torch is imported only to count devices."""
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("auto", "gpu"):
+        import torch
+
+        if text == "auto":
+            found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            return found or len(os.sched_getaffinity(0))
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"--nproc gpu: torch {torch.__version__} finds no CUDA device here.",
+                "Give a number or cpu, or mend the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
+            )
+        return torch.cuda.device_count()
+    if text.isalpha() and (found := devices_of(text)):
+        return found
+    try:
+        return Setting("--nproc ", text).whole()
+    except UsageError:
+        raise UsageError(f"--nproc {text} is no number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
+
+
+def _modules(name: str, values: Values) -> tuple[str, ...]:
+    """The modules that a flag names, which may be given several times."""
+    values.text(name)  # which refuses an empty one
+    texts = values.given.get(name) or [values.text(name) or ""]
+    found = tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
+    for module in found:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise UsageError(f"{name} {module!r} is not the name of a module.", "Write names, as in numpy,torch.nn.")
+    return found
+
+
+def read_command(line: Line, values: Values) -> Command:
+    """Return what the workers execute.
+
+    Raises:
+        UsageError: if that cannot be executed.
+    """
+    script, arguments = line.script, line.arguments
+    if script is None:
+        raise CommandLineError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
+    module, no_python = values.switch("--module"), values.switch("--no-python")
+    if values.switch("--run-path"):
+        return _run_path(script, arguments, module=module, no_python=no_python, as_torchrun=values.torchrun)
+    if module and no_python:
+        raise UsageError(
+            "-m/--module and --no-python contradict each other.",
+            "Drop --no-python to run a Python module, or --module to run a program.",
+        )
+    if no_python:
+        argv = (_program(script, values.environ), *arguments)
+        return Command(argv, ("--no-python", script, *arguments))
+    given = values.environ.get("PYTHON_EXEC")
+    python = given or sys.executable
+    if not shutil.which(python, path=values.environ.get("PATH")):
+        if given:
+            raise UsageError(f"PYTHON_EXEC={given} is not an executable file.", "Correct or unset it.")
+        raise UsageError(
+            f"this process' own interpreter, {python!r}, is not an executable file (any more).",
+            "Name the workers' interpreter with PYTHON_EXEC=/path/to/python.",
+        )
+    if module:
+        # Another interpreter may find modules that this one does not.
+        if python == sys.executable:
+            _check_module(script)
+        return Command((python, "-u", "-m", script, *arguments), ("-m", script, *arguments))
+    _check_script(script)
+    return Command((python, "-u", script, *arguments), (script, *arguments))
+
+
+def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python: bool, as_torchrun: bool) -> Command:
+    if module and not as_torchrun:
+        raise UsageError(
+            "-m/--module and --run-path contradict each other: one wants the name of a module, one a path.",
+            "Drop --module to run a file, or --run-path to run a module.",
+        )
+    for flag, given in (("--module", module), ("--no-python", no_python)):
+        if given:
+            log.warning("%s has no effect: --run-path takes precedence.", flag)
+    if not os.path.isabs(script) and not as_torchrun:
+        raise UsageError(f"--run-path {script}: it is not a full path.", f"Write --run-path {os.path.abspath(script)}.")
+    _check_script(script)
+    argv = (sys.executable, "-u", "-m", "elastic_launch.run_path", script, *arguments)
+    return Command(argv, ("--run-path", script, *arguments))
+
+
+def check_directory() -> None:
+    """Find out whether there is a working directory.
+
+    Raises:
+        UsageError: if not.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # where torch cannot even be imported: MKL ends the process
+        raise UsageError("the working directory does not exist any more.", "Change to one that does.") from None
+
+
+def here() -> str:
+    """The working directory, for a message."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a working directory that is gone"
+
+
+def _check_script(script: str) -> None:
+    # os.path has no exceptions to catch for a name too long or a directory that may not be entered.
+    if not os.path.exists(script):
+        raise UsageError(
+            f"there is no script {script!r} in {here()}.",
+            "Correct the path, or give -m for a module or --no-python for a program.",
+        )
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"the script {script!r} is a directory without a __main__.py.", "Name a file in it.")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {script!r} cannot be read.", "Change its permissions.")
+
+
+def _check_module(name: str) -> None:
+    """Find the top-level package, or the module if there is no dot; to look further would import it."""
+    top, _, rest = name.partition(".")
+    spec = find_module(top) if top else None
+    if spec is None:
+        raise UsageError(
+            f"-m {name}: there is no module {top!r} in {here()} or on sys.path.",
+            "Correct the name, change to the directory that has it, or install it.",
+        )
+    locations = spec.submodule_search_locations
+    if rest and locations is None:
+        raise UsageError(
+            f"-m {name}: {top!r} is a module and has no {rest!r} in it.",
+            f"Write -m {top}, or without -m the path of a script.",
+        )
+    if not rest and locations is not None and not PathFinder.find_spec(f"{top}.__main__", list(locations)):
+        raise UsageError(
+            f"-m {name}: {top!r} is a package without __main__.py.",
+            "Name a module in it, as in -m package.module.",
+        )
+
+
+def find_module(top: str) -> ModuleSpec | None:
+    """Find a top-level module as ``python -m`` would, without importing it."""
+    importlib.invalidate_caches()
+    # python -m looks in the working directory first.
+    if found := PathFinder.find_spec(top, ["", *sys.path]):
+        return found
+    try:
+        # Editable installs come with finders of their own.
+        return importlib.util.find_spec(top)
+    except ValueError:
+        return None
+
+
+def _program(script: str, environ: Mapping[str, str]) -> str:
+    if shutil.which(script, path=environ.get("PATH")):
+        return script
+    if os.path.isdir(script):
+        raise UsageError(f"--no-python {script}: it is a directory.", "Name a program in it.")
+    if not os.path.exists(script):
+        raise UsageError(f"--no-python {script}: there is no such program on PATH or in {here()}.", "Correct its name.")
+    if not os.access(script, os.X_OK):
+        raise UsageError(
+            f"--no-python {script}: it is not executable.",
+            "chmod +x it, or drop --no-python to run it by Python.",
+        )
+    # A name without a slash would be looked for on PATH only.
+    return os.path.join(os.curdir, script)

@@ -1,0 +1,148 @@
+"""From flags to the options of torchrun that are not about where nodes meet."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+
+from elastic_launch.cli.flags import Values
+from elastic_launch.config.notice_sources import AUTO, NoticeSource, parse_source
+from elastic_launch.config.settings import nearest
+from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
+from elastic_launch.errors import UsageError
+
+__all__ = ["devices_of", "read_notices", "read_signals", "read_torch_options"]
+
+log = logging.getLogger("elastic_launch.cli.main")
+
+BY_DEFAULT = (*STOP_SIGNALS, *Signals().forward)
+"""The signals that the agent handles unless told otherwise."""
+
+_OF_TORCHS_AGENT = {
+    "--monitor-interval": "an exit is seen when it happens, nobody polls",
+    "--start-method": "workers are programs, not functions of this process",
+}
+"""Flags without an effect on this project's own agent, and why."""
+
+
+def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
+    """Read them, and say which have no effect.
+
+    Args:
+        own_agent: whether this project's own agent runs the workers, not torch's.
+
+    Raises:
+        UsageError: on a value that torch would not take.
+    """
+    default = TorchOptions()
+    interval = values.setting("--monitor-interval")
+    options = TorchOptions(
+        event_log_handler=values.text("--event-log-handler") or default.event_log_handler,
+        numa_binding=values.text("--numa-binding"),
+        virtual_local_rank=values.switch("--virtual-local-rank"),
+        monitor_interval=interval.seconds() if interval else default.monitor_interval,
+        start_method=values.text("--start-method") or default.start_method,
+    )
+    for name, why in _OF_TORCHS_AGENT.items():
+        if own_agent and values.text(name) is not None:
+            log.warning("%s has no effect: %s.", values.origin(name), why)
+    return options
+
+
+def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]:
+    """Read what may tell this node that it is to go soon; the flag may be given several times.
+
+    Args:
+        own_agent: whether this project's own agent runs the workers, not torch's.
+
+    Raises:
+        UsageError: on what is no source, on ``none`` beside another one, and on a signal that is given two meanings.
+    """
+    text = values.text("--notice")
+    if text is None:
+        return (AUTO,) if own_agent else ()
+    if not own_agent:
+        log.warning("%s has no effect: torch's own agent runs the workers.", values.origin("--notice"))
+        return ()
+    words = [part for given in values.given.get("--notice") or [text] for part in given.split(",") if part.strip()]
+    sources = [parse_source("--notice", word) for word in words]
+    found = tuple(dict.fromkeys(source for source in sources if source is not None))
+    if not words or (found and None in sources):
+        raise UsageError(
+            f"--notice {','.join(words)} names {'none beside others' if words else 'nothing'}.",
+            "Give none alone, or drop it.",
+        )
+    timed: dict[signal.Signals, float] = {}
+    for source in found:
+        if source is None or source.number is None or source.seconds is None:
+            continue
+        if timed.setdefault(source.number, source.seconds) != source.seconds:
+            raise UsageError(
+                f"--notice {','.join(words)} gives two times for {source.number.name}.", "Give one of them."
+            )
+    return found
+
+
+def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:
+    """Read which signals make the agent leave and which go on to the workers.
+
+    A signal that is ignored as this process begins is left out of the defaults: whoever has started it wants it to
+    survive that signal, as nohup does, and a shell without job control with what it starts in the background.
+
+    Args:
+        claimed: those that are notices: they are left out of the defaults.
+
+    Raises:
+        UsageError: on a name that is no signal's, one that nobody can handle, or one that is to do two things.
+    """
+    leave = _signals("--signals-to-handle", values)
+    forward = _signals("--signals-to-forward", values)
+    ignored = tuple(number for number in BY_DEFAULT if signal.getsignal(number) is signal.SIG_IGN)
+    if leave is None:
+        leave = tuple(number for number in STOP_SIGNALS if number not in (*(forward or ()), *claimed, *ignored))
+    if forward is None:
+        forward = tuple(number for number in Signals().forward if number not in (*leave, *claimed, *ignored))
+    for flag, numbers in (("--signals-to-handle", leave), ("--signals-to-forward", forward)):
+        if twice := [number.name for number in numbers if number in claimed]:
+            raise UsageError(
+                f"--notice and {flag} both take {', '.join(twice)}.",
+                f"Drop it from {flag} if it is a notice; --notice slurm takes SIGUSR1.",
+            )
+    if both := [number.name for number in forward if number in leave]:
+        raise UsageError(
+            f"--signals-to-handle and --signals-to-forward both name {', '.join(both)}.",
+            "Drop it from the first if it is to reach the workers only, from the second if it is to end this node.",
+        )
+    return Signals(leave, forward, tuple(number for number in ignored if number not in (*leave, *forward, *claimed)))
+
+
+def devices_of(kind: str) -> int:
+    """Return how many devices of a kind that torch calls so are here, as xpu; 0 if it knows none."""
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.device_count() if found is not None and found.type == kind else 0
+
+
+def _signals(flag: str, values: Values) -> tuple[signal.Signals, ...] | None:
+    text = values.text(flag)
+    if text is None or (flag == "--signals-to-forward" and text.strip().lower() == "none"):
+        return None if text is None else ()
+    names = filter(None, (part.strip().upper() for part in text.split(",")))
+    return tuple(dict.fromkeys(_signal(flag, name) for name in names))
+
+
+def _signal(flag: str, name: str) -> signal.Signals:
+    known = [number.name for number in signal.Signals]
+    full = name if name.startswith("SIG") else f"SIG{name}"
+    if full not in known:
+        meant = nearest(full, known)
+        first = f"Did you mean {meant}? " if meant else ""
+        raise UsageError(f"{flag} names {name}, which is no signal.", f"{first}Write names, as in SIGTERM,SIGUSR1.")
+    number = signal.Signals[full]
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(f"{flag} names {full}, which no process can handle.", f"Drop {full}.")
+    if number in (signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        raise UsageError(f"{flag} names {full}, which says something of this process only.", f"Drop {full}.")
+    return number

@@ -1,0 +1,200 @@
+"""From flags and environment to :class:`~elastic_launch.config.output.Output` and the log directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import tempfile
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from elastic_launch.cli.flags import Values
+from elastic_launch.config.launch_config import LaunchConfig, state_directory, writable
+from elastic_launch.config.output import (
+    LAYOUTS,
+    LOG_FORMATS,
+    LOGS_SPECS_GROUP,
+    TORCH_HEADER,
+    Output,
+    Std,
+    Streams,
+    parse_ranks,
+    parse_streams,
+)
+from elastic_launch.errors import UsageError
+from elastic_launch.system.private_files import make_private, untrusted
+
+__all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output"]
+
+log = logging.getLogger(__name__)
+
+
+def read_output(values: Values) -> Output:
+    """Put the settings of the workers' output together.
+
+    Raises:
+        UsageError: on a value that is not what its flag takes.
+    """
+    ranks = values.text("--local-ranks-filter")
+    out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
+    output = Output(
+        redirects=_streams(values, "--redirects"),
+        tee=_streams(values, "--tee"),
+        local_ranks=parse_ranks("--local-ranks-filter", ranks) if ranks else frozenset(),
+        stdout_filters=out,
+        stderr_filters=err,
+        prefix=values.switch("--prefix"),
+        header=values.text("--log-line-prefix-template") or TORCH_HEADER,
+        keep=values.text("--log-dir") != os.devnull,
+        logs_specs=_logs_specs(values),
+        layout=_layout(values),
+    )
+    _tell_without_effect(output)
+    return output
+
+
+def read_log_format(text: str | None) -> str:
+    """Return the form of the launcher's own lines.
+
+    Raises:
+        UsageError: if there is no such form.
+    """
+    if text is None:
+        return LaunchConfig.log_format
+    if text not in LOG_FORMATS:
+        raise UsageError(f"--log-format {text} is no form of log lines.", f"Give {', '.join(LOG_FORMATS)}.")
+    return text
+
+
+def read_log_dir(values: Values) -> tuple[Path, Path | None]:
+    """Return the base of the logs, and where the link to the newest run belongs if not there.
+
+    Raises:
+        UsageError: if the directory cannot be written.
+    """
+    text = values.text("--log-dir")
+    if text is None and values.torchrun:
+        return _writable(Path(_temporary()) / f"torchelastic_{secrets.token_hex(4)}"), None
+    if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
+        base = state_directory(values.environ)
+        path = base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
+        if not writable(path):
+            raise UsageError(
+                "there is no place for this run's files: neither the home directory nor one for temporary files can be "
+                "written.",
+                "Name a directory with --log-dir DIR, or with XDG_STATE_HOME.",
+            )
+        return path, base
+    # Workers may change their directory, and still have to find their error files.
+    return _writable(Path(os.path.abspath(text))), None
+
+
+def make_run_directory(config: LaunchConfig) -> LaunchConfig:
+    """Make the run's directory, for this user alone, where no other user can have prepared it.
+
+    Returns:
+        the configuration; with another log directory if another user may control the default one.
+
+    Raises:
+        UsageError: if another user may control the run's directory in the given one.
+    """
+    if config.link_dir is None:
+        if reason := untrusted(config.run_directory, exclusive=False):
+            raise UsageError(
+                f"--log-dir {config.log_dir}: {reason}.",
+                "Name a directory of yours with --log-dir, or another --rdzv-id.",
+            )
+    else:
+        with contextlib.suppress(OSError):  # said where something is written
+            make_private(config.link_dir)
+        if reason := untrusted(config.link_dir, exclusive=True):
+            fresh = _fresh()
+            log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
+            config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
+    with contextlib.suppress(OSError):
+        make_private(config.log_dir if config.foreign else config.run_directory)
+    return config
+
+
+def _fresh() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
+    except OSError as error:
+        raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
+
+
+def _writable(path: Path) -> Path:
+    if writable(path):
+        return path
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    if not os.path.isdir(base):
+        raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
+    raise UsageError(
+        f"--log-dir {path}: no permission to write to {base}.",
+        "Name a directory of yours with --log-dir.",
+    )
+
+
+def _tell_without_effect(output: Output) -> None:
+    """Say which flags do nothing beside the others."""
+    named = output.redirects.named() | output.tee.named() | output.local_ranks
+    ranks = [*named, max(named, default=-1) + 1]  # the last one stands for all others
+    for name, std, filters in (("stdout", Std.OUT, output.stdout_filters), ("stderr", Std.ERR, output.stderr_filters)):
+        if not filters or output.logs_specs:
+            continue
+        flag = f"--duplicate-{name}-filters"
+        if not output.keep:
+            log.warning("%s is without effect: --log-dir %s keeps no files.", flag, os.devnull)
+        elif not any(output.filters(rank, std) for rank in ranks):
+            log.warning("%s is without effect: it is for what is shown, or tee'd, and %s is not.", flag, name)
+
+
+def _streams(values: Values, name: str) -> Streams:
+    text = values.text(name)
+    return Streams() if text is None else parse_streams(name, text)
+
+
+def _filters(values: Values, name: str) -> tuple[str, ...]:
+    """Split at commas; a double one stands for a comma, as in torchrun."""
+    text = values.text(name)
+    if text is None:
+        return ()
+    found = tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+    if not all(found):
+        raise UsageError(
+            f"{name} {text!r} has an empty filter, which every line would pass.",
+            "Write texts with commas between them; a double comma stands for one.",
+        )
+    return found
+
+
+def _layout(values: Values) -> str:
+    text = values.text("--log-layout") or LAYOUTS[0]
+    if text not in LAYOUTS:
+        raise UsageError(f"--log-layout {text} is not a layout of log files.", f"Give {', '.join(LAYOUTS)}.")
+    return text
+
+
+def _logs_specs(values: Values) -> str:
+    name = values.text("--logs-specs")
+    if name is None or name == "default":  # torch's own specs: their settings are ours, their layout is not
+        return ""
+    from importlib.metadata import entry_points  # which takes a while
+
+    known = sorted({point.name for point in entry_points(group=LOGS_SPECS_GROUP)} | {"default"})
+    if name not in known:
+        raise UsageError(
+            f"--logs-specs {name}: no installed package has an entry point of this name in {LOGS_SPECS_GROUP}.",
+            f"Known: {', '.join(known)}.",
+        )
+    return name

@@ -1,0 +1,38 @@
+"""The programs of this project, as pip installs them.
+
+Before their imports Ctrl-C is made to end the process as it is: a traceback would tell its reader nothing.
+"""
+
+from __future__ import annotations
+
+from elastic_launch.system.interrupts import end_quietly
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+__all__ = ["composer", "ctl", "launch"]
+
+
+def launch() -> NoReturn:
+    """``elastic-launch``."""
+    end_quietly()
+    from elastic_launch.cli.main import console_main
+
+    console_main()
+
+
+def composer() -> NoReturn:
+    """``elastic-composer``."""
+    end_quietly()
+    from elastic_launch.cli.composer import console_main
+
+    console_main()
+
+
+def ctl() -> NoReturn:
+    """``elasticctl``."""
+    end_quietly()
+    from elastic_launch.cli.elasticctl import console_main
+
+    console_main()

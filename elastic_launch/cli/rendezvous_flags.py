@@ -1,0 +1,206 @@
+"""From flags to where the nodes of a run meet: the backend, its address, and which node this is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_launch.cli.flags import Values
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
+from elastic_launch.config.settings import conf_items
+from elastic_launch.config.torch_options import Foreign
+from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, SOURCE
+from elastic_launch.errors import UsageError
+
+__all__ = ["BACKENDS", "Meeting", "read_meeting"]
+
+log = logging.getLogger("elastic_launch.cli.main")
+
+BACKENDS = ("c10d", "etcd")
+"""Those that keep a control record which a further node can be told the address of."""
+
+_ALIASES = {"elastic-c10d": "c10d", "elastic-etcd": "etcd"}
+"""This project's own under the names by which torchrun knows them."""
+
+_OF_TORCH = ("etcd-v2",)
+"""What torch itself registers beside c10d, etcd and static, which it has an equal for here."""
+
+MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500
+"""torchrun's defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the nodes of a run meet.
+
+    Attributes: see :class:`~elastic_launch.config.launch_config.LaunchConfig`.
+    """
+
+    backend: str
+    endpoints: tuple[Endpoint, ...] = ()
+    node_id: str | None = None
+    node_rank: int | None = None
+    foreign: Foreign | None = None
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        return self.endpoints[0] if self.endpoints else None
+
+
+def read_meeting(values: Values, limits: Limits) -> Meeting:
+    """Read backend, endpoint, master and rank.
+
+    Raises:
+        UsageError: if they contradict each other or lack what the backend needs.
+    """
+    rank, node_id = values.integer("--node-rank"), values.text("--node-id")
+    if values.switch("--standalone"):
+        _tell_ignored(values, limits)
+        return Meeting(LaunchConfig.backend, (), node_id, rank)
+    backend, asked = _backend(values, limits), values.text("--rdzv-endpoint")
+    if backend == "static":
+        return _static(values, limits, rank)
+    master = [name for name in ("--master-addr", "--master-port") if values.text(name) is not None]
+    if master:
+        alone = "static" if limits.max_nodes > 1 else "static with --master-port"
+        log.warning("%s has no effect: only --rdzv-backend %s heeds it.", values.origin(master[0]), alone)
+    if asked is None and values.torchrun and backend == "c10d" and values.text("--rdzv-backend") != "static":
+        asked = DEFAULT_ENDPOINT
+    if backend in BACKENDS:
+        return Meeting(backend, _endpoints(asked, backend, values.text("--rdzv-id")), node_id, rank)
+    return Meeting(backend, (), node_id, rank, _foreign(values, backend, asked or "", rank))
+
+
+def _tell_ignored(values: Values, limits: Limits) -> None:
+    if limits.max_nodes > 1:
+        raise UsageError(
+            f"--standalone runs on one node, --nnodes {values.text('--nnodes')} asks for up to {limits.max_nodes}.",
+            "Drop --nnodes to stay on this node, or --standalone to use several.",
+        )
+    for name in ("--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port"):
+        text = values.text(name)
+        if text is None or values.origin(name) == SOURCE:
+            continue
+        if name == "--rdzv-backend" and _known(text) == LaunchConfig.backend:
+            continue
+        what = parse_endpoint(text) if name == "--rdzv-endpoint" and "," not in text else text
+        log.warning("--standalone ignores %s %s: this node hosts its own run.", values.origin(name), what)
+
+
+def _backend(values: Values, limits: Limits) -> str:
+    """Return the backend: the one that is named, or the one that torchrun would take for what else is given."""
+    text = values.text("--rdzv-backend")
+    master = values.text("--master-addr") is not None or values.text("--master-port") is not None
+    endpoint = values.text("--rdzv-endpoint")
+    implied = "static" if master and endpoint is None else LaunchConfig.backend
+    backend = implied if text is None else _known(text)
+    free_port = endpoint is None and values.text("--master-port") in (None, "0")
+    if backend == "static" and limits.max_nodes == 1 and free_port:
+        return LaunchConfig.backend  # as torchrun: one node needs no address
+    return backend
+
+
+def _known(text: str) -> str:
+    backend = _ALIASES.get(text, text)
+    if backend in (*BACKENDS, "static"):
+        return backend
+    from importlib.metadata import entry_points  # which takes a while
+
+    others = sorted({*_OF_TORCH, *_registered(), *(found.name for found in entry_points(group="torchrun.handlers"))})
+    if backend not in others:
+        names = ", ".join([*BACKENDS, "static", *(name for name in others if name not in _ALIASES)])
+        raise UsageError(
+            f"--rdzv-backend {text} is not supported.",
+            f"Supported: {names}.",
+        )
+    return backend
+
+
+def _registered() -> Mapping[str, Any]:
+    """What this process has registered with torch, which only a process can have that has imported it."""
+    module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
+    registry: Mapping[str, Any] = getattr(getattr(module, "rendezvous_handler_registry", None), "_registry", {})
+    return {name: creator for name, creator in registry.items() if name not in ("c10d", "etcd", "static")}
+
+
+def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
+    """Return where the store is: one address, or several of an etcd cluster; none if this node is to host it."""
+    if backend != "etcd":
+        return () if asked is None else (parse_endpoint(asked),)
+    if asked is None:
+        raise UsageError(
+            "--rdzv-backend etcd needs the addresses of the cluster.",
+            "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...].",
+        )
+    if not run_id:
+        raise UsageError(
+            "--rdzv-backend etcd needs a name for the run: its record outlives it.",
+            "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
+        )
+    return parse_endpoints(asked)
+
+
+def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
+    """Fixed members with fixed ranks, whose master is where the user says."""
+    named = "--rdzv-backend static" if values.text("--rdzv-backend") else "--master-addr or --master-port"
+    if limits.min_nodes != limits.max_nodes and not values.torchrun:
+        raise UsageError(
+            f"{named} fixes the nodes of the run, --nnodes {values.text('--nnodes')} leaves them open.",
+            f"Give --nnodes {limits.max_nodes}, or meet at --rdzv-endpoint HOST:PORT and drop the rest.",
+        )
+    if rank is None and limits.max_nodes > 1 and not values.torchrun:
+        raise UsageError(
+            f"{named} with --nnodes {limits.max_nodes} needs the rank of each node.",
+            f"Give --node-rank, 0 to {limits.max_nodes - 1}, a different one to each node.",
+        )
+    rank = rank or 0
+    if rank >= limits.max_nodes:
+        raise UsageError(
+            f"--node-rank {rank} is none of the {limits.max_nodes} nodes of --nnodes.",
+            f"Give 0 to {limits.max_nodes - 1}.",
+        )
+    if node_id := values.text("--node-id"):
+        raise UsageError(
+            f"{named} names this node by its rank, --node-id {node_id} by something else.",
+            "Drop --node-id: two nodes of one rank are told apart by it, and must not be.",
+        )
+    return Meeting("static", (_master(values),), f"node-{rank}", rank)
+
+
+def _master(values: Values) -> Endpoint:
+    endpoint, address = values.text("--rdzv-endpoint"), values.text("--master-addr")
+    port = values.integer("--master-port")
+    if endpoint is not None:
+        for name in ("--master-addr", "--master-port"):
+            if values.text(name) is not None:
+                log.warning("%s has no effect: --rdzv-endpoint says it.", values.origin(name))
+        found = parse_endpoint(endpoint, MASTER_PORT)
+    else:
+        if port is not None and not 0 <= port <= 65535:
+            raise UsageError(f"--master-port {port} is no port.", "Give 1 to 65535.")
+        port = MASTER_PORT if port is None else port
+        found = parse_endpoint(address or MASTER_ADDR, port, asker="--master-addr")
+        if found.port != port:
+            raise UsageError(
+                f"--master-addr {address} has a port in it.", f"Give --master-addr {found.host} and --master-port."
+            )
+    if found.port == 0 and values.text("--nnodes") not in (None, "1", "1:1"):
+        raise UsageError("the master's port is 0, any free one, which other nodes cannot know.", "Give a port.")
+    return found
+
+
+def _foreign(values: Values, backend: str, endpoint: str, rank: int | None) -> Foreign:
+    conf: dict[str, str] = {}
+    for layer in reversed(values.beneath):
+        if item := layer.get("--rdzv-conf"):
+            conf |= conf_items(f"{item.source}: rdzv-conf", item.text)
+    if variable := values.variable("--rdzv-conf"):
+        conf |= conf_items(variable, values.environ[variable])
+    for text in values.given.get("--rdzv-conf", ()):
+        conf |= conf_items("--rdzv-conf", text)
+    if rank is not None:
+        log.warning("--node-rank has no effect under --rdzv-backend %s, as in torchrun.", backend)
+    return Foreign(endpoint, tuple(conf.items()))

@@ -1,0 +1,10 @@
+"""Validated configuration of a launch, independent of where the values come from.
+
+``launch_config``   :class:`~elastic_launch.config.launch_config.LaunchConfig` and its parts
+``backends``        what distinguishes the rendezvous backends
+``settings``        numbers, durations and ``--rdzv-conf`` keys read from text
+``output``          which streams go to the console and to files
+``torch_options``   start method, NUMA binding and other options of torchrun
+``torchrun_mode``   torchrun's defaults and exit codes, for wrappers that rely on them
+``notice_sources``  sources of preemption notices
+"""

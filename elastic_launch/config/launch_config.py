@@ -1,0 +1,439 @@
+"""What a launch is made of: frozen values, validated where they are made.
+
+:class:`LaunchConfig` is what the command line produces and the agent consumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import math
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from elastic_launch.config.notice_sources import NoticeSource
+from elastic_launch.config.output import LATEST, Output
+from elastic_launch.config.torch_options import Foreign, Signals, TorchOptions
+from elastic_launch.errors import UsageError
+from elastic_launch.secret import Token
+
+__all__ = [
+    "Command",
+    "Endpoint",
+    "LaunchConfig",
+    "Limits",
+    "Timing",
+    "check_seconds",
+    "parse_endpoint",
+    "parse_endpoints",
+    "parse_health_port",
+    "parse_nnodes",
+    "state_directory",
+    "writable",
+]
+
+LONGEST_WAIT = 1e6
+"""Seconds: eleven days. poll(2) takes milliseconds in an int, so a wait or a sum beyond 24 days overflows."""
+
+BEATS_PER_SECOND = 1000
+"""Beats that a leader reads, and sends, in a second before nodes beat less often than ``beat`` says."""
+
+ETCD_PORT = 2379
+"""Where etcd listens for its clients unless configured."""
+
+ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
+"""The fields of :class:`Timing` that may be 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that hold for the whole run: those of the first node that comes, unless it is resized.
+
+    Raises:
+        UsageError: on a range that holds no number of nodes.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise UsageError(
+                f"--nnodes asks for at least {self.min_nodes} nodes.",
+                "The minimum must be 1 or more, as in --nnodes 1:4.",
+            )
+        if self.max_nodes < self.min_nodes:
+            raise UsageError(
+                f"--nnodes {self.min_nodes}:{self.max_nodes} has a maximum below its minimum.",
+                f"Write MIN:MAX, as in --nnodes {self.max_nodes}:{self.min_nodes}.",
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts is {self.max_restarts}.", "Give 0 (never restart) or more.")
+
+    def resized(self, min_nodes: int, max_nodes: int) -> Limits:
+        """Return the same for other numbers of nodes."""
+        return replace(self, min_nodes=min_nodes, max_nodes=max_nodes)
+
+    def __str__(self) -> str:
+        return f"--nnodes {self.min_nodes}:{self.max_nodes} --max-restarts {self.max_restarts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The rendezvous' deadlines, in seconds; the keys of ``--rdzv-conf``.
+
+    Attributes:
+        join_settle: how long the first round waits, with at least min nodes, for a further arrival.
+        dead_after: silence after which a node counts as dead.
+        min_wait: how long a run below min nodes stays parked before it ends with 94.
+        return_after: how long a live member may take to stop its workers after a break, beyond its shutdown timeout.
+        resize_delay: quiet time after an arrival before a running round is resized.
+        beat: interval of the beats on a link.
+        join_timeout: how long to look for the endpoint, and for members to start a round's workers.
+        read_timeout: deadline of one call to the control store.
+    """
+
+    join_settle: float = 2.0
+    dead_after: float = 5.0
+    min_wait: float = 600.0
+    return_after: float = 15.0
+    resize_delay: float = 1.0
+    beat: float = 1.0
+    join_timeout: float = 600.0
+    read_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            check_seconds(f"--rdzv-conf {item.name}={value:g}", value, zero=item.name in ZERO_ALLOWED)
+        if self.dead_after < 2 * self.beat:
+            raise UsageError(
+                f"dead_after={self.dead_after:g} leaves no room for beats every {self.beat:g} s.",
+                f"Give dead_after={2 * self.beat:g} or more, or a smaller beat.",
+            )
+
+    def beat_among(self, nodes: int) -> float:
+        """Interval of the beats, in seconds, where so many nodes may beat: all together BEATS_PER_SECOND, if possible.
+
+        A fifth of ``dead_after`` is the most: by so much does a node count itself as cut off before its leader does.
+        """
+        return max(self.beat, min(nodes / BEATS_PER_SECOND, self.dead_after / 5))
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host and a port as the user wrote them; port 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What every worker executes.
+
+    Attributes:
+        argv: the process' whole argument vector.
+        display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given;
+            without the interpreter, whose path may differ by node. Fit to stand behind our flags. Of a Python function
+            its name.
+        inherit: descriptors of the agent's that the process has, too.
+        function: whether it calls a Python function, which :mod:`elastic_launch.api` was given.
+        forked: whether workers are copies of the process that gave the function; then ``argv`` is not executed.
+    """
+
+    argv: tuple[str, ...]
+    display: tuple[str, ...]
+    inherit: tuple[int, ...] = ()
+    function: bool = False
+    forked: bool = False
+
+    def __str__(self) -> str:
+        return f"function {self.display[0]}" if self.function else shlex.join(self.display)
+
+    @property
+    def target(self) -> tuple[str, str]:
+        """What is run: a script or a program by its file's name, since paths may differ by node; a module by its name.
+
+        Whether a script is run by ``--run-path`` makes no difference.
+        """
+        first, *rest = self.display
+        if self.function:
+            return "function", first
+        if first == "-m":
+            return "module", rest[0]
+        if first in ("--no-python", "--run-path"):
+            return "program" if first == "--no-python" else "script", _file_name(rest[0])
+        return "script", _file_name(first)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One node's part in one run.
+
+    Attributes:
+        command: what the workers execute; :mod:`elastic_launch.api` puts in what it is called with.
+        nproc: workers on this node.
+        endpoint: where the control store is; None: this node hosts it.
+        endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
+        announce: this node chose the endpoint itself and others may join: print how.
+        found_out: what nobody said and this node found out by itself, in words.
+        node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
+        node_rank: wanted rank of this node, or None.
+        local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
+        is_host: whether this node hosts the run; None: if the endpoint is an address of this host.
+        health_port: where to answer probes of this agent's health, or None.
+        health_host: the address to answer them at; None: the one that the node advertises.
+        reuse: begin a new run if the one under this id has ended.
+        shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
+        log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
+        log_name: name of the run's directory in ``log_dir``; empty: the run's own.
+        link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
+        output: what becomes of the workers' output.
+        log_format: form of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
+        token: the run's secret, or None; part of no output and of no digest.
+        own_token: whether this agent has made it, and keeps it in a file for elasticctl.
+        warm: fork workers from a process that has their imports done, where possible.
+        preload, no_preload: modules that it imports besides those of the script, or leaves out.
+        notices: what may tell this node that it is to go soon.
+        foreign: where nodes meet by a handler of somebody else's, which ``backend`` names; None: by one of ours.
+        torchrun: whether all that fails counts as a crash, and ends in torchrun's exit codes.
+    """
+
+    command: Command = Command((), ())
+    limits: Limits = field(default_factory=Limits)
+    nproc: int = 1
+    run_id: str = "none"
+    backend: str = "c10d"
+    endpoint: Endpoint | None = None
+    endpoints: tuple[Endpoint, ...] = ()
+    announce: bool = False
+    found_out: str = ""
+    timing: Timing = field(default_factory=Timing)
+    node_id: str = "node"
+    node_rank: int | None = None
+    local_addr: str | None = None
+    is_host: bool | None = None
+    health_port: int | None = None
+    health_host: str | None = None
+    reuse: bool = False
+    role: str = "default"
+    shutdown_timeout: float = 30.0
+    log_dir: Path = field(default_factory=lambda: state_directory())
+    link_dir: Path | None = None
+    log_name: str = ""
+    output: Output = field(default_factory=Output)
+    log_format: str = "time"
+    token: Token | None = field(default=None, repr=False)
+    own_token: bool = False
+    warm: bool = True
+    preload: tuple[str, ...] = ()
+    no_preload: tuple[str, ...] = ()
+    signals: Signals = field(default_factory=Signals)
+    notices: tuple[NoticeSource, ...] = ()
+    options: TorchOptions = field(default_factory=TorchOptions)
+    foreign: Foreign | None = None
+    torchrun: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
+        check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
+        if not _names_a_file(self.run_id) or self.run_id == LATEST:
+            raise UsageError(
+                f"--rdzv-id {self.run_id!r} cannot name a run.",
+                f"Give 1 to 200 printable bytes without a slash, such as a job id; not {LATEST}.",
+            )
+        if not _names_a_file(self.node_id):
+            raise UsageError(
+                f"--node-id {self.node_id!r} cannot name a node.",
+                "Give 1 to 200 printable bytes without a slash, such as a host name.",
+            )
+        if self.health_port is not None and not 0 < self.health_port < 65536:
+            raise UsageError(f"--health-port {self.health_port} is not a port.", "Give 1 to 65535.")
+        if self.node_rank is not None and self.node_rank < 0:
+            raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run's logs and events go."""
+        return self.log_dir / (self.log_name or self.run_id)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other node can come: the run has one, and its store is at a port that nobody is told."""
+        unknown = self.endpoint is None or self.endpoint.port == 0
+        return self.limits.max_nodes == 1 and unknown and self.foreign is None
+
+    def digest(self) -> str:
+        """SHA-256 over what must be equal on all nodes: what is run, and by which backend they meet."""
+        value = [*self.command.target, self.backend]
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _file_name(path: str) -> str:
+    """The last part of a path, also of ``.``, and of a directory that is written with a slash at its end."""
+    name = os.path.basename(os.path.normpath(path))
+    return name if name not in (os.curdir, os.pardir) else os.path.basename(os.path.abspath(path))
+
+
+def check_seconds(asked: str, value: float, *, zero: bool) -> float:
+    """Return value if it is a time that can be waited for.
+
+    Args:
+        asked: the setting as the user wrote it, for the error.
+        zero: whether not waiting at all makes sense.
+
+    Raises:
+        UsageError: on a negative, endless or undefined time.
+    """
+    if not math.isfinite(value) or value < 0 or value > LONGEST_WAIT or (value == 0 and not zero):
+        raise UsageError(
+            f"{asked} is not a time to wait.",
+            f"Give {'at least' if zero else 'more than'} 0 seconds, at most {LONGEST_WAIT:.0f}.",
+        )
+    return value
+
+
+def _names_a_file(text: str) -> bool:
+    fits = 0 < len(os.fsencode(text)) <= 200
+    return fits and text.isprintable() and "/" not in text and text not in (".", "..")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Parse ``N`` or ``MIN:MAX``.
+
+    Raises:
+        UsageError: if text is neither.
+    """
+    found = re.fullmatch(r"(-?[0-9]{1,9})(?::(-?[0-9]{1,9}))?", text.strip())
+    if not found:
+        raise UsageError(f"--nnodes {text!r} is not a number of nodes.", "Write N or MIN:MAX, as in --nnodes 1:4.")
+    low, high = found.groups()
+    return int(low), int(high or low)
+
+
+def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-endpoint") -> Endpoint:
+    """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``.
+
+    Raises:
+        UsageError: if text is none of these.
+    """
+    asked = f"{asker} {text!r}"
+    hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."
+    text = text.strip()
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise UsageError(f"{asked} has a bracket that does not close an address.", hint)
+        port, is_v6 = rest[1:], True
+    elif text.count(":") > 1:
+        host, port, is_v6 = text, "", True
+    else:
+        host, _, port = text.partition(":")
+        is_v6 = False
+    if not host:
+        raise UsageError(f"{asked} names no host.", hint)
+    if is_v6 and not _is_v6(host):
+        raise UsageError(f"{asked} has {host!r} where an IPv6 address belongs.", hint)
+    if re.search(r"[\s/\[\]]", host):
+        raise UsageError(f"{asked} has {host!r} where a host name belongs.", hint)
+    if not port:
+        return Endpoint(host, default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise UsageError(f"{asked} has the port {port!r}.", "A port is a number from 0 to 65535.")
+    return Endpoint(host, int(port))
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """Parse the client addresses of an etcd cluster: several with commas, each as :func:`parse_endpoint` takes it.
+
+    ``http://`` before an address, as etcdctl takes it, does no harm. The port is 2379 unless given.
+
+    Raises:
+        UsageError: if text is none of these, or asks for TLS.
+    """
+    if "https://" in text:
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} asks for TLS, which the etcd client cannot do.",
+            "Start etcd grpc-proxy on this host with the certificates, and give its address.",
+        )
+    found = tuple(
+        parse_endpoint(part.strip().removeprefix("http://").rstrip("/"), ETCD_PORT) for part in text.split(",")
+    )
+    if any(endpoint.port == 0 for endpoint in found):
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} has port 0, where no etcd can be.",
+            "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379.",
+        )
+    return found
+
+
+def parse_health_port(text: str) -> Endpoint:
+    """Parse ``port`` or ``host:port``; as there is always a port, an IPv6 address needs no brackets.
+
+    Returns:
+        an endpoint whose host is empty if none is given.
+
+    Raises:
+        UsageError: if text is neither.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if re.fullmatch(r"[0-9]{1,9}", port) and not colon:
+        return Endpoint("", int(port))  # whose range is checked with the rest
+    hint = "Write PORT or HOST:PORT, as in --health-port 29480 or --health-port 127.0.0.1:29480."
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port):
+        raise UsageError(f"--health-port {text!r} is not a port.", hint)
+    if ":" in host.strip("[]") and not _is_v6(host.strip("[]")):
+        raise UsageError(f"--health-port {text!r} has {host!r} where an IPv6 address belongs.", hint)
+    return parse_endpoint(f"[{host}]:{port}" if _is_v6(host) else text, asker="--health-port")
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's state directory for this program (XDG Base Directory Specification 0.8).
+
+    A user without a home directory, or with one that cannot be written, as in some containers, gets one for temporary
+    files: nobody who drops torchrun should meet a flag that he must set.
+
+    Args:
+        environ: the variables to go by; None: those of this process.
+    """
+    variables = os.environ if environ is None else environ
+    base = variables.get("XDG_STATE_HOME", "")
+    if not base.startswith("/"):
+        home = variables.get("HOME", "")
+        try:
+            base = str((Path(home) if home.startswith("/") else Path.home()) / ".local" / "state")
+        except RuntimeError:
+            base = ""
+    if base and writable(Path(base)):
+        return Path(base) / "elastic-launch"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written, which is for those to say who need one
+        temporary = "/tmp"
+    return Path(temporary) / f"elastic-launch-{os.getuid()}"
+
+
+def writable(path: Path) -> bool:
+    """Whether a directory can be written, or made and written."""
+    base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    return os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)

@@ -1,0 +1,6 @@
+"""Typed events: the only source for logs, the ledger, metrics and torch's event handlers.
+
+``types``       every event, with those that the leader emits
+``node_types``  events of a single node
+``sinks``       the base class of events, and where they are written
+"""

@@ -1,0 +1,100 @@
+"""What all events have in common, and where they go; which there are is :mod:`elastic_launch.events.types`' business.
+
+That module has these names, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from elastic_launch.clock import Clock
+from elastic_launch.system.private_files import make_private, open_private
+from elastic_launch.system.writer_thread import Writer
+
+__all__ = ["Event", "EventSink", "JsonLines", "event_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each.
+
+    An event whose ``line`` is empty is told by another one.
+    """
+
+    leader: ClassVar[bool] = False
+
+    def line(self) -> str:
+        """Who, why, what is next, in one line."""
+        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+
+class EventSink(Protocol):
+    """Takes events from any thread."""
+
+    def emit(self, event: Event) -> None:
+        """Record the event; never blocks for long, never fails."""
+        ...
+
+
+class JsonLines:
+    """Appends events to a file as JSON lines.
+
+    Args:
+        path: the file; made with its directory at the first event.
+        on_error: told once, if the file cannot be written; the run goes on.
+        writer: writes it, so that nobody waits; without one events are written at once.
+    """
+
+    def __init__(
+        self, path: Path, clock: Clock, on_error: Callable[[OSError], None], writer: Writer | None = None
+    ) -> None:
+        self.path = path
+        self._clock = clock
+        self._on_error: Callable[[OSError], None] | None = on_error
+        self._writer = writer
+        self._lock = threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        line = json.dumps(
+            {
+                "event": event_name(type(event)),
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "clock": round(self._clock.now(), 6),
+                **asdict(event),
+            }
+        )
+        data = f"{line}\n".encode()
+        if self._writer is None:
+            self._append(data)
+            return
+        if self._writer.stuck:
+            self._complain(TimeoutError(errno.ETIMEDOUT, "the file system does not answer"))
+        self._writer.put(self._append, data)
+
+    def _append(self, data: bytes) -> None:
+        with self._lock:
+            try:
+                make_private(self.path.parent)
+                with open(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", 0) as file:
+                    file.write(data)
+            except OSError as error:
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        on_error, self._on_error = self._on_error, None
+        if on_error:
+            on_error(error)
+
+
+def event_name(kind: type[Any]) -> str:
+    """``RoundFormed`` -> ``round_formed``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

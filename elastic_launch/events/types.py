@@ -1,0 +1,363 @@
+"""What happens in a run, as typed events, and where they go.
+
+Each node writes its own ``events-<node id>.jsonl``; the leader's decisions are in the leader's node's file. A line
+holds ``event`` (the name), ``time`` (UTC, for people), ``clock`` (this host's monotonic clock in seconds, for
+durations) and the fields of the event. Times of two hosts are not comparable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from elastic_launch.events.node_types import (
+    CheckpointSaved,
+    FirstStep,
+    LinkChanged,
+    NodeEnded,
+    NoticeReceived,
+    OrderReceived,
+    RoundSteps,
+    TrainingBegun,
+    WorkerExited,
+    WorkerStarted,
+)
+from elastic_launch.events.sinks import Event, EventSink, JsonLines, event_name
+
+__all__ = [
+    "CauseFound",
+    "CheckpointSaved",
+    "Event",
+    "EventSink",
+    "FirstStep",
+    "JsonLines",
+    "LeaderElected",
+    "LinkChanged",
+    "NodeDiffers",
+    "NodeEnded",
+    "NodeJoined",
+    "NodeLeft",
+    "NodeLost",
+    "NodeRefused",
+    "NoticeReceived",
+    "OrderReceived",
+    "Parked",
+    "ResizeSkipped",
+    "RestartCharged",
+    "RoundBroken",
+    "RoundDrained",
+    "RoundDraining",
+    "RoundFormed",
+    "RoundSteps",
+    "RunEnded",
+    "RunResized",
+    "TrainingBegun",
+    "WorkerExited",
+    "WorkerStarted",
+    "counted",
+    "event_name",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined(Event):
+    """A node's hello was accepted."""
+
+    leader: ClassVar[bool] = True
+    node: str
+    workers: int
+    address: str
+    next: str
+
+    def line(self) -> str:
+        return f"node {self.node} joined from {self.address} with {counted(self.workers, 'worker')}; {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost(Event):
+    """A node is dead: its connection closed, or it was silent for too long.
+
+    Attributes:
+        detect_s: seconds from its last sign of life, as far as the leader can tell.
+        broke: number of the round that was broken for it, 0 if none was.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    cause: str
+    detect_s: float
+    broke: int
+    next: str
+
+    def line(self) -> str:
+        return "" if self.broke else f"node {self.node} lost ({self.cause}); {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft(Event):
+    """A node said that it leaves.
+
+    Attributes:
+        broke: number of the round that was drained or broken for it, 0 if none was.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    cause: str
+    broke: int
+    next: str
+
+    def line(self) -> str:
+        return "" if self.broke else f"node {self.node} leaves ({self.cause}); {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRefused(Event):
+    """A node that does not fit the run was sent away."""
+
+    leader: ClassVar[bool] = True
+    node: str
+    cause: str
+
+    def line(self) -> str:
+        return f"node {self.node} refused: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDiffers(Event):
+    """A node that fits the run came with other arguments or limits than it has; told once for nodes that differ alike.
+
+    Attributes:
+        arguments: what differs between its script's arguments and those of the leader's node.
+        limits: its limits and those of the run, if they differ.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    arguments: str = ""
+    limits: str = ""
+
+    def line(self) -> str:
+        parts = [f"other arguments: {self.arguments}"] if self.arguments else []
+        parts += [f"other limits: {self.limits}"] if self.limits else []
+        return f"node {self.node} came with {'; and with '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFormed(Event):
+    """A round is recorded and ordered.
+
+    Attributes:
+        form_s: seconds since the last round was broken, or since the leader began.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    term: int
+    nodes: tuple[str, ...]
+    world_size: int
+    restarts: int
+    cause: str
+    form_s: float
+
+    def line(self) -> str:
+        nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
+        return (
+            f"round {self.round} formed in {self.form_s:.2f} s: world size {self.world_size} on "
+            f"{counted(len(self.nodes), 'node')} ({nodes})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBroken(Event):
+    """A round ended before its work was done.
+
+    Attributes:
+        kind, cause: as first reported.
+        lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is not known.
+        next: empty if it may cost a restart, as if a worker has failed: what follows is said when that is judged.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    cause: str
+    lasted_s: float | None
+    next: str
+
+    def line(self) -> str:
+        following = f"; {self.next}" if self.next else ""
+        after = f" after {self.lasted_s:.1f} s" if self.lasted_s is not None else ""
+        return f"round {self.round} broken{after}: {self.cause}{following}"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseFound(Event):
+    """A later report tells why a round was broken: what was reported first had followed from it."""
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    cause: str
+
+    def line(self) -> str:
+        return f"round {self.round} was broken by {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDraining(Event):
+    """A round is to end after the same step on all ranks.
+
+    Attributes:
+        kind: as of a broken round.
+        seconds: after which it is broken instead; None for no such limit.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    cause: str
+    seconds: float | None
+
+    def line(self) -> str:
+        limit = "" if self.seconds is None else f", within {round(self.seconds, 1):g} s"
+        return f"round {self.round} drains: {self.cause}; its workers stop after the same step{limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDrained(Event):
+    """A round has ended after the same step on all ranks.
+
+    Attributes:
+        step: optimizer steps done.
+        drain_s: seconds since it was ordered.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    step: int
+    kind: str
+    cause: str
+    drain_s: float
+    next: str
+
+    def line(self) -> str:
+        return f"round {self.round} drained in {self.drain_s:.2f} s after step {self.step}; {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartCharged(Event):
+    """A broken round was charged to the restart budget.
+
+    Attributes:
+        idle: restarts in a row without progress, if it is charged for that; else 0.
+        delay_s: seconds for which the next round waits, because workers failed soon after their start again.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    kind: str
+    restarts: int
+    max_restarts: int
+    next: str = ""
+    idle: int = 0
+    delay_s: float = 0.0
+
+    def line(self) -> str:
+        budget = f"restart {self.restarts} of {self.max_restarts} (--max-restarts {self.max_restarts})"
+        why = f", since the training has not advanced in {self.idle} restarts" if self.idle else ""
+        delay = f" in {self.delay_s:g} s, as workers failed soon after their start again" if self.delay_s else ""
+        following = f"; {self.next}{delay}" if self.next else ""
+        return f"{budget}, charged for a {self.kind}{why}{following}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeSkipped(Event):
+    """Nodes wait for a running round that has room for them: the run ends before a resize pays.
+
+    Attributes:
+        remaining_s: seconds that the present round still needs, by its own estimate.
+        saved_s: of these, what the larger round would save; see :mod:`elastic_launch.rendezvous.leader.resize_payoff`.
+        cost_s: what a resize costs.
+    """
+
+    leader: ClassVar[bool] = True
+    nodes: tuple[str, ...]
+    remaining_s: float
+    saved_s: float
+    cost_s: float
+
+    def line(self) -> str:
+        nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
+        return (
+            f"no resize for node {nodes}: of about {self.remaining_s:.0f} s left it would save {self.saved_s:.1f} s, "
+            f"and it costs {self.cost_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderElected(Event):
+    """A node leads from now on; only where no node hosts the run.
+
+    Attributes:
+        cause: ``first``, or why the one before leads no longer.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    term: int
+    cause: str
+
+    def line(self) -> str:
+        why = "" if self.cause == "first" else f": {self.cause}"
+        return f"node {self.node} leads the run (term {self.term}){why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parked(Event):
+    """The run waits for nodes."""
+
+    leader: ClassVar[bool] = True
+    nodes: int
+    min_nodes: int
+    min_wait_s: float
+
+    def line(self) -> str:
+        return (
+            f"parked with {counted(self.nodes, 'node')}, {self.min_nodes} needed; "
+            f"goes on when they are there, ends in {self.min_wait_s:g} s otherwise"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunResized(Event):
+    """Somebody changed how many nodes the run may have."""
+
+    leader: ClassVar[bool] = True
+    min_nodes: int
+    max_nodes: int
+    had_min: int
+    had_max: int
+
+    def line(self) -> str:
+        return f"the run is resized to {self.min_nodes}:{self.max_nodes} nodes, from {self.had_min}:{self.had_max}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    """The run is over."""
+
+    leader: ClassVar[bool] = True
+    code: int
+    cause: str
+    restarts: int
+    rounds: int
+    lasted_s: float
+
+    def line(self) -> str:
+        return ""  # every agent's summary tells it
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,354 @@
+"""What users ask of a leader, and what became of it: pure, beside the leader's machine, which it asks and watches.
+
+A caller's link is no node's. What takes a while is answered when it has happened, or can happen no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic_launch.errors import UsageError
+from elastic_launch.events.types import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
+from elastic_launch.rendezvous.admin import messages as a
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.leader.types import Close, Emit, Instruction, Node, Send
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["DRAIN_REASON", "MAX_CALLERS", "AdminRequests"]
+
+DRAIN_REASON = "elasticctl drain"
+
+MAX_CALLERS = 64
+"""Callers at once; a further one is sent away."""
+
+INCIDENTS = 10
+"""Decisions that a leader remembers for callers."""
+
+LATE = 10.0
+"""Seconds beyond its deadline after which a drain has failed, whatever the node says."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A caller whose request is not answered yet.
+
+    Attributes:
+        node: for a drain of one: what it was when that was asked.
+        busy: whether its workers were then under a round.
+        until: when it is answered in any case.
+        step: optimizer steps in what was drained since.
+        saved: that state is committed to durable storage.
+        unsaved: why not, if a node says so that should have.
+        broken: why the round broke since.
+        asks_again: the next round is to save, for this one was drained before it had.
+    """
+
+    request: a.Request
+    node: Node | None = None
+    busy: bool = False
+    until: float | None = None
+    step: int | None = None
+    saved: bool = False
+    unsaved: str = ""
+    broken: str = ""
+    asks_again: bool = False
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What nodes have told of the training, with the leader's time."""
+
+    round: int = 0
+    step: int | None = None
+    checkpoint: tuple[int, float] | None = None
+    snapshot: tuple[int, float] | None = None
+
+
+class AdminRequests:
+    """The requests to one leader.
+
+    Args:
+        machine: the leader's.
+    """
+
+    def __init__(self, machine: LeaderMachine) -> None:
+        self._machine = machine
+        self._callers: dict[int, _Waiting | None] = {}
+        self._incidents: deque[tuple[float, str]] = deque(maxlen=INCIDENTS)
+        self._heard = _Heard()
+        self._out: list[Instruction] = []
+
+    def call(self, link: int, caller: a.Caller) -> list[Instruction]:
+        """Somebody who is no node opened a link."""
+        term, run_id = self._machine.record.term, self._machine.record.run_id
+        if caller.version != m.PROTOCOL_VERSION:
+            reason = f"elasticctl speaks version {caller.version} of the protocol, the leader {m.PROTOCOL_VERSION}."
+            return self._refuse(link, reason, "Use the version of elastic-launch that the run uses.")
+        if caller.run_id != run_id:
+            # Which one it is, only those are told that know it: without a token it is all that a request takes.
+            return self._refuse(link, f"another run than {caller.run_id!r} is led here.", "Check --rdzv-id.")
+        if len(self._callers) >= MAX_CALLERS:
+            return self._refuse(link, f"{MAX_CALLERS} others are asking already.", "Try again later.")
+        self._callers[link] = None
+        timing = self._machine.timing
+        beat = timing.beat_among(self._machine.limits.max_nodes)
+        self._send(link, m.Welcome(term, "", beat, timing.dead_after))
+        if self._machine.ended:
+            self._send(link, self._machine.end_order())
+        return self._flush()
+
+    def hung_up(self, link: int) -> None:
+        """The link is closed; what was asked goes on."""
+        self._callers.pop(link, None)
+
+    def ask(self, link: int, request: a.Request, now: float) -> list[Instruction]:
+        """A caller asks; it gets one answer. A request that comes before that is answered replaces it."""
+        if link not in self._callers or self._machine.ended:
+            return []
+        waiting = _Waiting(request)
+        self._callers[link] = waiting
+        match request:
+            case a.AskStatus():
+                self._callers[link] = None
+                self._send(link, a.LeaderFound(self._machine.record.term, self.status(now)))
+            case a.AskDrain(node="", seconds=seconds):
+                self._follow(self._machine.stop(DRAIN_REASON, seconds, now), now)
+            case a.AskDrain():
+                self._depart(link, waiting, request, now)
+            case a.AskSave():
+                self._save(link, now)
+            case a.AskResize(min_nodes=low, max_nodes=high):
+                self._resize(link, low, high, now)
+        return self._flush()
+
+    def heard(self, link: int, report: m.Report, now: float) -> None:
+        """A node reported, of which the machine does not know yet."""
+        node = self._machine.node_at(link)
+        number = self._machine.record.round.number
+        if node is None or not node.active:
+            return
+        match report:
+            case m.Progress(round=round_number, step=step, snapshot=snapshot) if round_number == number:
+                self._reached(number, step)
+                if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
+                    self._heard.snapshot = snapshot, now
+            case m.Stopped(round=round_number, drained=step) if round_number == number and step >= 0:
+                self._reached(number, step)
+                for waiting in self._pending():
+                    waiting.step = max(step, waiting.step or 0)
+                    waiting.saved |= report.saved
+                    waiting.unsaved = waiting.unsaved or report.unsaved
+                if report.saved:
+                    self._heard.checkpoint = step, now
+            case m.Saved(round=round_number, step=step) if round_number == number:
+                if not report.error:
+                    self._reached(number, step)  # word of it may come before its turn
+                    self._heard.checkpoint = step, now
+                if report.asked:
+                    self._wrote(report)
+
+    def watch(self, instructions: Sequence[Instruction], now: float) -> list[Instruction]:
+        """Return what the machine does together with the answers that follow from it."""
+        self._follow(instructions, now)
+        return self._flush()
+
+    def status(self, now: float) -> a.Status:
+        """How the run stands."""
+        machine, record = self._machine, self._machine.record
+        return a.Status(
+            run_id=record.run_id,
+            next=machine.outlook,
+            term=record.term,
+            leader=record.leader.node_id,
+            round=record.round.number,
+            world_size=record.round.world_size if machine.running else 0,
+            min_nodes=machine.limits.min_nodes,
+            max_nodes=machine.limits.max_nodes,
+            restarts=machine.restarts,
+            max_restarts=machine.limits.max_restarts,
+            nodes=tuple(self._node(node, now) for node in machine.nodes.values()),
+            step=self._heard.step,
+            snapshot=_last(self._heard.snapshot, now),
+            checkpoint=_last(self._heard.checkpoint, now),
+            incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
+        )
+
+    # What is asked for.
+
+    def _depart(self, link: int, waiting: _Waiting, request: a.AskDrain, now: float) -> None:
+        node = self._machine.nodes.get(request.node)
+        if node is None:
+            known = ", ".join(list(self._machine.nodes)[:20])
+            self._answer(link, False, f"there is no node {request.node!r} in the run; there are: {known}")
+            return
+        waiting.node, waiting.busy = node, node.active
+        waiting.until = None if request.seconds is None else now + request.seconds + LATE
+        if not node.leaving:
+            self._follow(self._machine.depart(request.node, DRAIN_REASON, request.seconds), now)
+
+    def _save(self, link: int, now: float) -> None:
+        machine = self._machine
+        members = machine.record.round.members
+        first = machine.nodes.get(members[0].node_id) if members else None
+        if machine.draining:
+            # What it takes is in memory: the next round saves, or the run's end tells whether it did.
+            self._ask_again()
+        elif not machine.running or first is None or not first.active:
+            self._answer(link, False, f"no round trains, so there is nothing to save; {machine.outlook}")
+        elif first.done or not first.ready:
+            text = "the workers cannot be asked: they have finished" if first.done else "the workers cannot be asked: "
+            more = "" if first.done else "none trains by elastic_launch's library yet"
+            self._answer(link, False, text + more)
+        else:
+            self._follow(machine.save(), now)
+
+    def _resize(self, link: int, low: int, high: int, now: float) -> None:
+        before = self._machine.record.round.number
+        try:
+            instructions = self._machine.resize(low, high, now)
+        except UsageError as error:
+            self._answer(link, False, error.message.rstrip("."))
+            return
+        self._follow(instructions, now)
+        machine = self._machine
+        settled = machine.running and not machine.draining
+        parked = not machine.running and len(machine.nodes) < low
+        if self._callers.get(link) and (settled or parked) and machine.record.round.number == before:
+            self._answer(link, True, f"the run may have {low}:{high} nodes now; {machine.outlook}")
+
+    # What became of it.
+
+    def _follow(self, instructions: Sequence[Instruction], now: float) -> None:
+        self._out += instructions
+        for instruction in instructions:
+            if isinstance(instruction, Emit):
+                self._happened(instruction.event, now)
+        for link, waiting in list(self._callers.items()):
+            if waiting is not None and waiting.node is not None:
+                self._departing(link, waiting, waiting.node, now)
+            if waiting is not None and waiting.asks_again and self._can_save():
+                waiting.asks_again = False
+                self._save(link, now)
+
+    def _ask_again(self) -> None:
+        for waiting in self._pending():
+            waiting.asks_again = isinstance(waiting.request, a.AskSave)
+
+    def _can_save(self) -> bool:
+        """Whether a round trains, and its first member can be asked, or never will be."""
+        machine, members = self._machine, self._machine.record.round.members
+        first = machine.nodes.get(members[0].node_id) if members else None
+        return machine.running and not machine.draining and first is not None and (first.ready or first.done)
+
+    def _happened(self, event: Event, now: float) -> None:
+        if type(event).leader and (line := event.line()):
+            self._incidents.append((now, line))
+        match event:
+            case RoundDrained(step=step):
+                for waiting in self._pending():
+                    waiting.step = step
+                self._ask_again()
+            case RoundBroken(cause=cause):
+                for waiting in self._pending():
+                    waiting.broken = cause
+                self._settle(a.AskSave, lambda _: (False, f"the round broke before all was saved: {cause}"))
+            case RoundFormed():
+                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
+            case Parked():
+                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
+                self._settle(a.AskSave, lambda _: (False, f"nothing was saved; {event.line()}"))
+            case RunEnded(code=code, cause=cause):
+                self._ended(code, cause)
+
+    def _departing(self, link: int, waiting: _Waiting, node: Node, now: float) -> None:
+        """Answer who waits for a node's drain, if it is over."""
+        known = self._machine.nodes.get(node.hello.node_id)
+        left = known is not node or (node.leaving and not node.active)
+        name = f"node {node.hello.node_id}"
+        if not left and waiting.until is not None and now >= waiting.until:
+            self._answer(link, False, f"{name} has not left in time")
+        elif left and waiting.broken:
+            self._answer(link, False, f"{name} left, but the round was broken: {waiting.broken}")
+        elif left and waiting.step is None and waiting.busy:
+            self._answer(link, False, f"{name} left, but its workers were not drained")
+        elif left and (not self._machine.draining or self._leads(node)):
+            how = "had no workers" if waiting.step is None else f"was drained after step {waiting.step}"
+            if waiting.unsaved:
+                how += f", its state not saved: {waiting.unsaved}"
+            self._answer(link, not waiting.unsaved, f"{name} left: it {how}; {self._machine.outlook}", waiting.step)
+
+    def _leads(self, node: Node) -> bool:
+        """Whether this leader goes with the node, so that it sees no more than the node's own part."""
+        return node.hello.incarnation == self._machine.record.leader.incarnation
+
+    def _wrote(self, report: m.Saved) -> None:
+        if report.error:
+            self._settle(a.AskSave, lambda _: (False, f"no checkpoint was written: {report.error}"))
+        else:
+            self._settle(a.AskSave, lambda _: (True, f"checkpoint of step {report.step} written"), report.step)
+
+    def _ended(self, code: int, cause: str) -> None:
+        for link, waiting in list(self._callers.items()):
+            if waiting is not None and isinstance(waiting.request, a.AskDrain) and not waiting.request.node:
+                text = f"the run has ended with {code}: {cause}"
+                if waiting.broken:
+                    text += f"; the round was broken: {waiting.broken}"
+                kept = waiting.saved or waiting.step is None  # nothing trained
+                self._answer(link, kept and not waiting.broken, text, waiting.step)
+            elif waiting is not None and isinstance(waiting.request, a.AskSave):
+                text = f"the run has ended with {code}: {cause}"
+                self._answer(link, waiting.saved, text, waiting.step)
+            self._send(link, self._machine.end_order())
+
+    def _settle(
+        self, kind: type[a.Request], answer: Callable[[_Waiting], tuple[bool, str]], step: int | None = None
+    ) -> None:
+        for link, waiting in list(self._callers.items()):
+            if waiting is not None and isinstance(waiting.request, kind):
+                self._answer(link, *answer(waiting), step=step)
+
+    def _pending(self) -> list[_Waiting]:
+        return [waiting for waiting in self._callers.values() if waiting is not None]
+
+    def _reached(self, number: int, step: int) -> None:
+        heard = self._heard
+        # A later round may go on from an earlier step; within one, nodes tell at different moments.
+        if number > heard.round:
+            heard.round, heard.step, heard.snapshot = number, step, None
+        heard.step = max(heard.step or 0, step)
+
+    def _node(self, node: Node, now: float) -> a.NodeStatus:
+        idle = "spare" if self._machine.running else "waiting"
+        busy = "training" if self._machine.running else "stopping"
+        state = "leaving" if node.leaving else busy if node.active else idle
+        hello = node.hello
+        return a.NodeStatus(hello.node_id, hello.address, hello.workers, state, round(now - node.heard, 3))
+
+    def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
+        self._callers[link] = None
+        self._send(link, a.Answer(self._machine.record.term, done, text, step))
+
+    def _refuse(self, link: int, reason: str, hint: str) -> list[Instruction]:
+        self._send(link, m.Refused(self._machine.record.term, reason, hint))
+        self._out.append(Close(link))
+        return self._flush()
+
+    def _send(self, link: int, order: m.Order) -> None:
+        self._out.append(Send(link, order))
+
+    def _flush(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+
+def _last(save: tuple[int, float] | None, now: float) -> a.LastSave | None:
+    return None if save is None else a.LastSave(save[0], round(now - save[1], 3))
+
+
+def _before(waiting: _Waiting) -> str:
+    """How the round before ended, as far as that was since the request."""
+    if waiting.broken:
+        return f"the round before was broken ({waiting.broken}); "
+    return "" if waiting.step is None else f"drained after step {waiting.step}; "

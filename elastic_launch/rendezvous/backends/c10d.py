@@ -1,0 +1,245 @@
+"""Finding the leader, or becoming it. The c10d way: the leader's own links are what listens at the endpoint."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.errors import EndpointError, InternalError
+from elastic_launch.events.types import EventSink
+from elastic_launch.rendezvous.backends.hosting import explain, said_rank
+from elastic_launch.rendezvous.leader.service import LeaderService
+from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.stores.control_store import ControlStore, MemoryStore
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import (
+    ANY_ADDRESS,
+    is_hidden,
+    listen_anywhere,
+    routable_address,
+    source_address,
+    try_listen,
+)
+from elastic_launch.rendezvous.wire.authentication import link_key
+
+__all__ = ["Backend", "C10dBackend", "FoundLeader", "NodeAddress"]
+
+_log = logging.getLogger(__name__)
+
+ACK_TIMEOUT = 5.0
+"""Seconds for which the host of an ended run waits until all nodes have heard of the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """What a node is to others.
+
+    Attributes:
+        address: what it advertises.
+        incarnation: random per agent start.
+        endpoint: where nodes find the leader, or None as long as it is not known.
+        hosting: whether that is this node.
+    """
+
+    address: str
+    incarnation: str
+    endpoint: Endpoint | None
+    hosting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLeader:
+    """Where the leader's links listen.
+
+    Attributes:
+        address: a name or an address.
+        what: it is, for messages, as in "the rendezvous endpoint node0:29400".
+        incarnation: of the leader's node, empty if it is not known.
+        given: whether nothing but the user's word leads there, so that what differs there is most likely his mistake.
+        strange: whether something listens there that may be another service.
+        record: the control record, if it was found in a store.
+    """
+
+    address: str
+    port: int
+    what: str
+    incarnation: str = ""
+    given: bool = False
+    strange: bool = False
+    record: ControlRecord | None = None
+
+
+class Backend(Protocol):
+    """A way to the leader. All calls may block, within their deadlines, and come from one thread at a time."""
+
+    def open(self) -> NodeAddress:
+        """Find out who this node is and take what it must hold.
+
+        Raises:
+            RendezvousError: if it cannot be.
+        """
+        ...
+
+    def find_leader(self, timeout: float) -> FoundLeader:
+        """Return where the leader should be, or fail within about timeout seconds.
+
+        Raises:
+            RendezvousError: if it cannot be had now; ``RefusedError`` if trying again is of no use.
+        """
+        ...
+
+    def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
+        """Take note that a leader cannot be reached.
+
+        Args:
+            refused: whether its host answered that nobody listens there.
+            silent_for: seconds for which its link was silent already.
+            seen_round: the last round that this node has heard of.
+        """
+        ...
+
+    def reached(self, order: m.Order) -> None:
+        """Take note that the leader lives: it has said something, and this node obeys it."""
+        ...
+
+    def unsure_for(self) -> float:
+        """Seconds for which this node, if it is the leader, has not made sure that nobody else leads."""
+        ...
+
+    def close(self) -> None:
+        """Stop leading and release everything."""
+        ...
+
+
+class C10dBackend:
+    """The leader is the node that listens at the endpoint, and the control record is in its memory."""
+
+    def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._endpoint = config.endpoint
+        self._service: LeaderService | None = None
+        self._hosted: FoundLeader | None = None
+        self._taken = False  # the endpoint is this host's, but something else listens there
+
+    def open(self) -> NodeAddress:
+        config = self._config
+        incarnation = secrets.token_hex(6)
+        wanted = config.endpoint or self._own_endpoint()
+        hidden = config.limits.max_nodes > 1 and is_hidden(wanted)
+        address = config.local_addr or (routable_address() if hidden else source_address(wanted))
+        listener, taken = None, False
+        if config.is_host is not False:
+            listener, taken = self._listen(wanted, hidden=hidden)
+            if config.is_host and listener is None:
+                found = "its port is in use" if taken else "it is not an address of this host"
+                asker = "--node-rank 0" if config.backend == "static" else "is_host=true"
+                raise EndpointError(
+                    f"This node is to host the run at {wanted} ({asker}), but {found}.",
+                    "Give another --rdzv-endpoint, or leave out is_host.",
+                )
+            if config.endpoint is None and listener is None:
+                raise EndpointError(
+                    f"This node is to host the run at its own address, but --local-addr {wanted.host} is not one.",
+                    "Give an address of this host, or name the node that hosts by --rdzv-endpoint.",
+                )
+        self._tell(wanted, hosts=listener is not None, taken=taken, hidden=address if hidden else "")
+        if listener is None:
+            self._taken = taken
+            return NodeAddress(address, incarnation, wanted, hosting=False)
+        self._endpoint = Endpoint(wanted.host, int(listener.getsockname()[1]))
+        self._lead(listener, address, incarnation)
+        return NodeAddress(address, incarnation, self._endpoint, hosting=True)
+
+    def _listen(self, wanted: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
+        """Listen at the endpoint if it is this host's; return the listener, and whether the port is in use."""
+        if not hidden:
+            return try_listen(wanted)
+        try:
+            return listen_anywhere(wanted.port), False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None, True
+            raise
+
+    def _lead(self, listener: socket.socket, address: str, incarnation: str) -> None:
+        """Lead from now on, with links at the endpoint itself."""
+        self._serve(listener, MemoryStore(), address, incarnation)
+
+    def _serve(self, links: socket.socket, store: ControlStore, address: str, incarnation: str) -> None:
+        config = self._config
+        host, port = str(links.getsockname()[0]), int(links.getsockname()[1])
+        if host in ANY_ADDRESS:
+            host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
+        leader = Leader(config.node_id, incarnation, address, port)
+        record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
+        store.compare_and_set(None, record.encode(), config.timing.read_timeout)
+        self._service = LeaderService(
+            links,
+            store,
+            record,
+            config.timing,
+            str(config.command),
+            self._clock,
+            self._events,
+            key=link_key(config.token, config.run_id),
+        )
+        self._hosted = FoundLeader(host, port, "this node's own leader", incarnation)
+        self._service.start()
+
+    def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool, hidden: str) -> None:
+        config = self._config
+        if config.endpoint is None or config.limits.max_nodes == 1:
+            return  # nobody else is to come, or the command for them is printed
+        said = said_rank(config.node_rank, os.environ)
+        level, text = explain(
+            wanted,
+            said,
+            hosts=hosts,
+            taken=taken,
+            is_host=config.is_host,
+            nodes=config.limits.max_nodes,
+            hidden=hidden,
+        )
+        _log.log(level, "%s", text)
+
+    def _own_endpoint(self) -> Endpoint:
+        """No endpoint was given: any free port, on a routable address if others are to come."""
+        if not self._config.announce:
+            return Endpoint(self._config.local_addr or "127.0.0.1", 0)
+        host = self._config.local_addr or routable_address()
+        listener, taken = try_listen(Endpoint(host, 29400))
+        if listener is not None:
+            listener.close()
+        return Endpoint(host, 29400 if listener is not None and not taken else 0)
+
+    def find_leader(self, timeout: float) -> FoundLeader:
+        if self._service is not None and self._service.died is not None:
+            raise InternalError(f"the leader's thread has ended by {self._service.died.error}")
+        if self._hosted is not None:
+            return self._hosted
+        assert self._endpoint is not None
+        where = f"the rendezvous endpoint {self._endpoint}"
+        return FoundLeader(self._endpoint.host, self._endpoint.port, where, given=True, strange=self._taken)
+
+    def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
+        """Nothing follows: only an agent at the endpoint can lead."""
+
+    def reached(self, order: m.Order) -> None:
+        self._taken = False
+
+    def unsure_for(self) -> float:
+        return 0.0  # nobody else can lead
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close(ACK_TIMEOUT)
+            self._service = None

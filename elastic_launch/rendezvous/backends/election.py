@@ -1,0 +1,451 @@
+"""Electing the leader in a store that no node hosts: whoever writes itself into the record leads.
+
+The first node to come writes the first record. When the leader's process is gone, or it is silent, any node raises the
+term by compare-and-set and leads on; of several that try, one succeeds, and the others find its record. A leader
+watches the record, and steps down as soon as another term stands there.
+
+The invariant is the record's: one value, changed as a whole, terms only rising. A leader that was paused or cut off can
+neither write (its compare-and-set fails) nor order (nodes ignore lower terms than they have seen). What others write
+into the record is not believed, and repaired; see ``continuity``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from ipaddress import ip_address
+
+from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.errors import EndpointError, ExitCode, InternalError, RefusedError, StoreError
+from elastic_launch.events.types import EventSink, LeaderElected
+from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
+from elastic_launch.rendezvous.backends.rival import Rivals
+from elastic_launch.rendezvous.backends.succession import Succession
+from elastic_launch.rendezvous.continuity import REPAIR, STANDS, Claim, Continuity, Sight, SpoiledError, repairing
+from elastic_launch.rendezvous.leader.service import LeaderService
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
+from elastic_launch.rendezvous.stores.claimed_store import ClaimedStore
+from elastic_launch.rendezvous.stores.control_store import ControlStore
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import listen, source_address
+from elastic_launch.rendezvous.wire.authentication import link_key
+from elastic_launch.rendezvous.wire.log_once import LogOnce
+from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal
+from elastic_launch.system.threads import ThreadDied, VitalThread
+
+__all__ = ["ElectedBackend", "found_by"]
+
+_log = logging.getLogger(__name__)
+
+WATCH = 1.0
+"""Seconds for which one look at the record lasts at most: what it takes to stop watching."""
+
+RESIGN_TIMEOUT = 1.0
+"""Seconds that a leader which goes has to say so."""
+
+MOST_DEATHS = 2
+"""Internal errors of its leader after which a node goes."""
+
+
+class ElectedBackend:
+    """A way to the leader by way of the record in a store of its own.
+
+    Args:
+        open_store: opens a further view of the store; called for the node, and for a leader's watch and writes.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, clock: Clock, events: EventSink, open_store: Callable[[], ControlStore]
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._open_store = open_store
+        self._store: ControlStore | None = None
+        self._address = ""
+        self._links: socket.socket | None = None  # where it leads, or will
+        self._incarnation = secrets.token_hex(6)
+        self._succession = Succession(self._incarnation, config.timing.dead_after)
+        self._seal = ValueSeal(config.token, config.run_id)
+        self._continuity = Continuity(self._seal)
+        self._patience = Patience(STANDS)
+        self._repair = Patience(REPAIR * config.timing.dead_after)
+        self._spoiled_at: float | None = None
+        self._once = LogOnce(_log)
+        self._reign: _LeaderTerm | None = None
+        self._deaths = 0
+
+    def open(self) -> NodeAddress:
+        config = self._config
+        self._address = config.local_addr or _address(config)
+        self._store = self._open_store()
+        return NodeAddress(self._address, self._incarnation, config.endpoint, hosting=False)
+
+    def find_leader(self, timeout: float) -> FoundLeader:
+        """Return where the leader is by the record, or, if there is no leader, write one as the leader.
+
+        Raises:
+            RefusedError: if nobody leads, and this node's script is not the record's.
+        """
+        self._count_deaths()
+        stored = self._look(timeout)
+        try:
+            record = self._continuity.judge(stored)
+        except SpoiledError as spoiled:
+            return self._without_record(stored, spoiled, timeout)
+        self._spoiled_at = None
+        if record is None:
+            config = self._config
+            record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), limits=config.limits)
+            return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, "first")
+        if record.end is not None and not self._continuity.member:
+            return self._come_late(stored, record, timeout)
+        self._patience.over()
+        self._repair.over()
+        if record.end is not None:
+            return found_by(record)
+        leading = self._reign is not None and self._reign.alive
+        takeover = self._succession.decide(record, self._clock.now(), leading=leading)
+        if takeover is None:
+            return found_by(record)
+        self._check_same(record)
+        return self._take(stored, self._following(record), timeout, takeover.cause, dead=takeover.dead)
+
+    def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
+        now = self._clock.now()
+        assert found.record is not None
+        self._succession.unreachable(found.record, now, refused=refused, silent_for=silent_for, seen_round=seen_round)
+
+    def reached(self, order: m.Order) -> None:
+        self._succession.reached()
+        match order:
+            case m.Welcome(run=run):
+                self._continuity.welcomed(run)
+            case m.Form(term=term, round=formed, restarts=restarts):
+                self._continuity.heard(term, formed, restarts)
+            case m.Pulse(term=term, round=number, restarts=restarts):
+                self._continuity.heard(term, Round(number), restarts)
+
+    def unsure_for(self) -> float:
+        return self._reign.unsure_for() if self._reign is not None else math.inf
+
+    def close(self) -> None:
+        if self._reign is not None:
+            self._reign.close()
+            self._reign = None
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _look(self, timeout: float) -> bytes | None:
+        """Load the record; note if that failed, or took so long that it would have but for its patience."""
+        assert self._store is not None
+        began = self._clock.now()
+        try:
+            value = self._store.load(timeout)
+        except StoreError:
+            self._succession.looked(self._clock.now() - began, failed=True)
+            raise
+        self._succession.looked(self._clock.now() - began, failed=False)
+        return value
+
+    def _without_record(self, stored: bytes | None, spoiled: SpoiledError, timeout: float) -> FoundLeader:
+        """Go by what this node has seen, if it has; take over from there if no leader has repaired the record."""
+        newest, now = self._continuity.newest, self._clock.now()
+        if newest is None or not self._continuity.member:
+            refused = isinstance(spoiled.cause, RefusedError)
+            if (self._patience if refused else self._repair).stands(stored, now):
+                raise spoiled.cause
+            raise StoreError(f"{spoiled} Waiting for the run's leader to repair the record.", spoiled.cause.hint)
+        self._once.warn("spoiled", "%s It is not believed.", spoiled)
+        if self._spoiled_at is None:
+            self._spoiled_at = now
+        leading = self._reign is not None and self._reign.alive
+        takeover = self._succession.decide(newest, now, leading=leading)
+        if takeover is None or now - self._spoiled_at < self._config.timing.dead_after:
+            return found_by(newest)
+        self._check_same(newest)
+        following = self._following(repairing(newest, random.SystemRandom()))
+        return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
+
+    def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> FoundLeader:
+        """Begin a new run in the place of an ended one, or return its end, unless a leader takes that end back."""
+        assert ended.end is not None
+        config, run = self._config, f"run {ended.run_id!r}"
+        if config.token is not None and not self._patience.stands(stored, self._clock.now()):
+            raise StoreError(f"the record says that {run} has ended; whether a leader contradicts is waited for.")
+        if config.reuse:
+            # Terms and rounds go on, so that nothing old can be mistaken.
+            term, last, leader = ended.term + 1, Round(ended.round.number), self._candidate()
+            begun = ControlRecord(
+                ended.run_id, config.digest(), term, leader, round=last, first_term=term, limits=config.limits
+            )
+            begun = replace(begun, run=secrets.token_hex(8))
+            return self._take(stored, begun, timeout, f"a new run under the id {ended.run_id}")
+        if ended.end.code == ExitCode.DONE and config.token is None:
+            raise RefusedError(
+                f"The record says that {run} had ended with 0 before this node came, which nothing proves without a "
+                f"token: {ended.end.cause}.",
+                "For a new run give another --rdzv-id, or all nodes --rdzv-conf reuse=true.",
+            )
+        return found_by(ended)
+
+    def _candidate(self) -> Leader:
+        """Return this node as leader; the port follows with its listener."""
+        return Leader(self._config.node_id, self._incarnation, self._address, 0)
+
+    def _following(self, record: ControlRecord) -> ControlRecord:
+        """Return the record with which this node takes over."""
+        if record.leader.incarnation == self._incarnation and self._reign is not None:
+            record = replace(record, restarts=max(record.restarts, self._reign.restarts))
+        return replace(record, term=record.term + 1, leader=self._candidate())
+
+    def _check_same(self, record: ControlRecord) -> None:
+        if record.digest != self._config.digest():
+            raise RefusedError(
+                f"No node leads run {record.run_id!r}, and this node came with another script than it was begun with.",
+                "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
+                f"etcdctl del /elastic-launch/runs/{record.run_id}/record",
+            )
+
+    def _take(
+        self,
+        expected: bytes | None,
+        record: ControlRecord,
+        timeout: float,
+        cause: str,
+        *,
+        dead: str = "",
+    ) -> FoundLeader:
+        """Try to write a record with this node as its leader, and lead; return where the leader is then.
+
+        Args:
+            expected: what the store holds, as it was read.
+        """
+        assert self._store is not None
+        with contextlib.ExitStack() as undo:
+            watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
+            # Listens while the process lives, also when a write was made without an answer, or a leader steps down:
+            # whoever found nobody listening would take this process, and its workers, for dead.
+            listener = self._links = self._links or listen(self._address)
+            links = undo.enter_context(contextlib.closing(listener.dup()))
+            leader = replace(record.leader, port=int(links.getsockname()[1]))
+            record = replace(record, leader=leader).renewed()
+            if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
+                return self._beaten(timeout)
+            undo.pop_all()
+        if self._reign is not None:
+            self._reign.close()
+        self._continuity.wrote(record)
+        self._spoiled_at = None
+        timing = self._config.timing
+        claim = Claim(self._seal, record, timing.dead_after, self._clock.now())
+        claimed = ClaimedStore(written, claim, self._clock, _log)
+        service = LeaderService(
+            links,
+            claimed,
+            record,
+            timing,
+            str(self._config.command),
+            self._clock,
+            self._events,
+            dead=frozenset({dead} - {""}),
+            key=link_key(self._config.token, self._config.run_id),
+        )
+        self._succession.reached()
+        # Several looks in the time after which a leader that cannot see the record is not sure any more.
+        look = min(WATCH, timing.dead_after / 5)
+        rivals = Rivals(record.run, self._incarnation, self._config.token)
+        self._reign = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
+        self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
+        self._reign.start()
+        return found_by(record)
+
+    def _beaten(self, timeout: float) -> FoundLeader:
+        """Another node has written first."""
+        assert self._store is not None
+        try:
+            record = self._continuity.judge(self._store.load(timeout))
+        except SpoiledError as spoiled:
+            raise StoreError(f"{spoiled} It is looked at again.") from spoiled
+        if record is None:
+            raise StoreError("the control record has vanished from the store.", "Do not delete it while it runs.")
+        return found_by(record)
+
+    def _count_deaths(self) -> None:
+        """Note how this node's last reign ended.
+
+        Raises:
+            InternalError: if it has died by internal errors too often: another node may do better.
+        """
+        reign = self._reign
+        if reign is None or reign.counted:
+            return
+        if reign.died is not None:
+            reign.counted = True
+            self._deaths += 1
+            if self._deaths >= MOST_DEATHS:
+                raise InternalError(f"the leader's thread has ended by {reign.died.error}")
+        if reign.yielded:
+            reign.counted = True
+            self._continuity.forget()
+
+
+def found_by(record: ControlRecord) -> FoundLeader:
+    """Return where a record's leader is."""
+    leader = record.leader
+    where = f"the address of leader {leader.node_id}, {Endpoint(leader.address, leader.port)}"
+    return FoundLeader(leader.address, leader.port, where, leader.incarnation, record=record)
+
+
+def _address(config: LaunchConfig) -> str:
+    """Return this host's address on the route to the first endpoint that has one.
+
+    It may be loopback, if the store is on this host; but a proxy of the store may listen there on every host.
+
+    Raises:
+        EndpointError: if no endpoint has a route.
+    """
+    assert config.endpoint is not None
+    error: EndpointError | None = None
+    for endpoint in config.endpoints or (config.endpoint,):
+        try:
+            found = source_address(endpoint)
+        except EndpointError as failed:
+            error = failed
+            continue
+        if config.limits.max_nodes > 1 and ip_address(found).is_loopback:
+            _log.warning("others are told this node's address %s; if some run on other hosts, give --local-addr", found)
+        return found
+    assert error is not None
+    raise error
+
+
+class _LeaderTerm:
+    """A node's leadership: the service, and a thread that ends it when another term stands in the record.
+
+    Attributes:
+        yielded: whether it ended because another run has the record, before its own had formed a round.
+        counted: whether its end was taken note of.
+    """
+
+    def __init__(
+        self,
+        service: LeaderService,
+        watched: ControlStore,
+        claimed: ClaimedStore,
+        clock: Clock,
+        look: float,
+        rivals: Rivals,
+    ) -> None:
+        self._rivals = rivals
+        self.yielded = self.counted = False
+        self._service = service
+        self._watched = watched
+        self._claimed = claimed
+        self._clock = clock
+        self._look = look
+        self._watch_died: ThreadDied | None = None
+        self._stop = threading.Event()
+        self._thread = VitalThread(self._watch, "leader-watch", owner=self._failed)
+
+    @property
+    def alive(self) -> bool:
+        return self._service.alive
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended it, if that was an internal error."""
+        return self._service.died or self._watch_died
+
+    @property
+    def restarts(self) -> int:
+        return self._service.restarts
+
+    def start(self) -> None:
+        self._service.start()
+        self._thread.start()
+
+    def unsure_for(self) -> float:
+        """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
+        return self._clock.now() - self._claimed.sure if self.alive else math.inf
+
+    def close(self) -> None:
+        """Stop leading; if the run goes on, say so in the record, so that nobody has to find out."""
+        # First, while it leads: once its links are closed, members look for another leader.
+        self._stop.set()
+        self._thread.join(3 * WATCH)
+        leads = self.alive
+        self._service.close(ACK_TIMEOUT)
+        standing = ControlRecord.parse(self._service.committed)
+        if leads and standing.end is None:
+            resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
+            with contextlib.suppress(StoreError):  # then they find out
+                self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
+        self._watched.close()
+        self._claimed.close()
+        self._rivals.close()
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._watch_died = died
+        self._service.depose("the thread that watches the record has ended by an internal error")
+
+    def _watch(self) -> None:
+        known: bytes | None = self._claimed.value
+        told = False
+        while not self._stop.is_set() and self._service.alive:
+            began = self._clock.now()
+            try:
+                known = self._watched.wait_changed(known, self._look)
+                told = False
+                if not self._judge(known):
+                    return
+                self._claimed.seen(began)  # it may have waited ever since for changes that cannot arrive
+            except StoreError as error:
+                if not told:
+                    _log.warning("the control record cannot be read, training goes on: %s", error.message)
+                told = True
+                self._stop.wait(WATCH)
+
+    def _judge(self, stored: bytes | None) -> bool:
+        """Look at what the store holds, and repair it if it is spoiled; say whether this node still leads.
+
+        Raises:
+            StoreError: if the store does not answer.
+        """
+        sight = self._claimed.look(stored)
+        if sight is Sight.OWN:
+            return True
+        # What was read may be older than this leader's last write: what is spoiled stands for longer.
+        if self._watched.load(self._look) != stored:
+            return True
+        if sight is Sight.SUCCEEDED:
+            self._service.depose("another node leads")
+            return False
+        if sight is Sight.LOST:
+            self._service.depose("the record was overwritten while this node could not see it")
+            return False
+        if sight is Sight.RIVAL and not self._claimed.begun:
+            self.yielded = True
+            self._service.depose("another run with this id has the record")
+            return False
+        if sight is Sight.RIVAL and stored is not None:
+            self._rivals.saw(self._claimed.rival(stored))
+            if self._rivals.lost_to:
+                self._service.give_way(self._rivals.lost_to)
+                return False
+        self._claimed.repair(stored, self._look)
+        if sight is Sight.RIVAL:
+            self._stop.wait(WATCH)  # should that run's leader live, it writes likewise
+        return True

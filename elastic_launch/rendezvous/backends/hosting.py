@@ -1,0 +1,81 @@
+"""Why this node hosts the run or does not, in words; a wrong endpoint is then seen in the log's first lines.
+
+Whether a node hosts is decided by what it can bind (ADR 0005). What the scheduler says of this node decides nothing;
+but where the two disagree, the endpoint may be a slip. Host names are no evidence: network namespaces share them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.rendezvous.wire.addresses import is_loopback
+
+__all__ = ["explain", "said_rank"]
+
+RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""Variables by which Slurm, and Kubernetes' indexed jobs, number the nodes of a job from 0."""
+
+Line = tuple[int, str]
+
+
+def said_rank(node_rank: int | None, environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the number of this node by flag or scheduler, and who says so; None if nobody does."""
+    if node_rank is not None:
+        return node_rank, f"--node-rank {node_rank}"
+    for name in RANKS:
+        if (text := environ.get(name, "")).isdecimal():
+            return int(text), f"{name}={text}"
+    return None
+
+
+def explain(
+    wanted: Endpoint,
+    said: tuple[int, str] | None,
+    *,
+    hosts: bool,
+    taken: bool,
+    is_host: bool | None,
+    nodes: int,
+    hidden: str = "",
+) -> Line:
+    """Return the level and the text of the line that says why this node hosts the run or does not.
+
+    Args:
+        wanted: the endpoint.
+        said: see :func:`said_rank`.
+        taken: whether the endpoint is an address of this host, whose port is in use.
+        is_host: what the user says.
+        nodes: that the run may have.
+        hidden: what this node advertises, if it knows the endpoint's name by loopback only.
+    """
+    if hosts:
+        why = "as it is told" if is_host else f"{wanted.host} is an address of this host, and the port was free"
+        text = f"this node hosts the run at {wanted}: {why}"
+        if said is not None and said[0] > 0 and not is_host and nodes > 1 and is_loopback(wanted):
+            return logging.WARNING, (
+                f"{text}. But {said[1]} says that it is not the first, and {wanted.host} is every host's own: "
+                "unless all nodes are on this one, give the first node's address with --rdzv-endpoint"
+            )
+        if hidden:
+            return logging.WARNING, (
+                f"{text}{_also(said, first=False)}. This host knows {wanted.host} by loopback only, where no "
+                f"other host can come: the run listens at all addresses of this host, and the others are given {hidden}"
+            )
+        return logging.INFO, f"{text}{_also(said, first=False)}"
+    if is_host is False:
+        why = "it is told not to"
+    elif taken:
+        why = "the port is in use on this host, most likely by the agent that hosts it"
+    else:
+        why = f"{wanted.host} is no address of this host"
+    text = f"this node does not host the run at {wanted}: {why}"
+    return logging.INFO, f"{text}{_also(said, first=True) if is_host is None and not taken else ''}"
+
+
+def _also(said: tuple[int, str] | None, *, first: bool) -> str:
+    """What the scheduler says, where it makes one look twice."""
+    if said is None or (said[0] == 0) is not first:
+        return ""
+    return f" (although {said[1]} says that it is {'the' if first else 'not the'} first)"

@@ -1,0 +1,84 @@
+"""Two runs with one id whose leaders both write the record: one of them has to end, or both repair it for ever.
+
+This happens if the record was deleted while one run trained, and another one began. A record of another run proves
+nothing, since anything may have written it. So the other leader is asked, by the links' protocol, and with the token if
+there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.rendezvous.admin.client import Address, AdminClient
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.secret import Token
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["SIGHTINGS", "Rivals"]
+
+_log = logging.getLogger(__name__)
+
+SIGHTINGS = 8
+"""Writes of another run that a leader repairs, about one in a second, before it asks that run's leader."""
+
+
+LINGER = 1.0
+"""Seconds for which the end of a leader waits for an answer."""
+
+
+class Rivals:
+    """What one leader has seen of another run with its id.
+
+    Args:
+        run: number of this leader's run.
+        incarnation: of this leader.
+
+    Attributes:
+        lost_to: why this leader's run has to end; empty while it need not.
+    """
+
+    def __init__(self, run: str, incarnation: str, token: Token | None) -> None:
+        self.lost_to = ""
+        self._run = run
+        self._incarnation = incarnation
+        self._token = token
+        self._seen: tuple[str, set[str]] = ("", set())
+        self._asking: VitalThread | None = None
+        self._told = False
+
+    def saw(self, rival: ControlRecord) -> None:
+        """The record of another run stands in the store."""
+        run, nonces = self._seen if self._seen[0] == rival.run else (rival.run, set())
+        nonces.add(rival.nonce)
+        self._seen = (run, nonces)
+        if len(nonces) < SIGHTINGS or rival.leader.incarnation == self._incarnation:
+            return
+        if self._asking is None or not self._asking.is_alive():
+            self._seen = ("", set())
+            self._asking = VitalThread(self._ask, "rival", (rival,))
+            self._asking.start()
+
+    def close(self) -> None:
+        """Wait a moment for an answer that is awaited; its thread ends by itself."""
+        if self._asking is not None:
+            self._asking.join(LINGER)
+
+    def _ask(self, rival: ControlRecord) -> None:
+        where = Endpoint(rival.leader.address, rival.leader.port)
+        try:
+            # Its links answer as those of a leader that is the endpoint do.
+            with AdminClient(Address(rival.run_id, "c10d", (where,), self._token)) as link:
+                status = link.status()
+        except ElasticLaunchError as error:
+            _log.debug("no leader of another run answers at %s: %s", where, error)
+            return
+        if status.leader != rival.leader.node_id:
+            return
+        other = f"another run has the id {rival.run_id!r}; its leader is node {rival.leader.node_id} at {where}"
+        if self._run < rival.run:
+            self.lost_to = f"{other}, and only one can go on"
+        elif not self._told:
+            self._told = True
+            _log.warning("%s. It has to end", other)

@@ -1,0 +1,86 @@
+"""How the next round is formed of the nodes that wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import Parked as ParkedEvent
+from elastic_launch.events.types import RoundFormed
+from elastic_launch.rendezvous.leader.leavers import is_needed, sources
+from elastic_launch.rendezvous.leader.phases import Broken, Ended, Gathering, Parked, Phase, Running, last_failure
+from elastic_launch.rendezvous.leader.ranks import choose
+from elastic_launch.rendezvous.leader.resizing import prepared, waiting
+from elastic_launch.rendezvous.leader.state import LeaderState
+from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.leader.verdict import Kind
+from elastic_launch.rendezvous.record import Member, Round
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["gather"]
+
+
+def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
+    """Form the next round as soon as all nodes are there that it may expect; return the phase that follows."""
+    if isinstance(phase, Gathering) and phase.ends:
+        return _end(state, phase, ExitCode.TERMINATED, phase.ends, now)
+    there = waiting(state.nodes)
+    least, most = state.limits.min_nodes, state.limits.max_nodes
+    if state.departing and not (
+        len(there) >= least and is_needed(state.nodes, state.record.leader.incarnation) and sources(state.nodes, there)
+    ):
+        return phase
+    settled = phase.after is not None or now - state.last_arrival >= state.timing.join_settle
+    if len(there) >= most or (len(there) >= least and settled):
+        return _form(state, phase.after, now)
+    if len(there) >= least:
+        return phase
+    if isinstance(phase, Parked):
+        if now - phase.at < state.timing.min_wait:
+            return phase
+        waited = f"--min-wait {state.timing.min_wait:g} s"
+        cause = f"{len(there)} of at least {least} nodes (--nnodes) after {waited}"
+        return _end(state, phase, ExitCode.TOO_FEW_NODES, cause, now)
+    if not there and phase.after is None:
+        return phase
+    event = ParkedEvent(len(there), least, state.timing.min_wait)
+    if state.nodes:
+        state.emit(event)
+    for node in there:
+        state.send(node.link, m.Notice(state.record.term, event.line()))
+    return Parked(phase.after, now)
+
+
+def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, now: float) -> Ended:
+    failure = last_failure(phase)
+    state.end(code, cause, failure, now)
+    return Ended(failure)
+
+
+def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
+    """Who waits for the next round. After the first one no node waits for imports if enough others are there."""
+    ready = prepared(state.nodes)
+    return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
+
+
+def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
+    chosen = choose(_candidates(state, after), state.record.round, state.limits.max_nodes)
+    members = tuple(
+        Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port, x.hello.role)
+        for x in chosen
+    )
+    formed = Round(max(state.floor, state.record.round.number) + 1, members)
+    cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
+    budget = state.budget
+    state.commit(replace(state.record, round=formed, restarts=budget.spent, idle=budget.idle, last_step=budget.mark))
+    served = sources(state.nodes, chosen)
+    # One for all: it is encoded once.
+    order = m.Form(state.record.term, formed, budget.spent, cause, served, state.limits.max_restarts)
+    for node in chosen:
+        node.active, node.joined, node.ready, node.done = True, False, False, False
+        state.send(node.link, order)
+    names = tuple(member.node_id for member in members)
+    term = state.record.term
+    state.emit(RoundFormed(formed.number, term, names, formed.world_size, budget.spent, cause, now - since))
+    state.resizing.formed(since if after is not None and after.imposed is Kind.MEMBERSHIP else None)
+    return Running(now, fetching=bool(served))

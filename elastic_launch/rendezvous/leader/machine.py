@@ -1,0 +1,364 @@
+"""The leader: decides who trains together, as a pure state machine.
+
+Reports, closed links and turns of the clock go in; instructions come out, to be carried out in order. If a ``Commit``
+fails (somebody else's record stands there), the instructions behind it must be dropped and the leader with them.
+
+Invariants, checked by the stateful tests after every event:
+
+- a round number is committed once, and rounds are ordered by number;
+- the members of a round are distinct, their ranks a permutation, their number within the limits;
+- a round is formed only when every member of the one before has stopped or is dead;
+- a round is drained only if the workers of all its members can be, and ends so only when all of them have stopped;
+- a round is charged once, and only for crash, hang and out of memory, or if the training does not advance;
+- nothing is ordered that the record does not hold yet.
+
+What phases a run has, and what moves it from one to the next: :mod:`elastic_launch.rendezvous.leader.phases`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import NodeDiffers, NodeJoined, NodeRefused, RunResized
+from elastic_launch.rendezvous.leader.admission import differences, refusal
+from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, last_failure, put_off
+from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
+from elastic_launch.rendezvous.leader.state import LeaderState
+from elastic_launch.rendezvous.leader.types import Instruction, Node
+from elastic_launch.rendezvous.record import ControlRecord, Round
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.system.plain_text import clipped, one_line
+
+__all__ = ["TURN_CAP", "LeaderMachine"]
+
+TURN_CAP = 2.0
+"""A gap between two of the leader's own turns counts as so much silence of a node at most: who slept evicts nobody."""
+
+
+MOST_COMPARED = 64
+"""Kinds of difference between nodes and the run that the user is told at most."""
+
+
+class LeaderMachine:
+    """A leader's reign: who is there and what they say; what follows for the rounds is up to its :class:`Rounds`.
+
+    Args:
+        record: the record as committed when this leader took its term.
+        timing: the run's.
+        command: this node's, as a shell would take it, which those of other nodes are compared with.
+        now: the leader's monotonic clock, in seconds, here and in all methods.
+        dead: incarnations of nodes whose process is known to be gone.
+    """
+
+    def __init__(
+        self, record: ControlRecord, timing: Timing, command: str, now: float, dead: frozenset[str] = frozenset()
+    ) -> None:
+        self._state = state = LeaderState(record, timing, now, dead)
+        self._rounds = Rounds(state)
+        self.timing, self.nodes = timing, state.nodes
+        self._send, self._emit, self._close, self._flush = state.send, state.emit, state.close, state.flush
+        self._consider = self._rounds.consider
+        self._owners: dict[int, str] = {}
+        self._command = command
+        self._awake = now
+        self._arrivals = 0
+        self._incarnations: dict[str, list[str]] = {}
+        self._compared: set[tuple[tuple[str, ...], str]] = set()  # in what nodes were found to differ
+
+    @property
+    def record(self) -> ControlRecord:
+        """The run's record, with what is to be committed."""
+        return self._state.record
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's end is recorded."""
+        return isinstance(self._rounds.phase, Ended)
+
+    @property
+    def running(self) -> bool:
+        """Whether a round trains; it may be draining."""
+        return self._rounds.running
+
+    @property
+    def draining(self) -> bool:
+        """Whether the present round is being drained."""
+        return isinstance(self._rounds.phase, Draining)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts charged so far."""
+        return self._state.budget.spent
+
+    @property
+    def limits(self) -> Limits:
+        """The run's limits as they are now."""
+        return self._state.limits
+
+    @property
+    def outlook(self) -> str:
+        """What comes next, in words."""
+        return self._rounds.outlook
+
+    # What comes in.
+
+    def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
+        """A node said hello on a new link."""
+        self._wake(now)
+        reason = refusal(hello, self.record, self._command)
+        if reason is not None:
+            self._send(link, m.Refused(self.record.term, *reason))
+            self._close(link)
+            self._emit(NodeRefused(hello.node_id, reason[0]))
+            return self._flush()
+        if self.record.end is not None:
+            self._send(link, self.end_order())
+            return self._flush()
+        if self._is_replaced(hello):
+            self._evict_for_good(link, hello.node_id)
+            return self._flush()
+        # A node that comes to a successor of its leader was told before.
+        comes = hello.seen_term == 0 or hello.seen_term > self.record.term
+        self._learn(hello)
+        if comes:
+            self._compare(link, hello)
+        known = self.nodes.get(hello.node_id)
+        if known is not None and known.hello.incarnation == hello.incarnation:
+            self._close(known.link)
+            self._relink(known, link, hello, now)
+            return self._flush()
+        if known is not None:
+            self._rounds.lose(known, self._evict_for_good(known.link, hello.node_id), now)
+        self._admit(link, hello, now)
+        return self._flush()
+
+    def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
+        """A node reported; any report is a sign of life."""
+        self._wake(now)
+        node = self.node_at(link)
+        if node is None or self.ended:
+            return []
+        node.silence, node.heard = 0.0, now
+        if isinstance(report, m.Beat | m.Progress):
+            return []  # what is due by the clock is left to the next turn: beats are as many as nodes, each second
+        current = self.record.round.number
+        match report:
+            case m.Joined(round=number) if node.active and number == current:
+                node.joined = True
+            case m.Ready(round=number) if node.active and number == current:
+                node.joined = node.ready = True
+                self._rounds.ready(report, now)
+            case m.Done(round=number) if node.active and number == current:
+                first = not any(other.done for other in self.nodes.values() if other.active)
+                node.joined = node.done = True
+                for other in self.nodes.values():
+                    if first and other.active and not other.done:
+                        self._send(other.link, m.PeerDone(self.record.term, number))
+            case m.Failed(round=number, failure=failure) if number == current:
+                self._rounds.failed(node, failure, now)
+            case m.Stopped(store_port=port):
+                node.store_port, node.held = port, report.held
+                if report.round == current:
+                    self._rounds.stopped(node, report, now)
+            case m.Imported():
+                node.importing = False
+            case m.Leaving(reason=reason, seconds=seconds):
+                self._rounds.leaves(node, reason, seconds, now)
+        self._consider(now)
+        return self._flush()
+
+    def closed(self, link: int, now: float) -> list[Instruction]:
+        """A link was closed by its node, or by the death of its process."""
+        self._wake(now)
+        node = self.node_at(link)
+        self._owners.pop(link, None)
+        if node is None:
+            return []
+        if self.ended:
+            del self.nodes[node.hello.node_id]
+            return []
+        self._rounds.lose(node, "its connection closed", now)
+        self._consider(now)
+        return self._flush()
+
+    def turn(self, now: float) -> list[Instruction]:
+        """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
+        self._wake(now)
+        turned, self._state.turned = self._state.turned, now
+        if self.ended:
+            return []
+        cap = min(TURN_CAP, self.timing.dead_after / 2)
+        for node in list(self.nodes.values()):
+            node.silence += min(now - max(turned, node.heard), cap)
+            if node.silence >= self.timing.dead_after:
+                self._close(node.link)
+                self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
+        self._consider(now)
+        return self._flush()
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next turn is due, 0 or more."""
+        due = [now + self.timing.beat, *self._rounds.due()]
+        if self._state.owed:
+            due.append(self._state.began + self.timing.dead_after)
+        return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
+
+    def _wake(self, now: float) -> None:
+        """Put deadlines off by what this process was stopped: whatever would have met them waits to be read."""
+        slept = now - self._awake - max(TURN_CAP, 2 * self.timing.beat)
+        self._awake = now
+        if slept > 0:
+            self._state.began += slept
+            put_off(self._rounds.phase, slept)
+
+    # What users ask for.
+
+    def depart(self, node_id: str, reason: str, seconds: float | None) -> list[Instruction]:
+        """Tell a node that is there to leave after a drain; seconds None: however long it takes."""
+        limit = MOST_SECONDS if seconds is None else seconds
+        self._send(self.nodes[node_id].link, m.Depart(self.record.term, reason, limit))
+        return self._flush()
+
+    def stop(self, reason: str, seconds: float | None, now: float) -> list[Instruction]:
+        """Drain the round, if there is one, and end the run with 143."""
+        self._rounds.stop(reason, seconds, now)
+        return self._flush()
+
+    def save(self) -> list[Instruction]:
+        """Have the present round write a checkpoint; its first member is to be there."""
+        number, first = self.record.round.number, self.record.round.members[0]
+        self._send(self.nodes[first.node_id].link, m.SaveNow(self.record.term, number))
+        return self._flush()
+
+    def resize(self, min_nodes: int, max_nodes: int, now: float) -> list[Instruction]:
+        """Change how many nodes the run may have; a round that has too many or could have more is drained for it.
+
+        Whoever asks for it wants it: nobody reckons whether it pays.
+
+        Raises:
+            UsageError: if there is no such number of nodes.
+        """
+        was, limits = self.limits, self.limits.resized(min_nodes, max_nodes)
+        self._state.resizing.wanted = True
+        if limits != was:
+            self._state.commit(replace(self.record, limits=limits))
+            self._emit(RunResized(min_nodes, max_nodes, was.min_nodes, was.max_nodes))
+        self._consider(now)
+        return self._flush()
+
+    def too_large(self, standing: ControlRecord, cause: str, now: float) -> list[Instruction]:
+        """The store holds ``standing`` and will never take the last commit: the run ends, as every round would fail."""
+        # The members are left out of the last record, which must fit.
+        self._state.record = replace(standing, round=Round(standing.round.number))
+        self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
+
+    def give_way(self, cause: str, now: float) -> list[Instruction]:
+        """The run cannot go on beside another one: it ends."""
+        if not self.ended:
+            self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
+        return self._flush()
+
+    def end_order(self) -> m.RunEnd:
+        """What nodes are told of the run's end, which is recorded."""
+        return self._state.end_order(last_failure(self._rounds.phase))
+
+    # Members come and go.
+
+    def _learn(self, hello: m.Hello) -> None:
+        """Take over what a member of an earlier reign knows: the record may have died with its host."""
+        self._state.budget.spent = max(self.restarts, hello.seen_restarts)
+        self._state.floor = max(self._state.floor, hello.seen_round)
+        ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
+        if ahead or hello.seen_term > self.record.term:
+            self._state.commit(replace(self.record, term=hello.seen_term + 1))
+
+    def _compare(self, link: int, hello: m.Hello) -> None:
+        """Tell a node that comes in what it differs from the run, and the user if no other node differed so before."""
+        arguments, places = differences(self._command, hello.command)
+        limits = ""
+        if hello.limits != str(self.limits):
+            limits = f"{clipped(one_line(hello.limits), 200)}; those of the run hold: {self.limits}"
+        if not arguments and not limits:
+            return
+        event = NodeDiffers(hello.node_id, arguments, limits)
+        if hello.incarnation != self.record.leader.incarnation:
+            self._send(link, m.Notice(self.record.term, event.line()))
+        if (places, limits) not in self._compared and len(self._compared) < MOST_COMPARED:
+            self._compared.add((places, limits))
+            self._emit(event)
+
+    def _is_replaced(self, hello: m.Hello) -> bool:
+        """Whether a newer incarnation of the node id has been here."""
+        seen = self._incarnations.setdefault(hello.node_id, [])
+        if hello.incarnation not in seen:
+            seen.append(hello.incarnation)
+        return hello.incarnation != seen[-1]
+
+    def _evict_for_good(self, link: int, node_id: str) -> str:
+        reason = f"a newer agent with the node id {node_id} took its place"
+        self._send(link, m.Evicted(self.record.term, reason, final=True))
+        self._close(link)
+        return reason
+
+    def _admit(self, link: int, hello: m.Hello, now: float) -> None:
+        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
+        node.importing, node.held = hello.importing, hello.held
+        self._arrivals += 1
+        rank = self.record.round.index(hello.node_id, hello.incarnation)
+        same_round = hello.holding == self.record.round.number and rank is not None
+        # Who comes from the leader before has not heard that the round broke: it is told, and stops like the others.
+        if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
+            self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
+            self._close(link)
+            return
+        self._state.owed.discard(hello.node_id)
+        if hello.holding:
+            node.active, node.joined = True, hello.joined or hello.ready or hello.done
+            node.ready, node.done = hello.ready, hello.done
+        else:
+            self._state.last_arrival = now
+            if rank is not None:
+                cause = f"node {hello.node_id} came to the new leader without its workers"
+                self._rounds.comes_without_workers(cause, now)
+        self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
+        self._welcome(link, hello)
+        if node.active and not self.running:
+            self._rounds.tell_again(node, now)
+        self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
+        if hello.leaving:
+            self._rounds.leaves(node, hello.leaving, 0.0, now)
+        self._consider(now)
+        phase = self._rounds.phase
+        if not (self.running or self.ended or (isinstance(phase, Parked) and phase.at == now)):
+            self._send(link, m.Notice(self.record.term, self.outlook))
+
+    def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
+        """A known node comes back before its old link was seen to close; what it holds now is what counts."""
+        node.link, node.silence, node.heard = link, 0.0, now
+        self._owners[link] = hello.node_id
+        node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
+        node.held, node.released = hello.held, False
+        if hello.leaving:
+            self._rounds.leaves(node, hello.leaving, 0.0, now)
+        if node.active and hello.holding != self.record.round.number:
+            self._rounds.comes_without_workers(f"node {hello.node_id} came back without its workers", now)
+            node.active = False
+        elif node.active:
+            node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
+        self._welcome(link, hello)
+        if node.active:
+            self._rounds.tell_again(node, now)
+        self._consider(now)
+
+    def _welcome(self, link: int, hello: m.Hello) -> None:
+        beat = self.timing.beat_among(self.limits.max_nodes)
+        term, run, most = self.record.term, self.record.run, self.limits.max_nodes
+        self._send(link, m.Welcome(term, hello.node_id, beat, self.timing.dead_after, run, most))
+
+    def node_at(self, link: int) -> Node | None:
+        """The node at the other end of a link."""
+        node = self.nodes.get(self._owners.get(link, ""))
+        return node if node is not None and node.link == link else None

@@ -1,0 +1,476 @@
+"""How a leader's rounds are formed, drained, broken and ended: its phase, and each move from one to the next."""
+
+# Every match on the phase is total: a new phase must be handled everywhere.
+# mypy: enable-error-code="exhaustive-match"
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_launch.config.launch_config import LONGEST_WAIT
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import (
+    CauseFound,
+    NodeLeft,
+    NodeLost,
+    RestartCharged,
+    RoundBroken,
+    RoundDrained,
+    RoundDraining,
+    counted,
+)
+from elastic_launch.rendezvous.leader.forming import gather
+from elastic_launch.rendezvous.leader.outlook import outlook
+from elastic_launch.rendezvous.leader.phases import (
+    COLLECT,
+    LATE,
+    Broken,
+    Draining,
+    Ended,
+    Ending,
+    Gathering,
+    Parked,
+    Phase,
+    Running,
+    broken_round,
+    last_failure,
+    over,
+)
+from elastic_launch.rendezvous.leader.resizing import prepared
+from elastic_launch.rendezvous.leader.state import LeaderState
+from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.leader.verdict import Kind, judge, kind_of, root_cause, words
+from elastic_launch.rendezvous.record import Member
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["MOST_SECONDS", "Rounds"]
+
+MOST_SECONDS = 86400.0
+"""A drain's limit of so much, or more, is none."""
+
+
+class Rounds:
+    """A leader's rounds; :class:`elastic_launch.rendezvous.leader.machine.LeaderMachine` tells it what happens.
+
+    Attributes:
+        phase: see :mod:`elastic_launch.rendezvous.leader.phases`.
+    """
+
+    def __init__(self, state: LeaderState) -> None:
+        self._state = state
+        self.phase: Phase = Gathering()
+        if state.record.end is not None:
+            self.phase = Ended()
+        elif state.record.round.members:
+            self.phase = Running(state.began, taken_over=True, fetching=True)
+
+    @property
+    def outlook(self) -> str:
+        """What comes next, in words."""
+        state, most = self._state, self._state.limits.max_nodes
+        nodes, settle = state.nodes.values(), state.timing.join_settle
+        return outlook(self.phase, nodes, state.limits, settle, lambda: state.resizing.pays(most, state.turned))
+
+    @property
+    def running(self) -> bool:
+        """Whether a round trains; it may be draining."""
+        return isinstance(self.phase, Running | Draining)
+
+    # What happens to the members of a round.
+
+    def ready(self, report: m.Ready, now: float) -> None:
+        """The workers of a member train; they may not have heard yet that the round is over."""
+        match self.phase:
+            case Running() | Broken() as said:
+                self._begun(said, report.step)
+            case Draining(running=said):
+                self._begun(said, report.step)
+            case Gathering() | Parked() | Ending() | Ended():
+                pass
+        self._state.resizing.prices.told(report.remaining_s, now)
+        if all(node.ready for node in self._state.nodes.values() if node.active):
+            self._state.resizing.prices.trains(now)
+
+    def _begun(self, said: Running | Broken, step: int) -> None:
+        if step >= 0:
+            said.begun = max(step, -1 if said.begun is None else said.begun)
+
+    def failed(self, node: Node, failure: m.Failure, now: float) -> None:
+        """A worker of the present round has failed."""
+        match self.phase:
+            case Running() | Draining():
+                if node.active:
+                    broken = over(self.phase, now, None, words(failure))
+                    broken.failures.append((now, failure))
+                    self._end_round(self.phase, broken, kind_of(failure), lambda: "")
+            case Broken() | Gathering() | Parked() | Ending():
+                if (last := broken_round(self.phase)) is not None:
+                    self._also_failed(last, failure, now)
+            case Ended():
+                pass
+
+    def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
+        """The workers of a member of the present round are reaped."""
+        match self.phase:
+            case Running() | Draining():
+                if node.active:
+                    self._stopped(self.phase, node, report, now)
+            case Broken() | Gathering() | Parked() | Ending() | Ended():
+                pass
+        node.active = False
+
+    def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
+        if report.drained < 0:
+            self.break_round(phase, Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
+            return
+        if isinstance(phase, Running):
+            # The ranks agree among themselves: a worker was asked to stop, not its agent.
+            node.active = False
+            cause = f"a worker on node {node.hello.node_id} was told to stop"
+            phase = self._drain(phase, Kind.PREEMPTION, cause, None, now)
+        phase.step = max(phase.step, report.drained)
+        phase.saved |= report.saved
+        phase.unsaved = phase.unsaved or report.unsaved
+
+    def leaves(self, node: Node, reason: str, seconds: float, now: float) -> None:
+        """A node leaves, with so many seconds for a drain."""
+        if node.leaving:
+            return
+        node.leaving = True
+        # Whoever started its workers under a leader that goes would start them in vain.
+        self._state.departing = self._state.departing or node.hello.incarnation == self._state.record.leader.incarnation
+        cause = f"node {node.hello.node_id} leaves ({reason})"
+        broke = 0
+        match self.phase:
+            case Running() | Draining():
+                if node.active:
+                    broke = self._state.record.round.number
+                    self._stop_round(self.phase, Kind.PREEMPTION, cause, seconds, now)
+            case Broken():
+                if node.active:
+                    # Others crashed because its workers were ended before it could say so.
+                    self._impose(self.phase, Kind.PREEMPTION, cause)
+            case Gathering() | Parked() | Ending() | Ended():
+                pass
+        self._state.emit(NodeLeft(node.hello.node_id, reason, broke, self.outlook))
+
+    def lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
+        """A node is gone."""
+        del self._state.nodes[node.hello.node_id]
+        trains = self.running and node.active
+        if node.leaving and not trains:
+            return  # it has said so, and no other node waits for it
+        text = f"node {node.hello.node_id} lost: {cause}"
+        match self.phase:
+            case Running() | Draining():
+                if node.active:
+                    self.break_round(self.phase, Kind.NODE_LOSS, text, now)
+            case Broken():
+                if node.active:
+                    self._impose(self.phase, Kind.NODE_LOSS, text)
+            case Gathering() | Parked() | Ending() | Ended():
+                pass
+        broke = self._state.record.round.number if trains else 0
+        self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
+
+    def comes_without_workers(self, cause: str, now: float) -> None:
+        """A member of the present round is there, but its workers are not."""
+        match self.phase:
+            case Running() | Draining():
+                self.break_round(self.phase, Kind.NODE_LOSS, cause, now)
+            case Broken() | Gathering() | Parked() | Ending() | Ended():
+                pass
+
+    def tell_again(self, node: Node, now: float) -> None:
+        """Repeat to a member what was ordered of its round: it may have been lost with its old link."""
+        match self.phase:
+            case Running():
+                if any(other.done for other in self._state.nodes.values() if other.active):
+                    self._state.send(node.link, m.PeerDone(self._state.record.term, self._state.record.round.number))
+            case Draining():
+                self._send_drain(node, self.phase, now)
+            case Broken():
+                self._send_break(node, self.phase)
+            case Ending(after=broken):
+                self._send_break(node, broken)
+            case Gathering() | Parked() | Ended():
+                pass
+
+    # What users want.
+
+    def stop(self, reason: str, seconds: float | None, now: float) -> None:
+        """Drain the round, if there is one, and end the run with 143."""
+        ends = f"stopped by {reason}"
+        match self.phase:
+            case Running():
+                self._stop_round(self.phase, Kind.PREEMPTION, reason, seconds, now, ends)
+            case Draining():
+                if self.phase.ends:
+                    return
+                self._stop_round(self.phase, Kind.PREEMPTION, reason, seconds, now, ends)
+            case Gathering() | Broken():
+                if self.phase.ends:
+                    return
+                self.phase.ends = ends
+            case Parked(after=after):
+                self.phase = Gathering(after, ends)
+            case Ending() | Ended():
+                return
+        self.consider(now)
+
+    def end(self, code: int, cause: str, now: float) -> None:
+        """Record the run's end."""
+        failure = last_failure(self.phase)
+        self.phase = Ended(failure)
+        self._state.end(code, cause, failure, now)
+
+    # From Running and Draining.
+
+    def _stop_round(
+        self, phase: Running | Draining, kind: Kind, cause: str, seconds: float | None, now: float, ends: str = ""
+    ) -> None:
+        """Drain the round if all can within the seconds (None: however long it takes), else break it."""
+        in_time = seconds is None or seconds > 0  # and no NaN
+        deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
+        if isinstance(phase, Draining) and in_time:
+            if ends:
+                phase.ends = ends
+                for node in self._state.members():
+                    self._send_drain(node, phase, now)
+            phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
+        elif isinstance(phase, Running) and in_time and self._can_drain():
+            self._drain(phase, kind, cause, deadline, now, ends)
+        else:
+            self.break_round(phase, kind, cause, now, ends)
+
+    def _can_drain(self) -> bool:
+        members = self._state.members()
+        return len(members) == len(self._state.record.round.members) and all(
+            node.ready and not node.done for node in members
+        )
+
+    def _drain(
+        self, running: Running, kind: Kind, cause: str, deadline: float | None, now: float, ends: str = ""
+    ) -> Draining:
+        self.phase = drain = Draining(running, now, kind, cause, deadline, ends)
+        for node in self._state.members():
+            self._send_drain(node, drain, now)
+        seconds = None if deadline is None else round(deadline - now, 3)
+        self._state.emit(RoundDraining(self._state.record.round.number, kind.text, cause, seconds))
+        return drain
+
+    def _send_drain(self, node: Node, drain: Draining, now: float) -> None:
+        seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
+        number = self._state.record.round.number
+        order = m.Drain(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
+        self._state.send(node.link, order)
+
+    def break_round(self, phase: Running | Draining, kind: Kind, cause: str, now: float, ends: str = "") -> None:
+        """End the round for what befell its nodes."""
+        broken = over(phase, now, kind, cause, ends)
+        nodes = self._state.limits.max_nodes
+        free = self._state.budget.spares(kind, lasted=broken.lasted, begun=broken.begun, nodes=nodes)
+        self._end_round(phase, broken, kind, lambda: self.outlook if free else "")
+
+    def _end_round(self, phase: Running | Draining, broken: Broken, kind: Kind, outlook: Callable[[], str]) -> None:
+        self.phase = broken
+        for node in self._state.members():
+            self._send_break(node, broken, kind)
+        taken_over = phase.taken_over if isinstance(phase, Running) else phase.running.taken_over
+        lasted = None if taken_over else broken.lasted
+        self._state.emit(RoundBroken(self._state.record.round.number, kind.text, broken.cause, lasted, outlook()))
+
+    def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
+        number = self._state.record.round.number
+        kind = judge(broken.imposed, broken.failures) if kind is None else kind
+        self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause))
+
+    # What is found out about a round that is over.
+
+    def _impose(self, broken: Broken, kind: Kind, cause: str) -> None:
+        """Something befell a node of the broken round: that is what made workers elsewhere fail."""
+        if broken.judged_at is None and (broken.imposed is None or broken.imposed > kind):
+            broken.imposed = kind
+            self._found(broken, kind, cause)
+
+    def _also_failed(self, broken: Broken, failure: m.Failure, now: float) -> None:
+        """A further worker of the broken round had failed; it may be the root cause."""
+        broken.failures.append((now, failure))
+        if broken.imposed is not None or root_cause(broken.failures) is not failure:
+            return
+        kind = kind_of(failure)
+        self._found(broken, kind, words(failure))
+        ends = broken.judged_at is not None and kind.is_final and not isinstance(self.phase, Ending)
+        if broken.failure is not None or ends:
+            broken.failure = failure
+        if ends:
+            self.phase = Ending(broken, self._state.budget.end(kind), now)
+
+    def _found(self, broken: Broken, kind: Kind, cause: str) -> None:
+        if cause != broken.cause:
+            broken.cause = cause
+            event = CauseFound(self._state.record.round.number, kind.text, cause)
+            self._state.emit(event)
+            for node in self._state.nodes.values():
+                if node.hello.incarnation != self._state.record.leader.incarnation:  # which tells the event
+                    self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
+
+    # What has become possible or due.
+
+    def consider(self, now: float) -> None:
+        """Do what has become possible or due."""
+        if now - self._state.began >= self._state.timing.dead_after:
+            self._state.owed.discard("")
+        match self.phase:
+            case Running():
+                self._consider_running(self.phase, now)
+            case Draining():
+                self._consider_draining(self.phase, now)
+            case Broken():
+                self._consider_broken(self.phase, now)
+            case Ending(after=broken, ruling=ruling):
+                if now - self.phase.since >= LATE or not self._state.members():
+                    self.end(*self._state.budget.verdict(ruling, broken), now)
+            case Gathering() | Parked():
+                if not self._state.owed:
+                    self.phase = gather(self._state, self.phase, now)
+                    if not self.running:
+                        self._state.release()
+            case Ended():
+                pass
+
+    def due(self) -> list[float]:
+        """When the phase is to be considered at the latest, whatever happens; what is past does not count."""
+        timing = self._state.timing
+        match self.phase:
+            case Running():
+                return [self._state.last_arrival + timing.resize_delay] if self._room() else []
+            case Draining(deadline=deadline):
+                return [] if deadline is None else [deadline]
+            case Broken(judged_at=None, at=at):
+                return [at + COLLECT]
+            case Broken() as broken:
+                return [broken.not_before, *(self._due_back(node, broken) for node in self._state.members())]
+            case Gathering():
+                return [self._state.last_arrival + timing.join_settle]
+            case Parked(at=at):
+                return [self._state.last_arrival + timing.join_settle, at + timing.min_wait]
+            case Ending(since=since):
+                return [since + LATE]
+            case Ended():
+                return []
+
+    def _consider_running(self, running: Running, now: float) -> None:
+        members = self._state.members()
+        size, most = len(self._state.record.round.members), self._state.limits.max_nodes
+        if len(members) == size and all(node.ready or node.done for node in members):
+            running.fetching = False
+        if not running.fetching:
+            self._state.release()
+        if len(members) < size and (lost := self._lost(running, now)):
+            # Only a leader that took over a running round can miss members: these are dead, or never came to it.
+            self.break_round(running, Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
+            self.consider(now)
+        elif len(members) == size and all(node.done for node in members):
+            self.end(ExitCode.DONE, "all workers finished", now)
+        elif not all(node.joined for node in members):
+            if now - running.formed_at >= self._state.timing.join_timeout:
+                late = [node for node in members if not node.joined]
+                names = ", ".join(node.hello.node_id for node in late)
+                cause = f"node {names} did not start its workers within join_timeout"
+                self.break_round(running, Kind.NODE_LOSS, cause, now)
+        elif len(members) == size > most and not any(node.done for node in members):
+            self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", None, now)
+            self.consider(now)
+        elif self._room() and now - self._state.last_arrival >= self._state.timing.resize_delay:
+            if not self._state.resizing.pays(most, now):
+                self._skip_resize(now)
+                return
+            names = ", ".join(node.hello.node_id for node in prepared(self._state.nodes))
+            self._stop_round(running, Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
+            self.consider(now)
+
+    def _lost(self, running: Running, now: float) -> list[Member]:
+        """Members of the running round that are not here, and need not be waited for."""
+        overdue = now - running.formed_at >= self._state.timing.dead_after
+        here = {node.hello.node_id for node in self._state.members()}
+        members = self._state.record.round.members
+        return [x for x in members if x.node_id not in here and (overdue or x.node_id not in self._state.owed)]
+
+    def _room(self) -> bool:
+        return self._state.resizing.has_room(len(self._state.record.round.members), self._state.limits.max_nodes)
+
+    def _skip_resize(self, now: float) -> None:
+        """Say to the user, and to those who wait, that they wait in vain."""
+        event = self._state.resizing.skip(self._state.limits.max_nodes, now)
+        if event is not None:
+            self._state.emit(event)
+            for node in prepared(self._state.nodes):
+                self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
+
+    def _consider_draining(self, drain: Draining, now: float) -> None:
+        left = self._state.members()
+        number, everybody = self._state.record.round.number, len(self._state.record.round.members)
+        if not left:
+            ends = f"{drain.ends} after step {drain.step}, {drain.kept}" if drain.ends else ""
+            self.phase = over(drain, drain.at, drain.kind, drain.cause, ends)
+            took = round(now - drain.at, 6)
+            self._state.emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self.outlook))
+            self.consider(now)
+        elif len(left) == everybody and all(node.done for node in left):
+            self.end(ExitCode.DONE, "all workers finished", now)
+        elif all(node.done for node in left):
+            self.break_round(drain, drain.kind, f"{drain.cause}; some had finished, others had not", now)
+        elif drain.deadline is not None and now >= drain.deadline:
+            late = ", ".join(node.hello.node_id for node in left)
+            self.break_round(drain, drain.kind, f"{drain.cause}; node {late} did not stop in time", now)
+
+    def _consider_broken(self, broken: Broken, now: float) -> None:
+        active = self._state.members()
+        if now - self._state.began >= self._state.timing.dead_after:
+            if self._state.owed:
+                cause = f"node {', '.join(sorted(self._state.owed))} did not come to the new leader"
+                self._impose(broken, Kind.NODE_LOSS, cause)
+            self._state.owed.clear()
+        # A member that died with the leader before makes the others crash: who is missing must be known first.
+        if broken.judged_at is None and not self._state.owed and (not active or now - broken.at >= COLLECT):
+            self._judge(broken, now)
+        if self.phase is not broken:
+            self.consider(now)  # it is the last
+            return
+        for node in [node for node in active if now >= self._due_back(node, broken)]:
+            limit = self._due_back(node, broken) - broken.at
+            reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
+            self._state.send(node.link, m.Evicted(self._state.record.term, reason))
+            self._state.close(node.link)
+            self.lose(node, reason, now)
+            active.remove(node)
+        if active or self._state.owed or broken.judged_at is None:
+            return
+        if now >= broken.not_before or broken.ends:
+            self.phase = Gathering(broken, broken.ends)
+            self.consider(now)
+        else:
+            self._state.release()
+
+    def _due_back(self, node: Node, broken: Broken) -> float:
+        """When a member must have stopped its workers: it may give them all of its shutdown timeout."""
+        grace = node.hello.shutdown_timeout
+        # What a node says may be anything.
+        return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
+
+    def _judge(self, broken: Broken, now: float) -> None:
+        broken.judged_at = now
+        if broken.ends:
+            return  # no further round is wanted
+        ruling = self._state.budget.rule(
+            broken, lasted=broken.lasted, begun=broken.begun, nodes=self._state.limits.max_nodes
+        )
+        if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
+            broken.failure = root_cause(broken.failures)
+        if ruling.ends:
+            self.phase = Ending(broken, ruling, now)
+        elif ruling.charged:
+            broken.not_before = now + ruling.delay
+            number, kind = self._state.record.round.number, ruling.kind.text
+            spent, most, idle = self._state.budget.spent, self._state.limits.max_restarts, ruling.idle
+            self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay))

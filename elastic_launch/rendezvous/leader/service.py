@@ -1,0 +1,424 @@
+"""The leader's input and output: one thread that owns the links, the clock and the store, and asks the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+
+from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import Timing
+from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
+from elastic_launch.events.types import EventSink
+from elastic_launch.rendezvous.admin import messages as asking
+from elastic_launch.rendezvous.admin.server import AdminRequests
+from elastic_launch.rendezvous.leader import types as to_do
+from elastic_launch.rendezvous.leader.link import Link
+from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.stores.control_store import ControlStore
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenError, UnexpectedTokenError
+from elastic_launch.rendezvous.wire.log_once import LogOnce
+from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
+from elastic_launch.system.threads import ThreadDied, VitalThread
+
+__all__ = ["LeaderService"]
+
+_log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT = 10.0
+"""Seconds within which a new connection must say hello."""
+
+MAX_STRANGERS = 512
+"""Links that have not said hello yet. One more closes the oldest of them, so that a flood keeps out no node that speaks
+at once."""
+
+STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
+"""Bytes that are held of an unfinished line, before a hello and after it."""
+
+MAX_RECORD = codec.MAX_BYTES - 64 * 1024
+"""Bytes of the largest record: with what else the order to form has, its members must still fit into one line."""
+
+DRAIN_LINGER = 2.0
+"""Seconds for which a leader that leaves waits for a drain to end; its own node has ended by then."""
+
+
+class LeaderService:
+    """Leads a run until it is closed or deposed.
+
+    Args:
+        listener: where the links come in; taken over.
+        record: the record as committed for this leader's term; ``store`` holds it.
+        dead: as of :class:`LeaderMachine`.
+        key: of the links, derived from the run's token; None without one.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        store: ControlStore,
+        record: ControlRecord,
+        timing: Timing,
+        command: str,
+        clock: Clock,
+        events: EventSink,
+        dead: frozenset[str] = frozenset(),
+        key: bytes | None = None,
+    ) -> None:
+        self._listener = listener
+        self._store = store
+        self._committed = record.encode()
+        self._clock = clock
+        self._timing = timing
+        self._beat = timing.beat_among(record.limits.max_nodes)
+        self._events = events
+        self._machine = LeaderMachine(record, timing, command, clock.now(), dead)
+        self._requests = AdminRequests(self._machine)
+        self._key = key
+        self._once = LogOnce(_log)
+        self._links: dict[int, Link] = {}
+        self._strangers: dict[int, None] = {}  # links without a hello, the oldest first
+        self._deaf = False
+        self._next_link = 1
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._stop = threading.Event()
+        self._linger = 0.0
+        self._queue: deque[to_do.Instruction] = deque()
+        self._carrying = False
+        self._news = False
+        self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
+        self._deposed = False
+        self._given_way = ""
+        self._died: ThreadDied | None = None
+        self._thread = VitalThread(self._run, "leader", owner=self._failed)
+
+    def start(self) -> None:
+        """Begin to lead."""
+        for sock in (self._listener, self._wake_in):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it leads."""
+        return self._thread.is_alive() and not self._deposed
+
+    @property
+    def died(self) -> ThreadDied | None:
+        """What has ended it, if that was an internal error."""
+        return self._died
+
+    @property
+    def restarts(self) -> int:
+        """Restarts charged, also those that could not be recorded any more."""
+        return self._machine.restarts
+
+    @property
+    def committed(self) -> bytes:
+        """The record as this leader wrote it last; to be asked when it leads no longer."""
+        return self._committed
+
+    def depose(self, reason: str) -> None:
+        """Stop leading at once: somebody else does."""
+        _log.warning("this node leads no longer: %s", reason)
+        self._deposed = True
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")
+
+    def give_way(self, cause: str) -> None:
+        """End the run with 95, since it cannot go on beside another one."""
+        self._given_way = cause
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")
+
+    def close(self, linger: float) -> None:
+        """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it.
+
+        If its round is being drained, as when the leader's own node leaves, wait for the others' last reports: who
+        comes after this leader would take the round for broken.
+
+        Up to here the port of a leader that stepped down is kept: who is refused there takes the process for dead.
+        """
+        self._linger = linger
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")  # the thread may have ended by itself
+        self._thread.join(linger + 5)
+        self._listener.close()
+        self._wake_out.close()
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._died = died  # its links are closed, so its own node looks for the leader, and learns of it
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            for link in self._links.values():
+                link.sock.close()
+            self._selector.close()
+            if not self._deposed:
+                self._listener.close()
+            self._wake_in.close()
+
+    def _serve(self) -> None:
+        clock, machine = self._clock, self._machine
+        next_pulse = clock.now() + self._beat
+        next_turn = 0.0
+        give_up: float | None = None
+        while True:
+            now = clock.now()
+            if self._stop.is_set():
+                give_up = give_up if give_up is not None else now + self._patience()
+                settled = not machine.ended and not machine.draining
+                # Strangers may stay for as long as they like: they have no part in the run.
+                alone = len(self._strangers) == len(self._links)
+                if settled or now >= give_up or alone or self._deposed:
+                    self._hear_last_words()
+                    self._flush_all()
+                    return
+            wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
+            for key, _ in self._selector.select(wait):
+                self._ready(key)
+            now = clock.now()
+            if self._given_way:
+                self._decided(machine.give_way(self._given_way, now))
+            if self._news or now >= next_turn:
+                # Not after every beat: a turn looks at all nodes.
+                self._news = False
+                self._decided(machine.turn(now))
+                next_turn = now + machine.wait(now)
+            if now >= next_pulse and not self._deposed:
+                next_pulse = now + self._beat
+                self._pulse(now)
+
+    def _patience(self) -> float:
+        """Seconds that nodes have, once this leader is to go, to hear of the run's end or to end a drain."""
+        return self._linger if self._machine.ended else min(self._linger, DRAIN_LINGER)
+
+    def _ready(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._wake_in:
+            self._wake_in.recv(64)
+        elif key.fileobj is self._listener:
+            self._accept()
+        elif key.data in self._links:
+            self._flush(key.data)
+            if key.data in self._links:
+                self._receive(key.data)
+
+    def _accept(self) -> None:
+        number = self._next_link
+        try:
+            sock, address = self._listener.accept()
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(sock)
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._selector.register(sock, selectors.EVENT_READ, number)
+                undo.pop_all()
+        except OSError as error:
+            self._once.warn("accept", "a link could not be accepted: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        self._next_link += 1
+        channel = Channel.of_leader(self._key, STRANGERS_LINE)
+        self._links[number] = Link(sock, str(address[0]), self._clock.now(), channel)
+        self._strangers[number] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            self._drop_stranger()
+
+    def _drop_stranger(self) -> None:
+        oldest = next(iter(self._strangers))
+        text = "more than %d links, one of them from %s, said no hello; each further one closes the oldest"
+        self._once.warn("strangers", text, MAX_STRANGERS, self._links[oldest].peer)
+        self._drop(oldest, tell=False)
+
+    def _make_room(self) -> None:
+        """No descriptor is left: close the oldest stranger; if there is none, don't listen until the next pulse."""
+        if self._strangers:
+            self._drop(next(iter(self._strangers)), tell=False)
+        else:
+            self._deaf = True
+            self._selector.unregister(self._listener)
+
+    def _receive(self, number: int) -> None:
+        link = self._links[number]
+        try:
+            data = link.sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(number, tell=True)
+            return
+        if link.closing:
+            return
+        try:
+            reports = [m.unpack(line) for line in link.channel.feed(data)]
+        except MissingTokenError as error:
+            self._reject(number, link, error, "the token is missing: the run has one, this node has none.", HINT_TOKEN)
+            return
+        except UnexpectedTokenError as error:
+            self._reject(number, link, error, "this node has a token, the run has none.", HINT_NO_TOKEN)
+            return
+        except ProtocolError as error:
+            self._once.warn(type(error).__name__, "a link from %s was closed: %s", link.peer, error)
+            self._drop(number, tell=True)
+            return
+        if not link.greeted:
+            self._flush(number)  # the handshake's answer
+        for report in reports:
+            if number in self._links and not link.closing:
+                self._handle(number, link, report)
+
+    def _reject(self, number: int, link: Link, error: ProtocolError, reason: str, hint: str) -> None:
+        """Tell a node in the open how its token differs. It has proven nothing, so nothing else follows."""
+        self._once.warn("token", "a link from %s was refused: %s", link.peer, error)
+        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, hint)))
+        link.closing = True
+        self._flush(number)
+
+    def _handle(self, number: int, link: Link, report: m.Spoken) -> None:
+        now = self._clock.now()
+        self._news = self._news or not isinstance(report, m.Beat | m.Progress)
+        if isinstance(report, m.Hello | asking.Caller):
+            link.greeted = True
+            self._strangers.pop(number, None)
+            link.channel.allow(LONGEST_LINE)
+        if isinstance(report, m.Hello):
+            self._decided(self._machine.hello(number, report, now))
+        elif isinstance(report, asking.Caller):
+            self._carry_out(self._requests.call(number, report))
+        elif link.greeted and isinstance(report, asking.Request):
+            self._carry_out(self._requests.ask(number, report, now))
+        elif not link.greeted or not isinstance(report, m.Report):
+            text = "a link from %s was closed: it sent %s before its hello"
+            self._once.warn("no hello", text, link.peer, type(report).__name__)
+            self._drop(number, tell=False)
+        else:
+            self._requests.heard(number, report, now)
+            self._decided(self._machine.report(number, report, now))
+
+    def _decided(self, instructions: list[to_do.Instruction]) -> None:
+        """Carry out what the machine decided, and tell who asked for it."""
+        self._carry_out(self._requests.watch(instructions, self._clock.now()))
+
+    def _carry_out(self, instructions: list[to_do.Instruction]) -> None:
+        """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
+        if self._deposed:
+            return  # what follows from a record that is not written must not be ordered
+        self._queue.extend(instructions)
+        if self._carrying:
+            return
+        self._carrying = True
+        while self._queue:
+            self._do(self._queue.popleft())
+        self._carrying = False
+
+    def _do(self, instruction: to_do.Instruction) -> None:
+        match instruction:
+            case to_do.Commit(record=record):
+                if not self._commit(record):
+                    self._queue.clear()
+                    self._deposed = True
+                    self._stop.set()
+            case to_do.Send(link=number, order=order):
+                if number in self._links:
+                    self._links[number].channel.send(self._packed(order))
+                    self._flush(number)
+            case to_do.Close(link=number):
+                if number in self._links:
+                    self._links[number].closing = True
+                    self._flush(number)
+            case to_do.Emit(event=event):
+                self._events.emit(event)
+
+    def _packed(self, order: m.Order) -> bytes:
+        """Encode an order; one that goes to all nodes, as the list of a round's members does, only once."""
+        if self._last_packed[0] is not order:
+            self._last_packed = order, m.pack(order)
+        return self._last_packed[1]
+
+    def _commit(self, record: ControlRecord) -> bool:
+        value = record.encode()
+        try:
+            if len(value) > MAX_RECORD:
+                raise RecordTooLargeError(
+                    f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
+                    "Start fewer nodes, or give them shorter ids and addresses.",
+                )
+            written = self._store.compare_and_set(self._committed, value, self._timing.read_timeout)
+        except RecordTooLargeError as error:
+            if record.end is not None:
+                _log.error("the end of the run could not be written, this node leads no longer: %s", error)
+                return False
+            self._queue.clear()
+            cause = f"{error.message} {error.hint}"
+            self._decided(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
+            return True
+        except StoreError as error:
+            _log.error("the control record could not be written, this node leads no longer: %s", error)
+            return False
+        if written:
+            self._committed = value
+        else:
+            _log.error("the control record was written by somebody else, this node leads no longer")
+        return written
+
+    def _pulse(self, now: float) -> None:
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        record = self._machine.record
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, record.limits.max_nodes))
+        for number, link in list(self._links.items()):
+            if link.greeted and not link.closing:
+                link.channel.send(pulse)
+                self._flush(number)
+            elif (link.closing and not link.channel.unsent) or now - link.opened > HELLO_TIMEOUT:
+                self._drop(number, tell=False)
+
+    def _flush(self, number: int) -> None:
+        """Send what can be sent. The link may have been dropped by now, as by what followed from another's end."""
+        link = self._links.get(number)
+        if link is None:
+            return
+        if not link.flush():
+            self._drop(number, tell=True)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.channel.unsent else 0)
+        if self._selector.get_key(link.sock).events != wanted:
+            self._selector.modify(link.sock, wanted, number)
+
+    def _hear_last_words(self) -> None:
+        """Take in what has come: what this node's own agent said before it closed, others may be waiting for."""
+        if not self._deposed:
+            for key, _ in self._selector.select(0):
+                self._ready(key)
+
+    def _flush_all(self) -> None:
+        for number in list(self._links):
+            self._flush(number)
+
+    def _drop(self, number: int, *, tell: bool) -> None:
+        link = self._links.pop(number, None)
+        if link is None:
+            return
+        self._strangers.pop(number, None)
+        self._selector.unregister(link.sock)
+        link.sock.close()
+        self._requests.hung_up(number)
+        if tell and link.greeted:
+            self._news = True
+            self._decided(self._machine.closed(number, self._clock.now()))

@@ -1,0 +1,76 @@
+"""What the leader's machine says, and what it knows of a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["Close", "Commit", "Emit", "Instruction", "Node", "Send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write the record by compare-and-set."""
+
+    record: ControlRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send an order over a link."""
+
+    link: int
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close a link after what was sent over it."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Record an event."""
+
+    event: Event
+
+
+Instruction = Commit | Send | Close | Emit
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that the leader has a link to.
+
+    Attributes:
+        store_port: where its next worker store listens.
+        active: it has, or may have, workers of the current round.
+        joined, ready, done: these are started; can all be drained; have all finished with 0.
+        importing: its workers could not begin at once.
+        leaving: it said that it leaves.
+        silence: seconds without a sign of life.
+        heard: when the last one came, by the leader's clock.
+        held: the newest snapshot in its memory, when it was last without workers.
+        released: it was told that it may go.
+    """
+
+    hello: m.Hello
+    link: int
+    arrival: int
+    arrived: float
+    store_port: int
+    active: bool = False
+    joined: bool = False
+    ready: bool = False
+    done: bool = False
+    importing: bool = False
+    leaving: bool = False
+    silence: float = 0.0
+    heard: float = 0.0
+    held: m.HeldSnapshot | None = None
+    released: bool = False

@@ -1,0 +1,141 @@
+"""A node's side of the rendezvous without sockets and threads: what it says, what it learns, when it loses patience.
+
+The membership carries it out with real links, the simulation in the tests with simulated ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from elastic_launch.config.launch_config import Timing
+from elastic_launch.rendezvous.node.failure_detector import FailureDetector
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["NodeMachine", "Search"]
+
+FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
+"""Seconds that one attempt to find the leader may take: before this node was ever linked to it, and afterwards."""
+
+GONE_AFTER = 1.0
+"""Seconds after a closed link for which the leader is looked for before it counts as gone."""
+
+
+class NodeMachine:
+    """What a node has to say to its leader and has learnt from it. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._hello: m.Hello | None = None
+        self._known: dict[str, Any] = {}
+        self._unsaid: deque[m.Report] = deque()
+        self._evicted = False
+
+    @property
+    def hello(self) -> m.Hello:
+        """The hello as it would be said now."""
+        assert self._hello is not None
+        return self._hello
+
+    def begin(self, hello: m.Hello) -> None:
+        """The node knows who it is."""
+        self._hello = replace(hello, **self._known)
+
+    def say(self, report: m.Report) -> None:
+        """Have something to say, on this link or by the hello of the next one."""
+        match report:
+            case m.Stopped(store_port=port, held=held):
+                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, held=held)
+            case m.Joined():
+                self._learn(joined=True)
+            case m.Ready():
+                self._learn(joined=True, ready=True)
+            case m.Done():
+                self._learn(done=True)
+            case m.Leaving(reason=reason):
+                self._learn(leaving=reason)
+            case m.Imported():
+                self._learn(importing=False)
+        self._unsaid.append(report)
+
+    def importing(self) -> None:
+        """Workers of this node could not begin at once, until it says otherwise."""
+        self._learn(importing=True)
+
+    def greet(self) -> None:
+        """Begin a new link: the hello is the first that is to be said, and says all that matters by now."""
+        self._unsaid = deque([self.hello])
+
+    def take(self) -> list[m.Report]:
+        """Return what is to be said now."""
+        reports, self._unsaid = list(self._unsaid), deque()
+        return reports
+
+    def obey(self, order: m.Order) -> bool:
+        """Learn from an order; say whether it counts: one from a lower term than was seen does not."""
+        hello = self.hello
+        if order.term < hello.seen_term:
+            return False
+        self._learn(seen_term=order.term)
+        if isinstance(order, m.Form):
+            number = order.round.number
+            restarts = max(hello.seen_restarts, order.restarts)
+            self._learn(seen_round=number, seen_restarts=restarts, holding=number, joined=False, ready=False)
+        self._evicted = self._evicted or isinstance(order, m.Evicted)
+        return True
+
+    def may_return(self) -> bool:
+        """Whether it may look for the leader again: after an eviction only once its workers are killed."""
+        if self._evicted and not self.hello.holding:
+            self._evicted = False
+        return not self._evicted
+
+    def _learn(self, **known: Any) -> None:
+        self._known |= known
+        if self._hello is not None:
+            self._hello = replace(self._hello, **known)
+
+
+class Search:
+    """The search for the leader: what one attempt may take, when the user is told, and when it is given up."""
+
+    def __init__(self, timing: Timing, now: float) -> None:
+        self._timing = timing
+        self._deadline = now + timing.join_timeout
+        self._lost_at: float | None = None
+        self._told = False
+        self._quiet = False
+
+    def attempt(self, hearing: FailureDetector, now: float) -> float:
+        """Seconds that each of the calls of one attempt may take."""
+        return FIRST_ATTEMPT if self._lost_at is None else hearing.patience(now, NEXT_ATTEMPT)
+
+    @property
+    def gone(self) -> bool:
+        """Whether there was a leader that is gone now; else none was found yet, or it is only silent."""
+        return self._lost_at is not None and not self._quiet
+
+    def failed(self, now: float) -> bool:
+        """An attempt failed; say whether that is to be told now."""
+        waits = self._lost_at is not None and not self._quiet and now - self._lost_at < GONE_AFTER
+        if self._told or waits:
+            return False
+        self._told = True
+        return True
+
+    def over(self, now: float) -> bool:
+        """Whether to give up."""
+        return now >= self._deadline
+
+    def linked(self) -> None:
+        """Somebody listens where the leader should be."""
+        self._told = self._quiet = False
+
+    def fell_silent(self) -> None:
+        """The leader is silent, and the user knows; why nobody succeeds it, if so, is still to be told."""
+        self._quiet = True
+
+    def lost(self, now: float) -> None:
+        """The link to a leader that had answered ended."""
+        self._lost_at = now
+        self._deadline = now + self._timing.min_wait

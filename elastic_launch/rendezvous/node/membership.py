@@ -1,0 +1,468 @@
+"""A node's side of the rendezvous: finds the leader, holds the link, comes back after an outage.
+
+One thread does all that blocks; what it learns goes to ``notify`` as the values of :mod:`happenings`, what the node has
+to say comes in through the methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.errors import (
+    DeniedError,
+    EndpointError,
+    ProtocolError,
+    RefusedError,
+    RendezvousError,
+    StoreError,
+    UnresolvedError,
+)
+from elastic_launch.rendezvous.admin import messages as asking
+from elastic_launch.rendezvous.backends.c10d import Backend, FoundLeader, NodeAddress
+from elastic_launch.rendezvous.leader.admission import LONGEST_COMMAND
+from elastic_launch.rendezvous.node.failure_detector import FailureDetector
+from elastic_launch.rendezvous.node.machine import NodeMachine, Search
+from elastic_launch.rendezvous.node.membership_events import (
+    AT_ENDPOINT,
+    LinkDown,
+    LinkUp,
+    MembershipEvent,
+    Opened,
+    RendezvousLost,
+)
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.authentication import Channel, OtherTokenError, link_key
+from elastic_launch.rendezvous.wire.log_once import LogOnce
+from elastic_launch.secret import HINT_TOKEN
+from elastic_launch.system.plain_text import clipped
+
+__all__ = ["Membership"]
+
+HINT_STRANGE = (
+    "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it."
+)
+
+_log = logging.getLogger(__name__)
+
+RETRY = 0.2
+"""Seconds between two attempts to reach the leader."""
+
+Notify = Callable[[MembershipEvent], None]
+Reserve = Callable[[str], int]
+Beating = Callable[[], m.Beat | m.Progress]
+
+
+class Membership:
+    """One node's membership in one run.
+
+    Args:
+        notify: called from the membership's thread with each event; must not block.
+        reserve: called with the node's advertised address; returns the port of its next worker store.
+        beat: called from the membership's thread for each beat; returns what to say.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        backend: Backend,
+        clock: Clock,
+        notify: Notify,
+        reserve: Reserve,
+        beat: Beating = m.Beat,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._clock = clock
+        self._notify = notify
+        self._reserve = reserve
+        self._beat = beat
+        self._lock = threading.Lock()
+        self._side = NodeMachine()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)  # nobody reads while a leader is searched for
+        self._closing = threading.Event()
+        self._key = link_key(config.token, config.run_id)
+        self._once = LogOnce(_log)
+        self._answered = False
+        self._spoke = False  # whatever it was
+        self._welcomed = False
+        self._found: FoundLeader | None = None
+        self._most_nodes = config.limits.max_nodes  # until the leader says what the run's limit is
+        timing = config.timing
+        self._hearing = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
+        # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
+        self._former = contextlib.ExitStack()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the leader."""
+        self._thread.start()
+
+    def importing(self) -> None:
+        """Workers could not begin at once: rounds that can do without this node do not wait for it."""
+        with self._lock:
+            self._side.importing()
+
+    def imported(self) -> None:
+        """From now on they can."""
+        self._say(m.Imported())
+
+    def joined(self, number: int) -> None:
+        """The round's workers are started."""
+        self._say(m.Joined(number))
+
+    def ready(self, number: int, remaining: float = -1.0, step: int = -1) -> None:
+        """The round's workers can be drained from now on.
+
+        Args:
+            remaining: seconds until the training ends at the present pace; -1 if that is not known.
+            step: optimizer steps that were done when they began to train; -1 if that is not known.
+        """
+        self._say(m.Ready(number, remaining, step))
+
+    def done(self, number: int) -> None:
+        """The round's workers have all finished with 0."""
+        self._say(m.Done(number))
+
+    def failed(self, failure: m.Failure) -> None:
+        """A worker failed; this node is stopping the others."""
+        self._say(m.Failed(failure.round, failure))
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the others may go on without this node by now."""
+        return self._replaceable and self._hearing.cut_off(self._clock.now())
+
+    @property
+    def _replaceable(self) -> bool:
+        """Whether others may train without this node: with etcd a spare may lead, also of a run of one node."""
+        return self._most_nodes > 1 or self._config.backend == "etcd"
+
+    def stopped(self, report: m.Stopped) -> None:
+        """The round's workers are reaped; the node is ready for the next round."""
+        self._say(report)
+
+    def saved(self, report: m.Saved) -> None:
+        """A checkpoint was written, or could not be."""
+        self._say(report)
+
+    def leaving(self, reason: str, seconds: float = 0.0) -> None:
+        """This node leaves the run.
+
+        Args:
+            seconds: in which its workers can be drained; 0 if they cannot.
+        """
+        self._say(m.Leaving(reason, seconds))
+
+    def close(self, timeout: float = 15.0) -> None:
+        """Hang up; as the leader of an ended run, wait first (bounded) until all nodes have heard of its end."""
+        self._closing.set()
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._wake_out.close()
+
+    def _say(self, report: m.Report) -> None:
+        with self._lock:
+            self._side.say(report)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"x")
+        except (BlockingIOError, OSError):
+            return
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            place = self._open()
+            hello = self._first_hello(place)
+            with self._lock:
+                self._side.begin(hello)
+            self._notify(Opened(place))
+            self._stay()
+        except RendezvousError as error:
+            self._notify(RendezvousLost(error))
+        except OSError as error:
+            self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
+        finally:
+            if sys.exc_info()[0] is not None:  # a mistake of ours, whose traceback follows: nobody must wait for ever
+                self._notify(RendezvousLost(EndpointError("The rendezvous has failed by a mistake of its own.")))
+            self._former.close()
+            self._backend.close()
+            self._wake_in.close()
+
+    def _open(self) -> NodeAddress:
+        """Open the backend; a name that is not known yet, as those of pods that start, is asked for again."""
+        patience = self._config.timing.join_timeout
+        deadline = self._clock.now() + patience
+        while True:
+            try:
+                return self._backend.open()
+            except UnresolvedError as error:
+                if self._clock.now() >= deadline or self._closing.is_set():
+                    raise
+                text = error.message.rstrip(".")
+                self._once.warn("unresolved", "%s; it is asked for again, for up to %g s", text, patience)
+                self._closing.wait(RETRY)
+
+    def _first_hello(self, place: NodeAddress) -> m.Hello:
+        config = self._config
+        return m.Hello(
+            version=m.PROTOCOL_VERSION,
+            run_id=config.run_id,
+            digest=config.digest(),
+            command=clipped(str(config.command), LONGEST_COMMAND),
+            limits=str(config.limits),
+            node_id=config.node_id,
+            incarnation=place.incarnation,
+            workers=config.nproc,
+            address=place.address,
+            store_port=self._reserve(place.address),
+            wanted_rank=config.node_rank,
+            shutdown_timeout=config.shutdown_timeout,
+            role=config.role,
+        )
+
+    def _stay(self) -> None:
+        """Keep a link to the leader until closed."""
+        timing, clock, hearing = self._config.timing, self._clock, self._hearing
+        search = Search(timing, clock.now())
+        until = AT_ENDPOINT if self._config.backend != "etcd" else "a leader can be elected"
+        while not self._closing.is_set():
+            try:
+                sock = self._connect(search.attempt(hearing, clock.now()))
+            except (EndpointError, StoreError, OSError) as error:
+                now = clock.now()
+                self._judge(now)
+                if search.failed(now):
+                    reason = error.message if isinstance(error, RendezvousError) else str(error)
+                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone, until=until))
+                if search.over(now):
+                    raise
+                self._closing.wait(RETRY)
+                continue
+            self._answered = self._spoke = False
+            with contextlib.ExitStack() as link:
+                link.enter_context(sock)
+                silent = self._converse(sock)
+                if silent:
+                    self._former.push(link.pop_all())
+            self._wait_released()
+            if self._answered:
+                search.linked()
+                search.lost(clock.now())
+            if silent and not self._closing.is_set():
+                search.fell_silent()
+                assert self._found is not None
+                seen = self._side.hello.seen_round
+                self._backend.unreachable(self._found, refused=False, silent_for=timing.dead_after, seen_round=seen)
+                if self._answered:
+                    text = f"the leader was silent for {timing.dead_after:g} s"
+                    self._notify(LinkDown(text, gone=False, until=until))
+            if not self._answered and not self._closing.is_set():
+                # Something listens there that is silent, closes the link, or was found not to be the leader.
+                self._doubt(search, until, silent=silent)
+
+    def _judge(self, now: float, gap: float = 0.0) -> None:
+        """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
+        found = self._found
+        if found is None or not self._replaceable:
+            return
+        leads = found.incarnation == self._side.hello.incarnation
+        if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
+            self._notify(cut_off)
+
+    def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
+        """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
+        found, now = self._found, self._clock.now()
+        assert found is not None
+        self._backend.unreachable(found, refused=False)
+        text = f"what listens at {found.what} does not answer as the run's leader"
+        if search.over(now) or (found.strange and (silent or self._spoke)):
+            raise EndpointError(f"{text[0].upper()}{text[1:]}.", HINT_STRANGE)
+        if search.failed(now):
+            self._notify(LinkDown(text, gone=search.gone, until=until))
+        self._closing.wait(RETRY)
+
+    def _wait_released(self) -> None:
+        """After an eviction: don't come back before the workers are killed."""
+        while not self._closing.is_set():
+            with self._lock:
+                if self._side.may_return():
+                    return
+            self._closing.wait(0.02)
+
+    def _connect(self, timeout: float) -> socket.socket:
+        try:
+            found = self._backend.find_leader(timeout)
+        except DeniedError as error:
+            if self._found is not None:
+                raise
+            raise RefusedError(error.message, error.hint) from error
+        if found.record is not None and found.record.end is not None:
+            record, end = found.record, found.record.end
+            self._notify(m.RunEnd(record.term, end.code, self._end_cause(end.cause), record.restarts))
+            self._closing.set()
+            raise StoreError("the run has ended.")
+        self._found = found
+        try:
+            sock = socket.create_connection((found.address, found.port), timeout=timeout)
+        except (OSError, UnicodeError) as error:
+            self._backend.unreachable(found, refused=isinstance(error, ConnectionRefusedError))
+            raise _unreached(found, error) from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._side.greet()
+            sock.setblocking(False)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def _end_cause(self, cause: str) -> str:
+        """Why the run ended; a node that was never in it says so: it has done nothing."""
+        if self._welcomed:
+            return cause
+        cause = f"run {self._config.run_id!r} had ended before this node came: {cause}"
+        if self._config.backend == "etcd":
+            cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
+        return cause
+
+    def _converse(self, sock: socket.socket) -> bool:
+        """Exchange messages until the link ends; say whether it ended by silence."""
+        clock, hearing = self._clock, self._hearing
+        channel = Channel.of_node(self._key)
+        unsent = channel.unsent
+        now = clock.now()
+        next_beat = now + hearing.beat
+        hearing.linked(now)
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while not hearing.leader_lost:
+                if now >= next_beat:
+                    next_beat = now + hearing.beat
+                    channel.send(m.pack(self._beat()))
+                closing = self._closing.is_set()  # first: what was said before that must be sent
+                for report in self._take():
+                    channel.send(m.pack(report))
+                if closing:
+                    self._last_words(sock, unsent)
+                    return False
+                try:
+                    if unsent:
+                        del unsent[: sock.send(unsent)]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return False
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(sock, wanted)
+                ready = selector.select(hearing.wait(now, next_beat - now))
+                now = clock.now()
+                # Before hearing: what has come while this node was frozen says nothing about now.
+                self._judge(now, hearing.turn(now))
+                for key, events in ready:
+                    if key.fileobj is self._wake_in:
+                        self._wake_in.recv(4096)
+                    elif events & selectors.EVENT_READ:
+                        heard = self._hear(sock, channel)
+                        if heard is None:
+                            return False
+                        if heard:
+                            hearing.heard(clock.now())
+        return True
+
+    def _take(self) -> list[m.Report]:
+        with self._lock:
+            return self._side.take()
+
+    def _last_words(self, sock: socket.socket, unsent: bytearray) -> None:
+        """Deliver what is still to be said, as far as that goes within a second."""
+        sock.settimeout(1.0)
+        try:
+            sock.sendall(unsent)
+        except OSError:
+            return
+
+    def _hear(self, sock: socket.socket, channel: Channel) -> bool | None:
+        """Take in what has come; say whether it is a sign of life of the leader's, None if the link is over."""
+        try:
+            data = sock.recv(262144)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._spoke = True
+        try:
+            for line in channel.feed(data):
+                order = m.unpack(line)
+                if isinstance(order, m.Order):
+                    self._answered = True
+                    self._obey(order)
+        except OtherTokenError as error:
+            assert self._found is not None
+            if not self._welcomed and self._found.given:
+                hint = f"{HINT_TOKEN} If it is that already, check --rdzv-id and --rdzv-endpoint."
+                raise RefusedError(f"{error.message.rstrip('.')}, at {self._found.what}.", hint) from error
+            self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
+            return None
+        except ProtocolError as error:
+            self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
+            return None
+        return channel.ready
+
+    def _obey(self, order: m.Order) -> None:
+        """Pass an order on, unless it comes from a lower term than was seen."""
+        with self._lock:
+            if not self._side.obey(order):
+                return
+        self._backend.reached(order)
+        if isinstance(order, m.Welcome | m.Pulse):
+            self._most_nodes = order.max_nodes or self._most_nodes
+        match order:
+            case m.Pulse() | asking.Answer() | asking.LeaderFound():
+                return
+            case m.Welcome():
+                self._former.close()
+                self._welcomed = True
+                assert self._found is not None
+                self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
+            case m.Refused(reason=reason, hint=hint):
+                raise RefusedError(f"The run refuses this node: {reason}", hint)
+            case m.RunEnd(cause=cause):
+                self._notify(replace(order, cause=self._end_cause(cause)))
+            case _:
+                if isinstance(order, m.Form):
+                    self._hearing.formed()
+                self._notify(order)
+
+
+def _unreached(found: FoundLeader, error: OSError | UnicodeError) -> EndpointError:
+    """Say why there is no connection to where the leader should be."""
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return UnresolvedError(
+            f"{found.what[0].upper()}{found.what[1:]} does not resolve: {error}.",
+            "Check --rdzv-endpoint, and that the name is known on this host.",
+        )
+    return EndpointError(
+        f"Nothing answers at {found.what}: {error.strerror or error}.",
+        "Start the agent on that host, or correct --rdzv-endpoint.",
+    )

@@ -1,0 +1,8 @@
+"""Where the control record is kept.
+
+``control_store``  the interface of a store, and the one in the leader's memory
+``registry``       stores by name
+``etcd``           the record in etcd
+``static_store``   the TCPStore at the master's address
+``claimed_store``  repairs the record when strangers write over it
+"""

@@ -1,0 +1,116 @@
+"""The control record in a store, as its leader writes it: what others have spoiled is written over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from elastic_launch.clock import Clock
+from elastic_launch.rendezvous.continuity import Claim, Sight
+from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.stores.control_store import ControlStore
+from elastic_launch.rendezvous.wire.log_once import LogOnce
+
+__all__ = ["ClaimedStore"]
+
+ATTEMPTS = 5
+"""Times that one write meets something spoiled before it is given up."""
+
+
+class ClaimedStore(ControlStore):
+    """The leader's view of its record: values are records, without their seal. For two threads, writer and watcher.
+
+    Args:
+        store: closed with this one.
+        claim: the leader's, to the record as it was written for its term.
+    """
+
+    def __init__(self, store: ControlStore, claim: Claim, clock: Clock, log: logging.Logger) -> None:
+        self._store = store
+        self._claim = claim
+        self._clock = clock
+        self._once = LogOnce(log)
+        self._writing = threading.Lock()
+
+    @property
+    def value(self) -> bytes:
+        """The leader's last value, as it is stored."""
+        return self._claim.stored
+
+    @property
+    def begun(self) -> bool:
+        """Whether this run has formed a round."""
+        return bool(self._claim.record.round.members)
+
+    @property
+    def sure(self) -> float:
+        """When the leader last began to look, and found or wrote its own value."""
+        return self._claim.sure
+
+    def look(self, stored: bytes | None) -> Sight:
+        """Judge what the store holds."""
+        return self._claim.look(stored, self._clock.now())
+
+    def rival(self, stored: bytes) -> ControlRecord:
+        """Return the record in which :meth:`look` has seen a rival."""
+        return self._claim.rival(stored)
+
+    @property
+    def run(self) -> str:
+        """The number of this run."""
+        return self._claim.record.run
+
+    def seen(self, began: float) -> None:
+        """The leader's own value stood in the store when it looked, which it began then."""
+        self._claim.seen(began)
+
+    def load(self, timeout: float) -> bytes | None:
+        """Return the record that stands, whatever the store holds."""
+        return self._claim.record.encode()
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        """Write a record in the place of the last one, or of what others have put there, unless another node leads."""
+        with self._writing:
+            return self._write(self._claim.stored, ControlRecord.parse(value), timeout)
+
+    def repair(self, spoiled: bytes | None, timeout: float) -> None:
+        """Write the last record again in the place of what was found, unless a record is being written anyway.
+
+        Raises:
+            StoreError: if the store does not answer.
+        """
+        self._tell()
+        if self._writing.acquire(blocking=False):
+            try:
+                self._write(spoiled, self._claim.record.renewed(), timeout)
+            finally:
+                self._writing.release()
+
+    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
+        return self.load(timeout)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _write(self, expected: bytes | None, record: ControlRecord, timeout: float) -> bool:
+        began = self._clock.now()
+        deadline = time.monotonic() + timeout
+        value = self._claim.propose(record)
+        for _ in range(ATTEMPTS):
+            if self._store.compare_and_set(expected, value, max(0.1, deadline - time.monotonic())):
+                self._claim.wrote(record, began)
+                return True
+            expected = self._store.load(max(0.1, deadline - time.monotonic()))
+            if expected == value:
+                self._claim.wrote(record, began)
+                return True
+            if self.look(expected) in (Sight.SUCCEEDED, Sight.LOST):
+                return False
+            if expected != self._claim.stored:
+                self._tell()
+        return False
+
+    def _tell(self) -> None:
+        text = "the control record was changed or deleted by something that is not of this run; it is repaired"
+        self._once.warn("spoiled", text)

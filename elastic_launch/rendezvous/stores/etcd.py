@@ -1,0 +1,397 @@
+"""The control record in etcd, by its v3 API and etcd-client-py.
+
+What the client does and this file works around, as measured on etcd-client-py 0.5.1 and etcd 3.5: with several
+endpoints it goes on choosing dead and frozen ones, so every member has a client of its own and they are tried in turn,
+the last good one first; a call to a frozen member ends only if one ends it; a write that got no answer may be committed
+later; a watch ends with its member, starts at no given revision, and is silent for ever if its member is cut off, or
+its token has expired, so the record is read after every new watch and every few seconds beside it. There is no TLS.
+
+The record is compared by value, so a write sends the old and the new one: both must fit into the server's
+``--max-request-bytes`` (1.5 MiB unless configured).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import etcd_client
+
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.errors import DeniedError, EndpointError, InternalError, RecordTooLargeError, StoreError
+from elastic_launch.system.threads import ThreadDied, VitalThread
+
+__all__ = ["EtcdStore", "EtcdUnreachableError"]
+
+_PATIENCE = 1.0
+"""Seconds given to a member at first, if there is time for that; doubled with every round of the members."""
+_LONGEST_PATIENCE = 10.0
+_BACKSTOP = 15.0
+"""Seconds after which the client itself ends a call; ours end earlier."""
+_PAUSE = 0.05
+"""Seconds between the first and the second round of the members; doubled, up to a second, with every further one."""
+_CHECK = 5.0
+"""Seconds between reads beside a watch."""
+_GRACE = 2.0
+"""Seconds that a caller waits for the loop beyond a deadline that the loop itself keeps."""
+
+_HINT_ENDPOINT = "Check --rdzv-endpoint, and that an etcd member is up and reachable there."
+_HINT_USER = "Check ELASTIC_LAUNCH_ETCD_USER and ELASTIC_LAUNCH_ETCD_PASSWORD (etcdctl --user U:P endpoint health)."
+_HINT_GIVE = "Set ELASTIC_LAUNCH_ETCD_USER and ELASTIC_LAUNCH_ETCD_PASSWORD."
+_HINT_UNSET = "Unset ELASTIC_LAUNCH_ETCD_USER."
+_HINT_GRANT = "Grant it readwrite on the prefix /elastic-launch/."
+_HINT_SIZE = "Start etcd with a larger --max-request-bytes, or fewer nodes: a write sends the old record and the new."
+_FINAL = (
+    ("user name is empty", "it asks for a user and a password", _HINT_GIVE, DeniedError),
+    ("authentication failed", "it refuses the user or the password", _HINT_USER, DeniedError),
+    ("authentication is not enabled", "a user was given, but it has none", _HINT_UNSET, DeniedError),
+    ("permission denied", "the user has no right to the record", _HINT_GRANT, DeniedError),
+    ("request is too large", "the request is too large for it", _HINT_SIZE, RecordTooLargeError),
+    ("message larger than max", "the request is too large for it", _HINT_SIZE, RecordTooLargeError),
+    (
+        "database space exceeded",
+        "it is out of space and takes no writes (alarm NOSPACE)",
+        "Compact and defragment it, then etcdctl alarm disarm; or start it with a larger --quota-backend-bytes.",
+        StoreError,
+    ),
+)
+"""Answers that every other member would give as well: a part of the message, its meaning, what to do, the error."""
+
+_NO_ETCD = "what listens there does not speak etcd's v3 API, or wants TLS"
+_HINT_NO_ETCD = "Give --rdzv-endpoint the client addresses of etcd 3.4 or later, without TLS."
+_HOPELESS = (
+    ("tcp connect error", "nothing accepts a connection there"),
+    ("dns error", "its name does not resolve"),
+    ("h2 protocol error: http2 error", _NO_ETCD),
+    ("operation was canceled", _NO_ETCD),
+    ("HTTP status code", _NO_ETCD),
+    ("unknown service", _NO_ETCD),
+)
+"""Failures to reach an etcd at all. A member that is just dying may cause them once."""
+
+_runtime = threading.Lock()
+"""Held while the client's threads, which all stores share, may be starting or ending. The client counts its open
+contexts, starts the threads with the first and ends them with the last, and hangs if it does both at the same time."""
+
+T = TypeVar("T")
+
+
+class EtcdUnreachableError(EndpointError, StoreError):
+    """At none of the endpoints is there an etcd that could be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a member gave no result; hint is set if no other member would give one either."""
+
+    reason: str
+    hint: str = ""
+    kind: type[StoreError] = StoreError
+    hopeless: bool = False
+
+
+class _Link:
+    """One client for one member, connected when it is first needed.
+
+    Opening and closing are tasks of their own, in unfinished, which nobody may cancel: the client would count a context
+    whose opening was cancelled as open, and keep its threads for good.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, credentials: tuple[str, str] | None, unfinished: set[asyncio.Task[Any]]
+    ) -> None:
+        options = etcd_client.ConnectOptions().with_timeout(_BACKSTOP).with_connect_timeout(_BACKSTOP)
+        if credentials:
+            options = options.with_user(*credentials)
+        self._client = etcd_client.Client([f"http://{endpoint}"], options)
+        self._context: Any = None
+        self._opening: asyncio.Task[Any] | None = None
+        self._unfinished = unfinished
+
+    async def open(self) -> Any:
+        """Return the communicator. Logs in if there are credentials; connects only with the first call."""
+        if self._opening is None:
+            self._context = self._client.connect()
+            self._opening = self._keep(_enter(self._context))
+        return await asyncio.shield(self._opening)
+
+    def close(self) -> None:
+        """Disconnect soon; the next ``open`` connects anew."""
+        if self._opening is not None:
+            self._keep(_leave(self._context, self._opening))
+            self._context = self._opening = None
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return task
+
+
+async def _enter(context: Any) -> Any:
+    return await context.__aenter__()
+
+
+async def _leave(context: Any, opening: asyncio.Task[Any]) -> None:
+    with contextlib.suppress(etcd_client.ClientError):
+        await opening
+        await context.__aexit__(None, None, None)
+
+
+class EtcdStore:
+    """One run's control record in etcd, under ``/elastic-launch/runs/<run id>/record``.
+
+    Making one connects nothing. May be used by several threads at once; one daemon thread serves them all.
+
+    Args:
+        endpoints: client addresses of members; one is enough, but only those given are tried.
+        user, password: of an etcd user who may read and write the key; both or none.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], run_id: str, *, user: str | None = None, password: str | None = None
+    ) -> None:
+        self._endpoints = endpoints
+        self._key = f"/elastic-launch/runs/{run_id}/record".encode()
+        self._credentials = (user, password or "") if user is not None else None
+        self._current = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._unfinished: set[asyncio.Task[Any]] = set()
+        self._links = [self._link(member) for member in range(len(self._endpoints))]
+        self._died: ThreadDied | None = None
+        self._thread = VitalThread(self._serve, "etcd-store", owner=self._failed)
+        self._thread.start()
+
+    def load(self, timeout: float) -> bytes | None:
+        return self._call(self._load, timeout)
+
+    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
+        return self._call(lambda deadline: self._swap(expected, value, deadline), timeout)
+
+    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
+        return self._call(lambda deadline: self._wait_changed(known, deadline), timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_GRACE + _BACKSTOP)
+
+    def _call(self, work: Callable[[float], Coroutine[Any, Any, T]], timeout: float) -> T:
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            if self._died is not None:
+                raise InternalError(f"the client of etcd has ended by {self._died.error}")
+            coroutine = work(self._loop.time() + timeout)
+            future = asyncio.run_coroutine_threadsafe(self._until_cancelled(coroutine), self._loop)
+        try:
+            return future.result(timeout + _GRACE)
+        except TimeoutError:
+            future.cancel()
+            raise StoreError(f"The client of etcd at {self._where()} hung for {timeout:g} s.") from None
+
+    async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        # A cancellation's traceback has the call that it ended; the future would keep that until some collection.
+        with contextlib.suppress(asyncio.CancelledError):
+            return await work
+        raise self._closed_error() if self._closing.is_set() else asyncio.CancelledError
+
+    def _failed(self, died: ThreadDied) -> None:
+        self._died = died
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        # A context that connects nothing: while it is open, closing others does not end the client's threads.
+        context = etcd_client.Client(["http://127.0.0.1:9"]).connect()
+        with _runtime:
+            await context.__aenter__()
+        await self._closing.wait()
+        calls = asyncio.all_tasks() - {asyncio.current_task()} - self._unfinished
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for link in self._links:
+            link.close()
+        while self._unfinished:
+            await asyncio.wait(self._unfinished)
+        with _runtime:
+            await context.__aexit__(None, None, None)
+
+    async def _load(self, deadline: float) -> bytes | None:
+        return await self._ask("read", self._get, deadline)
+
+    async def _get(self, communicator: Any) -> bytes | None:
+        value = await communicator.get(self._key)
+        return None if value is None else bytes(value)
+
+    async def _swap(self, expected: bytes | None, value: bytes, deadline: float) -> bool:
+        """Repeat the write until its outcome is known.
+
+        Doing it twice does no harm: no value comes twice, so whatever has been written, by us or others, makes the
+        comparison fail for ever. Only then it must be read whose value it was.
+        """
+        equal = etcd_client.CompareOp.EQUAL
+        if expected is None:
+            compare = etcd_client.Compare.version(self._key, equal, 0)
+        else:
+            compare = etcd_client.Compare.value(self._key, equal, expected)
+        write = etcd_client.Txn().when([compare]).and_then([etcd_client.TxnOp.put(self._key, value)])
+        tried = False
+
+        async def attempt(communicator: Any) -> bool:
+            nonlocal tried
+            again, tried = tried, True
+            try:
+                if (await communicator.txn(write)).succeeded():
+                    return True
+            except etcd_client.ClientError:
+                # Refused for want of space, it may have been written before, or just now: etcd checks once more after.
+                if await self._get(communicator) == value:
+                    return True
+                raise
+            return again and await self._get(communicator) == value
+
+        return await self._ask(f"write of {len(value) + len(expected or b'')} bytes", attempt, deadline)
+
+    async def _wait_changed(self, known: bytes | None, deadline: float) -> bytes | None:
+        answered = False
+        while True:
+            async with self._watch(deadline) as (watched, event):
+                while True:
+                    try:
+                        value = await self._load(deadline)
+                    except StoreError:
+                        if answered and self._loop.time() >= deadline:
+                            return known
+                        raise
+                    answered = True
+                    if value != known or self._loop.time() >= deadline:
+                        return value
+                    if event.done() or watched != self._current:
+                        break
+                    await asyncio.wait({event}, timeout=min(_CHECK, deadline - self._loop.time()))
+                    if not event.done() and self._loop.time() >= deadline:
+                        return known
+            if event.done():  # and nothing has changed: it failed
+                await asyncio.sleep(min(_PAUSE, max(0.0, deadline - self._loop.time())))
+
+    @contextlib.asynccontextmanager
+    async def _watch(self, deadline: float) -> AsyncIterator[tuple[int, asyncio.Future[None]]]:
+        """Watch the record at the last good member.
+
+        Yields:
+            which member that is, and what is done with the first event or the end of the watch. The watch is there,
+            unless the member is slow to answer.
+        """
+        member = self._current
+        link = self._link(member)
+        ready = etcd_client.CondVar()
+
+        async def established() -> None:
+            await ready.wait()
+
+        async def first_event() -> None:
+            with contextlib.suppress(etcd_client.ClientError, StopAsyncIteration):
+                await anext(aiter((await link.open()).watch(self._key, ready_event=ready)))
+
+        tasks = [asyncio.ensure_future(established()), asyncio.ensure_future(first_event())]
+        try:
+            patience = min(_PATIENCE, (deadline - self._loop.time()) / 2)
+            await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            yield member, tasks[1]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            link.close()
+
+    async def _ask(self, what: str, operation: Callable[[Any], Awaitable[T]], deadline: float) -> T:
+        """Ask the members in turn, the last good one first, until one answers or the time is over.
+
+        Raises:
+            EtcdUnreachableError: as soon as all members were twice found to be none.
+            DeniedError: if the user or the password will not do.
+            RecordTooLargeError: if it is a write of more than a member takes.
+            StoreError: if the answer is an error that others would repeat, or the time is over.
+        """
+        started, pause, hopeless = self._loop.time(), _PAUSE, 0
+        failures: dict[int, _Failure] = {}
+        patience = min(_PATIENCE, (deadline - started) / len(self._links))
+        while True:
+            for _ in self._links:
+                member = self._current
+                left = deadline - self._loop.time()
+                if left <= 0 and member in failures:
+                    seconds = f"{deadline - started:.3g} s"
+                    raise StoreError(
+                        f"The {what} was not answered by etcd within {seconds}: {self._told(failures)}.",
+                        "Check that most members are up and that this host reaches one (etcdctl endpoint health).",
+                    )
+                outcome = await self._try(self._links[member], operation, min(patience, left))
+                if not isinstance(outcome, _Failure):
+                    return outcome
+                failures[member] = outcome
+                if outcome.hint:
+                    raise outcome.kind(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
+                if self._current == member:
+                    self._current = (member + 1) % len(self._links)
+            # With calls of several threads, one round may meet a member twice and another one not at all.
+            all_seen = len(failures) == len(self._links)
+            hopeless = hopeless + 1 if all_seen and all(failure.hopeless for failure in failures.values()) else 0
+            if hopeless == 2:
+                no_etcd = any(failure.reason == _NO_ETCD for failure in failures.values())
+                hint = _HINT_NO_ETCD if no_etcd else _HINT_ENDPOINT
+                raise EtcdUnreachableError(f"No etcd was found for the {what}: {self._told(failures)}.", hint)
+            await asyncio.sleep(min(pause, max(0.0, deadline - self._loop.time())))
+            patience, pause = min(2 * patience, _LONGEST_PATIENCE), min(2 * pause, 1.0)
+
+    async def _try(self, link: _Link, operation: Callable[[Any], Awaitable[T]], timeout: float) -> T | _Failure:
+        # In a task of its own, an error would refer to itself by its traceback and so keep the connection.
+        try:
+            async with asyncio.timeout(timeout):
+                return await operation(await link.open())
+        except TimeoutError:
+            failure = _Failure("it does not answer")
+        except etcd_client.ClientError as error:
+            failure = _diagnosed(error)
+        link.close()  # a new connection may work where packets were lost, and has a new token
+        return failure
+
+    def _link(self, member: int) -> _Link:
+        return _Link(self._endpoints[member], self._credentials, self._unfinished)
+
+    def _told(self, failures: dict[int, _Failure]) -> str:
+        return "; ".join(f"{self._endpoints[member]}: {failure.reason}" for member, failure in failures.items())
+
+    def _where(self) -> str:
+        return ",".join(map(str, self._endpoints))
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"The etcd store at {self._where()} is closed.")
+
+
+def _diagnosed(error: etcd_client.ClientError) -> _Failure:
+    detail = error.args[0] if error.args else ""
+    message = str(detail.get("message", "")) if isinstance(detail, dict) else str(detail)
+    for part, meaning, hint, kind in _FINAL:
+        if part in message:
+            return _Failure(meaning, hint, kind)
+    for part, meaning in _HOPELESS:
+        if part in message:
+            return _Failure(meaning, hopeless=True)
+    if message == "transport error":
+        message = "it breaks connections off, as a server does that wants TLS or is just ending"
+    return _Failure(message or type(error).__name__)

@@ -1,0 +1,179 @@
+"""The store of the static backend: a TCPStore at the master's address, for the workers and for finding the leader.
+
+What TCPStore does and this file works around, as measured on torch 2.13: a client that connects to something else than
+a TCPStore, or to a frozen one, hangs beyond its timeout (so every client call runs on a thread that can be given up).
+Whoever reaches its port can write to it and read it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.errors import EndpointError, StoreError
+from elastic_launch.rendezvous.wire.addresses import resolve
+from elastic_launch.system.program import GIVEN_UP
+
+__all__ = ["NotAStoreError", "StaticStore", "connect_store", "host_store"]
+
+_OWN = "elastic_launch/"
+_LEADER = f"{_OWN}leader"
+
+T = TypeVar("T")
+
+
+class NotAStoreError(EndpointError):
+    """What listens at the master's address does not answer as a TCPStore."""
+
+
+class StaticStore:
+    """A view of the store.
+
+    Args:
+        store: a TCPStore that nothing else uses at the same time.
+        embedded: its server lives in this process and so answers at once.
+    """
+
+    def __init__(self, store: TCPStore, where: str, *, embedded: bool) -> None:
+        self._store: TCPStore | None = store
+        self._where = where
+        self._embedded = embedded
+
+    def leader(self, timeout: float) -> bytes | None:
+        """Return what is written of the leader, or None.
+
+        Raises:
+            StoreError: if the store did not answer within timeout seconds.
+        """
+
+        def get(store: TCPStore) -> bytes | None:
+            return bytes(store.get(_LEADER)) if store.check([_LEADER]) else None
+
+        return self._call(get, timeout)
+
+    def says(self, leader: bytes, timeout: float) -> bool:
+        """Whether this is what is written of the leader; unlike reading it, this never waits for a deleted key."""
+        text = leader.decode()
+        return self._call(
+            lambda store: store.check([_LEADER]) and bytes(store.compare_set(_LEADER, text, text)) == leader, timeout
+        )
+
+    def publish(self, leader: bytes, timeout: float) -> None:
+        """Write where the leader is, whatever is written there."""
+        self._call(lambda store: store.set(_LEADER, leader.decode()), timeout)
+
+    def remove_workers_keys(self, timeout: float) -> None:
+        """Remove all keys but this project's own: a worker takes any key that it finds for one of its own round."""
+
+        def remove(store: TCPStore) -> None:
+            for key in store.list_keys():
+                if not key.startswith(_OWN):
+                    store.delete_key(key)
+
+        self._call(remove, timeout)
+
+    def close(self) -> None:
+        self._store = None  # the last reference closes client and server
+
+    def _call(self, function: Callable[[TCPStore], T], timeout: float) -> T:
+        store = self._store
+        if store is None:
+            raise StoreError(f"The store at {self._where} is closed.")
+        return _bounded(lambda: function(store), timeout, self._where, inline=self._embedded)
+
+
+def host_store(listener: socket.socket, host: str, timeout: float) -> StaticStore:
+    """Serve a new store on a listening socket, which it takes over."""
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+    return StaticStore(store, str(Endpoint(host, port)), embedded=True)
+
+
+def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
+    """Connect to the store at the master's address.
+
+    Raises:
+        EndpointError: if the name does not resolve, nothing listens, or what listens is no store.
+    """
+    host = _reachable(endpoint, timeout)
+
+    def connect() -> TCPStore:
+        return TCPStore(
+            host, endpoint.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+
+    where = str(endpoint)
+    try:
+        store = _bounded(connect, timeout, where, inline=False)
+    except StoreError as error:
+        _reachable(endpoint, timeout)  # a host that was just dying may have accepted the first time
+        raise NotAStoreError(
+            f"{endpoint} accepts connections but does not answer as a store of torch: {error.message}",
+            "If the port is in use by another service, choose another --master-port; if its agent is frozen, end it.",
+        ) from error
+    return StaticStore(store, where, embedded=False)
+
+
+def _reachable(endpoint: Endpoint, timeout: float) -> str:
+    reason = "it has no address"
+    for _, address in resolve(endpoint):
+        try:
+            with socket.create_connection(address, timeout):
+                return address[0]
+        except OSError as error:
+            reason = error.strerror or str(error)
+    raise EndpointError(
+        f"Nothing answers at the rendezvous endpoint {endpoint}: {reason}.",
+        "Start the agent on that host, or correct --rdzv-endpoint.",
+    )
+
+
+def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: bool) -> T:
+    """Call a store; one that does not return in time is left to a daemon thread."""
+    if inline:
+        return _answer(function, where)
+    result: list[T] = []
+    errors: list[StoreError] = []
+
+    def work() -> None:
+        try:
+            result.append(_answer(function, where))
+        except StoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name=GIVEN_UP, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if errors:
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            # An error that refers to itself by its traceback would keep the store's socket open until some collection.
+            del error
+    if not result:
+        raise StoreError(f"the store at {where} did not answer within {timeout:g} s.")
+    return result[0]
+
+
+def _answer(function: Callable[[], T], where: str) -> T:
+    # No context manager: that of some versions of Python keeps the error, and so the socket, until some collection.
+    try:
+        return function()
+    except (DistError, RuntimeError, ValueError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise StoreError(f"the store at {where} failed: {first}") from error

@@ -1,0 +1,276 @@
+"""The rendezvous behind torch's ``RendezvousHandler``, for plain torchrun: elastic-c10d and elastic-etcd.
+
+The agent of this project listens to its membership directly; torchrun's agent asks ``next_rendezvous`` for a round and
+polls ``num_nodes_waiting``, which is above 0 from the moment on at which its workers must be restarted: the leader has
+broken the round, left this node out of it, or is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from datetime import timedelta
+from functools import cached_property
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
+from elastic_launch.config.settings import Setting, check_keys, default_node_id, read_timing
+from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.events.types import Event
+from elastic_launch.rendezvous.backends.registry import backend_of
+from elastic_launch.rendezvous.node.failure_detector import CutOff
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import LinkDown, MembershipEvent, RendezvousLost
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.secret import read_token
+
+__all__ = ["MembershipHandler", "TorchrunHandler"]
+
+END_TIMEOUT = 10.0
+"""Seconds for which a node whose workers have finished waits until the run's end is recorded."""
+
+
+class MembershipHandler(RendezvousHandler):
+    """What torch's ``WorkerSpec`` wants to know of the rendezvous of this project's own agent."""
+
+    def __init__(self, config: LaunchConfig, membership: Membership) -> None:
+        self._config = config
+        self._membership = membership
+
+    def get_backend(self) -> str:
+        return f"elastic-{self._config.backend}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise RendezvousClosedError("The agent takes part in rounds by its membership, not by its handler.")
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        self._membership.leaving("closed")
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def shutdown(self) -> bool:
+        self._membership.close()
+        return True
+
+
+class _NoEvents:
+    def emit(self, event: Event) -> None:
+        return
+
+
+class TorchrunHandler(RendezvousHandler):
+    """One node's membership for torchrun's agent.
+
+    Args:
+        params: as torchrun makes them; its configuration takes the keys of ``--rdzv-conf``.
+        backend: ``c10d`` or ``etcd``.
+
+    Raises:
+        UsageError: if they cannot be a rendezvous.
+    """
+
+    def __init__(self, params: RendezvousParameters, backend: str) -> None:
+        # torch's LaunchConfig always adds its `timeout`, which is that of handlers older than c10d.
+        conf = {k: Setting(f"--rdzv-conf {k}=", str(v)) for k, v in params.config.items() if k != "timeout"}
+        check_keys("--rdzv-conf", conf)
+        timing, is_host, reuse = read_timing([conf])
+        endpoints = _endpoints(params, backend)
+        self._config = LaunchConfig(
+            command=Command((), ("torchrun",)),
+            limits=Limits(params.min_nodes, params.max_nodes),
+            run_id=params.run_id,
+            backend=backend,
+            endpoint=endpoints[0] if endpoints else None,
+            endpoints=endpoints if backend == "etcd" else (),
+            timing=timing,
+            node_id=default_node_id(),
+            local_addr=params.local_addr,
+            is_host=is_host,
+            reuse=reuse,
+            token=read_token(None, os.environ),
+        )
+        self._clock = MonotonicClock()
+        self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
+        self._store: WorkerStore | None = None
+        self._started = False
+        self._round = 0
+        self._restart_due = False
+        self._alone = False
+        self._ended = False
+
+    @cached_property
+    def _membership(self) -> Membership:
+        """Made when the first round is asked for: a handler that only describes a rendezvous holds nothing open."""
+        way = backend_of(self._config, self._clock, _NoEvents())
+        return Membership(self._config, way, self._clock, self._events.put, self._reserve)
+
+    @property
+    def config(self) -> LaunchConfig:
+        """Where nodes meet, and how many; what they run is not in it."""
+        return self._config
+
+    def get_backend(self) -> str:
+        return f"elastic-{self._config.backend}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; torchrun has stopped the workers of the last one before it asks.
+
+        Raises:
+            SystemExit: the run has ended with 0, and needs nobody any more.
+            RendezvousClosedError: the run has ended otherwise, or another agent took this one's place.
+            RendezvousConnectionError: the leader could not be reached, or refuses this node.
+            RendezvousTimeoutError: no round was formed within min_wait.
+        """
+        if not self._started:
+            self._started = True
+            self._membership.start()
+        elif self._round:
+            assert self._store is not None
+            self._store.stop()
+            self._membership.stopped(m.Stopped(self._round, self._store.reserve()))
+        deadline = self._clock.now() + self._config.timing.join_timeout + self._config.timing.min_wait
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+            except queue.Empty:
+                raise RendezvousTimeoutError("No round was formed within join_timeout and min_wait.") from None
+            self._note(event)
+            if isinstance(event, m.Form):
+                return self._info(event)
+
+    def is_closed(self) -> bool:
+        return self._ended
+
+    def set_closed(self) -> None:
+        if self._started:
+            self._membership.leaving("closed")
+
+    def num_nodes_waiting(self) -> int:
+        self._drain()
+        return int(self._restart_due)
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def shutdown(self) -> bool:
+        """Leave the run; if this node's workers have finished, stay until its end is recorded, within END_TIMEOUT.
+
+        torch does not say which it is. But it calls this from a ``finally`` that a failure, and nothing else, enters
+        with an exception; and after it has waited for the other nodes' workers.
+        """
+        if self._started:
+            if self._round and not self._ended and sys.exc_info()[0] is None:
+                self._membership.done(self._round)
+                self._await_end()
+            else:
+                self._membership.leaving("shutdown")
+            self._membership.close()
+        if self._store is not None:
+            self._store.close()
+        return True
+
+    def _reserve(self, address: str) -> int:
+        self._store = WorkerStore(address)
+        return self._store.reserve()
+
+    def _await_end(self) -> None:
+        deadline = self._clock.now() + END_TIMEOUT
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+            except queue.Empty:
+                return
+            if isinstance(event, m.RunEnd | m.Break | m.Evicted | RendezvousLost):
+                return
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._note(self._events.get_nowait())
+            except queue.Empty:
+                return
+
+    def _note(self, event: MembershipEvent) -> None:
+        match event:
+            case m.Break(round=number) if number == self._round:
+                self._restart_due = True
+            case m.Evicted(reason=reason, final=True):
+                raise RendezvousClosedError(reason)
+            case m.Evicted():
+                self._restart_due = True
+            case CutOff(certain=certain) if certain or self._alone:
+                self._restart_due = True
+            case LinkDown(gone=gone) if gone or self._alone:
+                # The leader's workers died with it. A node alone might train beside the others.
+                self._restart_due = True
+            case m.RunEnd(code=code, cause=cause):
+                self._ended = True
+                if code == ExitCode.DONE:
+                    # torch's own error for it, RendezvousGracefulExitError, makes its launcher (2.13) crash.
+                    raise SystemExit(0)
+                raise RendezvousClosedError(f"The run has ended with {code}: {cause}")
+            case RendezvousLost(error=error):
+                raise RendezvousConnectionError(str(error)) from error
+            case _:
+                return
+
+    def _info(self, form: m.Form) -> RendezvousInfo:
+        assert self._store is not None
+        self._round, self._restart_due, self._alone = form.round.number, False, len(form.round.members) == 1
+        rank = next(i for i, x in enumerate(form.round.members) if x.node_id == self._config.node_id)
+        master = form.round.members[0]
+        timeout = self._config.timing.read_timeout
+        store: Store
+        if rank == 0:
+            store = self._store.serve(timeout)
+        else:
+            store = TCPStore(
+                master.address,
+                master.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+        self._membership.joined(self._round)
+        meeting = RendezvousStoreInfo(master.address, master.store_port)
+        prefix = PrefixStore(f"elastic_launch/round_{self._round}", store)
+        return RendezvousInfo(prefix, rank, len(form.round.members), meeting)
+
+
+def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
+    if backend != "etcd":
+        return (parse_endpoint(params.endpoint),) if params.endpoint else ()
+    if params.endpoint and params.run_id != "none":  # which torchrun's default is
+        return parse_endpoints(params.endpoint)
+    raise UsageError(
+        "--rdzv-backend elastic-etcd needs the addresses of the cluster and a name for the run.",
+        "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...] and --rdzv-id ID, the same on all nodes.",
+    )

@@ -1,0 +1,156 @@
+"""Addresses and sockets: what to advertise, where to listen."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.errors import EndpointError, UnresolvedError
+
+__all__ = [
+    "ANY_ADDRESS",
+    "is_hidden",
+    "is_loopback",
+    "listen",
+    "listen_anywhere",
+    "resolve",
+    "routable_address",
+    "source_address",
+    "try_listen",
+]
+
+ANY_ADDRESS = ("::", "0.0.0.0")
+"""What a socket that listens at all addresses is bound to."""
+
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+_ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses that are nowhere (RFC 5737, RFC 3849): to connect a datagram socket asks the route and sends nothing."""
+
+
+def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Return the endpoint's addresses in the resolver's order.
+
+    Raises:
+        UnresolvedError: if the name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnresolvedError(
+            f"The rendezvous endpoint {endpoint} does not resolve: {error}.",
+            "Check --rdzv-endpoint, and that the name is known on this host.",
+        ) from error
+    return [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
+
+
+def is_loopback(endpoint: Endpoint) -> bool:
+    """Whether the endpoint has addresses of loopback only.
+
+    Raises:
+        UnresolvedError: if the name does not resolve.
+    """
+    return all(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback for _, address in resolve(endpoint))
+
+
+def is_hidden(endpoint: Endpoint) -> bool:
+    """Whether the endpoint is a host's name that this host knows by loopback only, as Debian's 127.0.1.1.
+
+    Other hosts reach that name at another address. Who writes ``localhost`` or an address means it.
+
+    Raises:
+        UnresolvedError: if the name does not resolve.
+    """
+    name = endpoint.host.rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name not in _LOCAL_NAMES and not name.endswith(".localhost") and is_loopback(endpoint)
+    return False
+
+
+def try_listen(endpoint: Endpoint) -> tuple[socket.socket | None, bool]:
+    """Listen at the endpoint, if it is an address of this host.
+
+    Binding is the test: names are no evidence, since hosts in network namespaces and containers may share them.
+
+    Returns:
+        the listening socket or None, and whether the address is this host's but taken.
+    """
+    for family, address in resolve(endpoint):
+        try:
+            return _bound(family, address), False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None, True
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise EndpointError(
+                    f"This host may not listen at {endpoint}: {error.strerror}.", "Give a port above 1023."
+                ) from error
+    return None, False
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this host; at all of them if the advertised address is not one (address translation).
+
+    Raises:
+        EndpointError: if the port is in use.
+    """
+    listener, taken = try_listen(Endpoint(address, port))
+    if taken:
+        raise EndpointError(f"Port {port} of {address} is in use.", "Give another port, or end what listens there.")
+    return listener or listen_anywhere(port)
+
+
+def listen_anywhere(port: int) -> socket.socket:
+    """Listen at all of this host's addresses, those of IPv6, too: there may be no others.
+
+    Raises:
+        OSError: if the port is in use or may not be had.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return _bound(socket.AF_INET, ("", port))
+
+
+def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def source_address(endpoint: Endpoint) -> str:
+    """Return this host's address on the route to the endpoint.
+
+    Raises:
+        EndpointError: if the name does not resolve or there is no route.
+    """
+    reason = "no address"
+    for family, address in resolve(endpoint):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address[0], address[1] or 9))
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                reason = error.strerror or str(error)
+    raise EndpointError(f"There is no route to the rendezvous endpoint {endpoint}: {reason}.", "Check the network.")
+
+
+def routable_address() -> str:
+    """Return the address by which other hosts most likely reach this one; loopback if there is no network."""
+    for family, address in _ANYWHERE:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"

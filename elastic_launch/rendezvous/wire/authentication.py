@@ -1,0 +1,260 @@
+"""What a link says before and around its messages when the run has a token. Pure: bytes go in and out.
+
+The node opens with a random nonce. The leader answers with its own and a MAC over its role and both, the node likewise
+proves that it knows the token, and from then on every line carries a MAC in front:
+
+    node    {"type":"challenge","nonce":N}
+    leader  {"type":"answer","nonce":L,"mac":mac("leader", N, L)}
+    node    {"type":"proof","mac":mac("node", N, L)}
+    both    <mac of the line's number on this link and the line> <line>
+
+All MACs are HMAC-SHA256 in hexadecimal. The key of the handshake is derived from the token and the run id, those of
+the lines, one for each direction, from that and both nonces. So a line that is changed, left out, repeated, moved, sent
+back, or taken from another link fails, and with it the link. Nothing is encrypted.
+
+It is the pattern of ISO/IEC 9798-4 (mutual authentication in three passes) with the counters of a TLS record layer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from typing import Protocol
+
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous.wire import codec
+from elastic_launch.secret import Token, keyed
+
+__all__ = [
+    "AuthenticationError",
+    "Channel",
+    "MissingTokenError",
+    "OtherTokenError",
+    "Seal",
+    "UnexpectedTokenError",
+    "link_key",
+]
+
+_NONCE = 32
+_MAC = 64
+"""Characters of a MAC."""
+
+
+class AuthenticationError(ProtocolError):
+    """The other side of a link did not prove that it knows the run's token."""
+
+
+class MissingTokenError(AuthenticationError):
+    """A node said hello without any proof: it has no token."""
+
+
+class UnexpectedTokenError(AuthenticationError):
+    """A node wants a proof of the token where the run has none."""
+
+
+class OtherTokenError(AuthenticationError):
+    """The leader has another token than this node, or none. Whoever listens there can say so: it proves nothing."""
+
+
+def link_key(token: Token | None, run_id: str) -> bytes | None:
+    """Return the key of a run's links, or None without a token."""
+    return None if token is None else token.key("link", run_id)
+
+
+class Seal:
+    """Numbers the lines of one link in both directions and gives each its MAC.
+
+    Args:
+        sending, receiving: keys of the directions.
+    """
+
+    def __init__(self, sending: bytes, receiving: bytes) -> None:
+        self._sending = sending
+        self._receiving = receiving
+        self._sent = 0
+        self._received = 0
+
+    def close(self, line: bytes) -> bytes:
+        """Return a line with its MAC."""
+        mac = _line_mac(self._sending, self._sent, line)
+        self._sent += 1
+        return mac + b" " + line
+
+    def open(self, line: bytes) -> bytes:
+        """Return the line without its MAC.
+
+        Raises:
+            AuthenticationError: if it is not the next line that the other side sent. The link is then of no use.
+        """
+        mac, space, rest = line[:_MAC], line[_MAC : _MAC + 1], line[_MAC + 1 :]
+        if space != b" " or not hmac.compare_digest(mac, _line_mac(self._receiving, self._received, rest)):
+            raise AuthenticationError("A line came over a link that was not sent like this by the other side.")
+        self._received += 1
+        return rest
+
+
+def _line_mac(key: bytes, number: int, line: bytes) -> bytes:
+    return keyed(key, number.to_bytes(8, "big"), line).hex().encode()
+
+
+class _Side(Protocol):
+    """One side of the handshake."""
+
+    opening: bytes
+
+    def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        """Take the other side's next line; return what to answer and, when all is proven, the seal."""
+        ...
+
+
+class _NodeSide:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._nonce = secrets.token_bytes(_NONCE)
+        self.opening = _line("challenge", nonce=self._nonce)
+
+    def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        if _kind(line) == "refused":
+            raise OtherTokenError("This node has a token, the run has none.")
+        fields = _read(line, "answer", nonce=_NONCE, mac=_MAC // 2)
+        nonces = (self._nonce, fields["nonce"])
+        if not hmac.compare_digest(fields["mac"], keyed(self._key, b"leader", *nonces)):
+            raise OtherTokenError("The token differs from that of the run, or it is another run.")
+        up, down = _session(self._key, nonces)
+        return _line("proof", mac=keyed(self._key, b"node", *nonces)), Seal(up, down)
+
+
+class _LeaderSide:
+    opening = b""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._nonces: tuple[bytes, bytes] | None = None
+
+    def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        if self._nonces is None:
+            theirs = _read(line, "challenge", nonce=_NONCE)["nonce"]
+            self._nonces = nonces = (theirs, secrets.token_bytes(_NONCE))
+            return _line("answer", nonce=nonces[1], mac=keyed(self._key, b"leader", *nonces)), None
+        proof = _read(line, "proof", mac=_MAC // 2)["mac"]
+        if not hmac.compare_digest(proof, keyed(self._key, b"node", *self._nonces)):
+            raise AuthenticationError("What connected does not know the run's token.")
+        up, down = _session(self._key, self._nonces)
+        return b"", Seal(down, up)
+
+
+def _session(key: bytes, nonces: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """The keys of both directions, up to the leader and down to the node."""
+    return keyed(key, b"up", *nonces), keyed(key, b"down", *nonces)
+
+
+def _line(kind: str, **fields: bytes) -> bytes:
+    value = {"type": kind, **{name: data.hex() for name, data in fields.items()}}
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _kind(line: bytes) -> object:
+    """The type of a line that has no proof, None if it has none."""
+    try:
+        return codec.loads(line).get("type")
+    except ProtocolError:
+        return None
+
+
+def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
+    """Read a line of the handshake: fields of so many bytes, in hexadecimal."""
+    try:
+        value = codec.loads(line)
+    except ProtocolError as error:
+        raise AuthenticationError(f"Instead of a {kind}, something else came over a link.") from error
+    if kind == "challenge" and value.get("type") in ("hello", "caller"):
+        raise MissingTokenError("A node came without a token.")
+    fields: dict[str, bytes] = {}
+    for name, size in sizes.items():
+        text = value.get(name)
+        try:
+            data = bytes.fromhex(text) if isinstance(text, str) else b""
+        except ValueError:
+            data = b""
+        if value.get("type") != kind or len(data) != size:
+            raise AuthenticationError(f"Instead of a {kind}, something else came over a link.")
+        fields[name] = data
+    return fields
+
+
+class Channel:
+    """One side of a link: turns messages into bytes and back; with a key, only between holders of the token.
+
+    Without a key the bytes are the messages' own.
+
+    Attributes:
+        unsent: what is to go onto the wire; the owner takes from its front.
+    """
+
+    def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES, *, open_leader: bool = False) -> None:
+        self.unsent = bytearray()
+        self._reader = codec.LineReader(limit)
+        self._side = side
+        self._seal: Seal | None = None
+        self._held: list[bytes] = []
+        self._first = open_leader
+        if side is not None:
+            self.unsent += side.opening
+
+    @classmethod
+    def of_node(cls, key: bytes | None) -> Channel:
+        """A node's side of a link that it has made."""
+        return cls(None if key is None else _NodeSide(key))
+
+    @classmethod
+    def of_leader(cls, key: bytes | None, limit: int) -> Channel:
+        """The leader's side of a link that came in; limit as for :meth:`allow`."""
+        return cls(None if key is None else _LeaderSide(key), limit, open_leader=key is None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the other side has proven that it knows the token, or need not."""
+        return self._side is None
+
+    def allow(self, limit: int) -> None:
+        """Hold at most so many bytes of an unfinished line from now on."""
+        self._reader.limit = limit
+
+    def send(self, line: bytes) -> None:
+        """Queue a message as packed, with its line end; it waits for the other side's proof."""
+        if self._side is not None:
+            self._held.append(line)
+        else:
+            self.unsent += line if self._seal is None else self._seal.close(line[:-1]) + b"\n"
+
+    def send_bare(self, line: bytes) -> None:
+        """Queue a line for somebody who has proven nothing and is told so."""
+        self.unsent += line
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add what was received and return the messages that it completes; what is to be answered goes to ``unsent``.
+
+        Raises:
+            AuthenticationError: if it does not come from a holder of the token, or was tampered with.
+            ProtocolError: if a line exceeds the limit.
+        """
+        messages = []
+        for line in self._reader.feed(data):
+            if self._side is not None:
+                self._shake_hands(self._side, line)
+            elif self._first and _kind(line) == "challenge":
+                raise UnexpectedTokenError("A node came with a token, which the run does not have.")
+            else:
+                self._first = False
+                messages.append(line if self._seal is None else self._seal.open(line))
+        return messages
+
+    def _shake_hands(self, side: _Side, line: bytes) -> None:
+        answer, seal = side.receive(line)
+        self.unsent += answer
+        if seal is not None:
+            self._side, self._seal = None, seal
+            held, self._held = self._held, []
+            for message in held:
+                self.send(message)

@@ -1,0 +1,22 @@
+"""Saying a thing once: a port scanner must not fill a log."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["LogOnce"]
+
+
+class LogOnce:
+    """Warns of each kind of trouble when it first happens; later times are for ``LOGLEVEL=DEBUG``."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._told: set[str] = set()
+
+    def warn(self, kind: str, text: str, *arguments: object) -> None:
+        if kind in self._told:
+            self._log.debug(text, *arguments)
+            return
+        self._told.add(kind)
+        self._log.warning(f"{text} (said once)", *arguments)

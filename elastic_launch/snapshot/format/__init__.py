@@ -1,0 +1,11 @@
+"""The format of a checkpoint: a manifest, safetensors files and JSON, without pickle.
+
+``manifest``      what a checkpoint must contain, and names of files and directories
+``tree``          nested state as named tensors and JSON
+``plain``         nested plain values as JSON
+``small_values``  paths, times, exact numbers, ranges and enums as JSON
+``arrays``        NumPy arrays and scalars
+``dtypes``        supported tensor types, and their bytes
+``tensor_file``   tensors as safetensors
+``files``         single files, written with checksums, synced, and read without trust
+"""

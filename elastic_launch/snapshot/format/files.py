@@ -1,0 +1,155 @@
+"""Single files of a checkpoint: written with their checksum and synced, read without trust."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.stall import advanced
+
+__all__ = [
+    "MAX_HEADER",
+    "FileSum",
+    "create",
+    "open_regular",
+    "read_chunks",
+    "read_small",
+    "remove_tree",
+    "sum_of",
+    "sync_directory",
+    "write_all",
+]
+
+MAX_HEADER = 100_000_000
+"""Bytes of a header that safetensors reads at most."""
+
+_CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and writing, so that what is written is still in the cache.
+
+_SYNC = 64 * 1024 * 1024
+"""Bytes after which a file is forced to the disk: all of it at its end could take minutes without any progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """What a file must be.
+
+    Attributes:
+        bytes: its size.
+        sha256: over its content, 64 hex digits.
+    """
+
+    bytes: int
+    sha256: str
+
+
+def create(path: Path) -> int:
+    """Make a new file and return its descriptor, which the caller closes."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
+    """Write the parts one after another to an empty file, sync it, and return what was written."""
+    digest, size, synced = hashlib.sha256(), 0, 0
+    for part in parts:
+        for start in range(0, len(part), _CHUNK):
+            chunk = memoryview(part)[start : start + _CHUNK]
+            digest.update(chunk)
+            size += len(chunk)
+            while chunk:
+                chunk = chunk[os.write(descriptor, chunk) :]
+            if size - synced >= _SYNC:
+                os.fdatasync(descriptor)
+                synced = size
+    os.fsync(descriptor)
+    return FileSum(size, digest.hexdigest())
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Open a file to read, unless it is no regular file: links could lead anywhere, and pipes would block.
+
+    Raises:
+        MalformedError: if it is none.
+        OSError: if it cannot be opened.
+    """
+    if stat.S_ISLNK(os.lstat(path).st_mode):
+        raise MalformedError(f"{path.name} is no regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise MalformedError(f"{path.name} is no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sum_of(descriptor: int) -> FileSum:
+    """Return what a file is; its position does not matter and stays."""
+    digest, size = hashlib.sha256(), 0
+    for chunk in read_chunks(descriptor):
+        digest.update(chunk)
+        size += len(chunk)
+    return FileSum(size, digest.hexdigest())
+
+
+def read_chunks(descriptor: int) -> Iterator[memoryview]:
+    """Yield a file's content, each part only until the next one; its position does not matter and stays."""
+    buffer, offset = bytearray(min(_CHUNK, os.fstat(descriptor).st_size + 1)), 0
+    while count := os.preadv(descriptor, [buffer], offset):
+        advanced()
+        yield memoryview(buffer)[:count]
+        offset += count
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        MalformedError: if it is larger than ``limit`` bytes, or no regular file.
+        OSError: if it cannot be read.
+    """
+    with open_regular(path) as descriptor:
+        data = bytearray()
+        while part := os.read(descriptor, min(_CHUNK, limit + 1 - len(data))):
+            data += part
+            advanced()
+        if len(data) > limit:
+            raise MalformedError(f"{path.name} exceeds {limit} bytes")
+        return bytes(data)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and all in it, links as links; another process may be doing the same."""
+    try:
+        with os.scandir(path) as entries:
+            found = list(entries)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                _unlink(entry.path)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

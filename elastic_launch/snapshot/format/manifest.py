@@ -1,0 +1,284 @@
+"""The manifest of a checkpoint, and the names in a directory of checkpoints. Pure.
+
+::
+
+    <directory>/
+      step-<step>.r<round>.<nonce>/   a checkpoint
+        tensors.safetensors           or, where nodes shared the work, tensors-<k>-of-<n>.safetensors; see ``shares``
+        state.json                    the rest of the state, see ``tree``
+        manifest.json                 what these must be; written last
+      .writing-<nonce>/               one being written, or left by a writer that died; see ``draft``
+      .share-<checkpoint>-<k>-of-<n>/ a share that a node has written, and that is not taken into its checkpoint yet
+      .removing-<nonce>/              one being removed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError, UnsupportedStateError
+from elastic_launch.snapshot.format.files import FileSum
+from elastic_launch.snapshot.format.plain import Decoder, Encoder
+
+__all__ = [
+    "MANIFEST",
+    "MAX_MANIFEST_BYTES",
+    "MAX_SHARES",
+    "MAX_STATE_BYTES",
+    "REMOVING",
+    "SHARE",
+    "STATE",
+    "TENSORS",
+    "WRITING",
+    "Manifest",
+    "assemble",
+    "check_numbers",
+    "directory_name",
+    "encode_meta",
+    "new_nonce",
+    "parse_json",
+    "parse_name",
+    "parse_share",
+    "share_directory",
+    "share_file",
+]
+
+WHOLE, SPLIT = 1, 2  # Schemas: of one tensor file, which older versions read, too, and of several.
+FORMAT = "elastic-launch checkpoint"
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
+MAX_SHARES = 256
+"""Tensor files at most, so that a manifest has room for them."""
+MAX_MANIFEST_BYTES = 1024 * 1024
+MAX_STATE_BYTES = 64 * 1024 * 1024
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
+_NAME = re.compile(rf"step-{_NUMBER}\.r{_NUMBER}\.[0-9a-f]{{16}}")
+_SHARE = re.compile(rf"{re.escape(SHARE)}({_NAME.pattern})-[0-9]{{5}}-of-[0-9]{{5}}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_MAX_NUMBER = 10**18  # What the pattern of a name admits.
+
+
+def new_nonce() -> str:
+    """Return 16 hex digits that tell apart checkpoints of the same step and round."""
+    return secrets.token_hex(8)
+
+
+def directory_name(step: int, round: int, nonce: str) -> str:
+    """Return the name of a checkpoint's directory."""
+    return f"step-{step}.r{round}.{nonce}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Return step and round from the name of a checkpoint's directory; None if it is no such name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def share_file(index: int, count: int, *, again: bool = False) -> str:
+    """Return the name of a share's file.
+
+    Args:
+        index: from 0; names count from 1.
+        again: of the one that the first node writes in the place of another, whose own may still be being written.
+    """
+    return f"tensors-{index + 1:05}-of-{count:05}{'.again' if again else ''}.safetensors"
+
+
+def share_directory(name: str, index: int, count: int) -> str:
+    """Return the name under which a share of the checkpoint of a name waits to be taken into it."""
+    return f"{SHARE}{name}-{index + 1:05}-of-{count:05}"
+
+
+def parse_share(name: str) -> tuple[int, int] | None:
+    """Return step and round from what :func:`share_directory` returned; None if it is no such name."""
+    match = _SHARE.fullmatch(name)
+    return parse_name(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        step: optimizer steps that the state has behind it.
+        round: number of the round that saved it.
+        tensors: what the tensor files must be, by name, in order.
+        state: what the state's file must be.
+        meta: whatever the writer wants known before the state is read.
+    """
+
+    step: int
+    round: int
+    tensors: dict[str, FileSum]
+    state: FileSum
+    meta: dict[str, Any]
+
+    @property
+    def files(self) -> dict[str, FileSum]:
+        """What all files but the manifest must be."""
+        return {**self.tensors, STATE: self.state}
+
+    @property
+    def size(self) -> int:
+        """Bytes of these files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def dumps(self) -> tuple[bytes, str]:
+        """Return the manifest as JSON, and its digest: the SHA-256, in hex, of all that it says.
+
+        Raises:
+            UnsupportedStateError: if ``meta`` is no dict of plain values, or too large.
+        """
+        return assemble(self.step, self.round, self.tensors, self.state, encode_meta(self.meta))
+
+    @staticmethod
+    def parse(data: bytes) -> tuple[Manifest, str]:
+        """Return what ``dumps`` was made from, and its digest.
+
+        Raises:
+            UnknownFormatError: if it is a manifest of another format or version.
+            MalformedError: if it is no manifest, or not what its writer wrote.
+        """
+        value = parse_json(data)
+        if not isinstance(value, dict):
+            raise MalformedError("the manifest is no JSON object")
+        if value.get("format") != FORMAT or value.get("schema") not in (WHOLE, SPLIT):
+            raise UnknownFormatError(
+                f"it has format {value.get('format')!r:.80}, schema {value.get('schema')!r:.20}; "
+                f"this version reads {FORMAT!r}, schemas {WHOLE} and {SPLIT}"
+            )
+        digest = _sha256(value.pop("sha256", None))
+        try:
+            computed = _digest(value)
+        except RecursionError as error:
+            raise MalformedError("the manifest is nested too deeply") from error
+        if computed != digest:
+            raise MalformedError("the manifest does not have its checksum")
+        tensors, state = _files(value.get("files"), split=value["schema"] == SPLIT)
+        try:
+            meta = Decoder().decode(value.get("meta"))
+        except MalformedError as error:
+            raise MalformedError(f"in the manifest's meta, {error}") from error
+        if type(meta) is not dict:
+            raise MalformedError("the manifest's meta is no dict")
+        step, round = _number(value.get("step"), "step"), _number(value.get("round"), "round")
+        return Manifest(step, round, tensors, state, meta), digest
+
+
+def encode_meta(meta: dict[str, Any]) -> Any:
+    """Return a manifest's meta as JSON.
+
+    Raises:
+        UnsupportedStateError: if it is no dict of plain values.
+    """
+    if type(meta) is not dict:
+        raise UnsupportedStateError("A checkpoint's meta is a dict.")
+    try:
+        return Encoder().encode(meta)
+    except UnsupportedStateError as error:
+        raise UnsupportedStateError(f"In its meta: {error.message}", "Put tensors into the state.") from error
+
+
+def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum, meta: Any) -> tuple[bytes, str]:
+    """Return a manifest as JSON, and its digest.
+
+    Args:
+        tensors: by name.
+        meta: as ``encode_meta`` returns it.
+
+    Raises:
+        UnsupportedStateError: if ``meta`` is too large.
+    """
+    body = {
+        "format": FORMAT,
+        "schema": WHOLE if tensors.keys() == {TENSORS} else SPLIT,
+        "step": step,
+        "round": round,
+        "files": {
+            name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in {**tensors, STATE: state}.items()
+        },
+        "meta": meta,
+    }
+    digest = _digest(body)
+    data = json.dumps({**body, "sha256": digest}, indent=1, allow_nan=False).encode() + b"\n"
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UnsupportedStateError(
+            f"A checkpoint's meta of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}.", "Put it into the state."
+        )
+    return data, digest
+
+
+def check_numbers(step: int, round: int) -> None:
+    """Refuse what cannot be in a name.
+
+    Raises:
+        UsageError: if a number is negative or no integer.
+    """
+    for name, value in (("step", step), ("round", round)):
+        if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+            raise UsageError(f"{name}={value!r}: a checkpoint's {name} is an integer, 0 or more.")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON as the standard has it.
+
+    Raises:
+        MalformedError: if it is none, or nested too deeply.
+    """
+    try:
+        return json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"it is no JSON: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _files(value: Any, *, split: bool) -> tuple[dict[str, FileSum], FileSum]:
+    """Return what the tensor files, in order, and the state's file must be."""
+    # Names come from here, never from the manifest, so that it cannot lead elsewhere.
+    if not isinstance(value, dict):
+        raise MalformedError("the manifest does not name exactly its files")
+    names = _shares_among(value) if split else [TENSORS]
+    if value.keys() != {*names, STATE}:
+        raise MalformedError(f"the manifest does not name exactly its tensor files and {STATE}")
+    return {name: _sum(name, value[name]) for name in names}, _sum(STATE, value[STATE])
+
+
+def _shares_among(value: dict[str, Any]) -> list[str]:
+    """Return the names of all shares there must be beside the state's file, each as it is there."""
+    count = len(value) - 1
+    if not 2 <= count <= MAX_SHARES:
+        raise MalformedError(f"the manifest names {count} tensor files")
+    both = [(share_file(index, count), share_file(index, count, again=True)) for index in range(count)]
+    return [again if again in value else usual for usual, again in both]
+
+
+def _sum(name: str, item: Any) -> FileSum:
+    if not isinstance(item, dict) or item.keys() != {"bytes", "sha256"}:
+        raise MalformedError(f"the manifest does not say what {name} must be")
+    return FileSum(_number(item["bytes"], f"size of {name}"), _sha256(item["sha256"]))
+
+
+def _number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+        raise MalformedError(f"the manifest's {what} is {value!r:.40}")
+    return value
+
+
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise MalformedError("a checksum in the manifest is no SHA-256")
+    return value

@@ -1,0 +1,120 @@
+"""Tensors in a safetensors file.
+
+Written here and read by the safetensors library. Its own writer would need numpy, a second copy or a second pass for
+the checksum, and hides the operating system's errors; its parser is the one that the field has hardened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
+from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
+from elastic_launch.snapshot.format.files import MAX_HEADER
+from elastic_launch.snapshot.stall import advanced
+
+__all__ = ["Layout", "layout", "parts", "read"]
+
+_ALIGNMENT = 8
+
+_PIECE = 2**22
+"""Elements that are copied at once: to read a large tensor takes long where the page cache has not kept the file."""
+
+_ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors lie in a file.
+
+    Attributes:
+        header: the file's beginning.
+        places: name, offset and size in bytes of each tensor, in the order of the file.
+        size: of the file, in bytes.
+    """
+
+    header: bytes
+    places: list[tuple[str, int, int]]
+    size: int
+
+
+def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file with these tensors, in order; at most one tensor at a time is copied.
+
+    Raises:
+        UnsupportedStateError: as ``layout``.
+    """
+    found = layout(tensors)
+    yield found.header
+    for name, _, _ in found.places:
+        tensor = dense(tensors[name])
+        yield bytes_of(tensor)
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Return the layout of a file with these tensors.
+
+    Raises:
+        UnsupportedStateError: if there are more tensors than a file holds, about half a million.
+    """
+    # Widest elements first, so that each tensor is aligned to its elements without holes, which the format forbids.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": safetensors_type(tensor.dtype),
+            "shape": stored_shape(tensor.dtype, tuple(tensor.shape)),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise UnsupportedStateError(f"A checkpoint cannot hold {len(names)} tensors: their names take too much room.")
+    beginning = len(text).to_bytes(8, "little") + text
+    ends = {name: header[name]["data_offsets"] for name in names}
+    places = [(name, len(beginning) + ends[name][0], ends[name][1] - ends[name][0]) for name in names]
+    return Layout(beginning, places, len(beginning) + offset)
+
+
+def read(descriptor: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an open file, each in memory of its own.
+
+    Raises:
+        MalformedError: if it is no such file, or has element types that this format does not use.
+    """
+    # By descriptor: the file whose checksum was verified, whatever now has its name.
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: _read_one(file, name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise MalformedError(f"it is no safetensors file: {error}") from error
+
+
+def _read_one(file: Any, name: str) -> torch.Tensor:
+    described = file.get_slice(name)
+    if described.get_dtype() not in _ELEMENTS:
+        raise MalformedError(f"the tensor {name!r} has elements of type {described.get_dtype()}")
+    if not is_possible(described.get_shape()):
+        raise MalformedError(f"the tensor {name!r} has an impossible shape")
+    # What the library returns is mapped: it would change, or end the process, with the file.
+    mapped: torch.Tensor = file.get_tensor(name)
+    advanced()
+    if mapped.numel() <= _PIECE:
+        return mapped.clone()
+    tensor = torch.empty_like(mapped)
+    source, target = mapped.reshape(-1), tensor.reshape(-1)
+    for start in range(0, source.numel(), _PIECE):
+        target[start : start + _PIECE].copy_(source[start : start + _PIECE])
+        advanced()
+    return tensor

@@ -1,0 +1,204 @@
+"""A nested state as named tensors and JSON, and back.
+
+Plain values are JSON as ``plain`` says, and a tensor is a reference to one. Beside these there are:
+
+==========================================================  =========================================================
+``{"$tensor": name, "dtype": .., "shape": ..}``              a tensor
+``{"$array": {"$tensor": ..}, "dtype": "<f8", "shape": ..}``  a NumPy array; the tensor holds its bytes, and is of the
+                                                            array's own dtype where torch has it
+``{"$scalar": "AAA=", "dtype": "<i2"}``                      a NumPy scalar, in base64
+``{"$dtype": "float32"}``                                    a torch.dtype
+``{"$size": [2, 3]}``                                        a torch.Size
+``{"$device": "cuda:0"}``                                    a torch.device
+==========================================================  =========================================================
+
+Tensors come back in host memory, contiguous, without autograd, a Parameter as a plain tensor. Names for one and the
+same tensor (tied weights) are stored once and come back as one tensor; tensors that overlap otherwise come back apart.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.format import arrays
+from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, is_possible, name_of, safetensors_type, stored_shape
+from elastic_launch.snapshot.format.plain import MAX_DEPTH, Decoder, Encoder, Path, base64_bytes, show, type_name
+
+__all__ = ["MAX_DEPTH", "decode", "encode"]
+
+
+def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Take a state apart.
+
+    Returns:
+        The tensors as they are, neither copied nor moved, by a readable name such as ``model/layer/weight``; and the
+        JSON value in which references stand for them.
+
+    Raises:
+        UnsupportedStateError: with type and place of what the format does not hold.
+    """
+    encoder = _Encoder()
+    tree = encoder.encode(state, ())
+    return encoder.tensors, tree
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Put a state together again.
+
+    Args:
+        tensors: by name, with the dtypes and shapes under which they are stored.
+
+    Raises:
+        MalformedError: if ``encode`` cannot have made this tree and these tensors, whoever did.
+    """
+    decoder = _Decoder(tensors)
+    state = decoder.decode(tree, ())
+    unused = tensors.keys() - decoder.made.keys()
+    if unused:
+        raise MalformedError(f"nothing refers to the tensor {min(unused)!r}")
+    return state
+
+
+class _Encoder(Encoder):
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def other(self, value: Any, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        if isinstance(value, torch.dtype) and name_of(value) in DTYPES:
+            return {"$dtype": name_of(value)}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if (arrays.is_array(value) or arrays.is_scalar(value)) and (dtype := arrays.dtype_of(value)) is not None:
+            if arrays.is_scalar(value):
+                data = value.tobytes()[: value.dtype.itemsize]  # an empty string's are more
+                return {"$scalar": base64.b64encode(data).decode("ascii"), "dtype": dtype}
+            tensor = _as_tensor(bytearray(value.tobytes()), dtype)
+            return {"$array": self._tensor(tensor, path), "dtype": dtype, "shape": list(value.shape)}
+        if arrays.is_array(value) or arrays.is_scalar(value):
+            self.refuse(f"{type_name(value)} of dtype {value.dtype}", path)
+        return super().other(value, path)
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            self.refuse(type_name(tensor), path, "Sharded tensors and other subclasses are not replicated state.")
+        if tensor.layout is not torch.strided or tensor.is_meta or name_of(tensor.dtype) not in DTYPES:
+            self.refuse(f"a tensor ({tensor.dtype}, {tensor.layout}, on {tensor.device})", path)
+        identity = _identity(tensor)
+        name = self._names.get(identity) if tensor.numel() else None
+        if name is None:
+            name = self._names[identity] = self._new_name(path)
+            self.tensors[name] = tensor
+        return {"$tensor": name, "dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
+
+    def _new_name(self, path: Path) -> str:
+        # A name is UTF-8 in the file; a key may be a string that is not.
+        plain = "/".join(str(key) for key in path).encode("utf-8", "backslashreplace").decode() or "state"
+        name, count = plain, 1
+        while name in self.tensors or name == "__metadata__":
+            count += 1
+            name = f"{plain}~{count}"
+        return name
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags)
+
+
+class _Decoder(Decoder):
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.made: dict[str, torch.Tensor] = {}
+
+    def readers(self) -> dict[str, Callable[[dict[str, Any], Path], Any]]:
+        return super().readers() | {
+            "$tensor": self._tensor,
+            "$array": self._array,
+            "$scalar": self._scalar,
+            "$dtype": lambda tree, path: _named(DTYPES, tree["$dtype"], path),
+            "$size": lambda tree, path: torch.Size(_shape(tree["$size"], path)),
+            "$device": lambda tree, path: _device(tree["$device"], path),
+        }
+
+    def _array(self, tree: dict[str, Any], path: Path) -> Any:
+        tensor = tree["$array"]
+        if not isinstance(tensor, dict) or "$tensor" not in tensor:
+            raise MalformedError(f"no tensor for the array at {show(path)}")
+        shape = _shape(tree.get("shape"), path)
+        return arrays.restored(tree.get("dtype"), shape, bytes_of(self.decode(tensor, path)))
+
+    def _scalar(self, tree: dict[str, Any], path: Path) -> Any:
+        return arrays.restored(tree.get("dtype"), (), base64_bytes(tree["$scalar"], path))[()]
+
+    def _tensor(self, tree: dict[str, Any], path: Path) -> torch.Tensor:
+        name, dtype, shape = tree["$tensor"], tree.get("dtype"), tree.get("shape")
+        stored = self._tensors.get(name) if isinstance(name, str) else None
+        if stored is None:
+            raise MalformedError(f"no tensor {name!r} for {show(path)}")
+        if not isinstance(dtype, str) or dtype not in DTYPES or not _is_shape(shape):
+            raise MalformedError(f"an unknown dtype or shape at {show(path)}")
+        made = self.made.get(name)
+        if made is None:
+            made = self.made[name] = _restore(stored, DTYPES[dtype], tuple(shape), path)
+        if made.dtype is not DTYPES[dtype] or list(made.shape) != shape:
+            raise MalformedError(f"another dtype or shape of the tensor {name!r} at {show(path)}")
+        return made
+
+
+def _restore(stored: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], path: Path) -> torch.Tensor:
+    same_type = safetensors_type(stored.dtype) == safetensors_type(dtype)
+    if same_type and tuple(stored.shape) == stored_shape(dtype, shape):
+        return stored if stored.dtype is dtype else stored.view(dtype).reshape(shape)
+    raise MalformedError(f"a tensor of {name_of(stored.dtype)}{list(stored.shape)} for {show(path)}")
+
+
+def _as_tensor(data: bytearray, dtype: str) -> torch.Tensor:
+    """Return an array's bytes as a flat tensor, which owns them, of the same elements where torch has these."""
+    kind = _ELEMENTS.get(dtype, torch.uint8)
+    return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+
+
+_ELEMENTS = {
+    f"{'|' if dtype.itemsize == 1 else '<'}{letter}{dtype.itemsize}": dtype
+    for letter, dtypes in {
+        "f": (torch.float16, torch.float32, torch.float64),
+        "i": (torch.int8, torch.int16, torch.int32, torch.int64),
+        "u": (torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        "c": (torch.complex64, torch.complex128),
+        "b": (torch.bool,),
+    }.items()
+    for dtype in dtypes
+}
+
+
+def _named(known: Mapping[str, Any], name: Any, path: Path) -> Any:
+    if not isinstance(name, str) or name not in known:
+        raise MalformedError(f"an unknown name at {show(path)}")
+    return known[name]
+
+
+def _shape(value: Any, path: Path) -> tuple[int, ...]:
+    if not _is_shape(value):
+        raise MalformedError(f"an unknown shape at {show(path)}")
+    return tuple(value)
+
+
+def _device(value: Any, path: Path) -> torch.device:
+    try:
+        return torch.device(value if isinstance(value, str) else "")
+    except RuntimeError as error:
+        raise MalformedError(f"an unknown device at {show(path)}") from error
+
+
+def _is_shape(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value) and is_possible(value)

@@ -1,0 +1,13 @@
+"""Durable checkpoints: directories, and URLs that fsspec opens.
+
+``saving``       writes and prunes
+``listing``      finds checkpoints
+``reading``      loads them
+``background``   writes them in a thread
+``draft``        a directory that becomes a checkpoint by a rename
+``shared_copies``  checkpoint files read once for all workers of a host
+``shares``       one checkpoint written by several nodes
+``urls``         writing, listing and pruning behind a URL
+``url_storage``  what is needed of fsspec
+``owner``        which run a location belongs to
+"""

@@ -1,0 +1,204 @@
+"""Writing checkpoints beside the training."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from elastic_launch.snapshot.errors import CheckpointError, CheckpointWriteError
+from elastic_launch.snapshot.format.manifest import check_numbers
+from elastic_launch.snapshot.storage.listing import CheckpointInfo
+from elastic_launch.snapshot.storage.saving import check_keep, prune, write
+
+__all__ = ["BackgroundWriter", "WriteOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    """How one write ended.
+
+    Attributes:
+        step, round: of the state that was to be written.
+        seconds: that it took.
+        info: the checkpoint, None if it was not written.
+        error: why it was not written or, where ``info`` is there, why old ones could not be removed.
+    """
+
+    step: int
+    round: int
+    seconds: float
+    info: CheckpointInfo | None = None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    state: Any
+    step: int
+    round: int
+    meta: dict[str, Any] | None
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time; its owner closes it.
+
+    The newest wins: a state that waits while another is written is replaced by the next one submitted. Errors end
+    nothing; they come out of ``poll`` or, if nobody polls, of ``close``.
+
+    Args:
+        directory: where checkpoints are, or a URL; made by the first write.
+        keep: after each write all but so many of the newest are removed, see ``prune``; None removes nothing.
+        owner, may_commit: as for ``write``.
+
+    Raises:
+        UsageError: if ``keep`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        owner: str = "",
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> None:
+        if keep is not None:
+            check_keep(keep)
+        self._directory = directory
+        self._keep = keep
+        self._owner = owner
+        self._may_commit = may_commit
+        self._changed = threading.Condition()
+        self._waiting: _Request | None = None
+        self._busy = False
+        self._closing = False
+        self._ended = False
+        self._outcomes: list[WriteOutcome] = []
+        # A daemon, so that a file system that hangs does not keep the process from ending after `close` gave up.
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, state: Any, *, step: int, round: int, meta: dict[str, Any] | None = None) -> None:
+        """Have a state written, and return at once.
+
+        Args:
+            state: a copy that nobody changes any more: it is read later, in another thread.
+            step, round, meta: as for ``write``.
+
+        Raises:
+            CheckpointError: if the writer is closed or its thread has ended.
+            UsageError: if step or round is no such number.
+        """
+        check_numbers(step, round)
+        with self._changed:
+            if self._closing or self._ended:
+                raise CheckpointError("A checkpoint was submitted to a writer that has ended.")
+            self._waiting = _Request(state, step, round, meta)
+            self._changed.notify_all()
+
+    def poll(self) -> list[WriteOutcome]:
+        """Return how the writes ended that were not yet returned, oldest first; does not wait."""
+        with self._changed:
+            outcomes, self._outcomes = self._outcomes, []
+            return outcomes
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was submitted is written or has failed.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            False if the time was up before.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle() or self._ended, timeout) and self._idle()
+
+    def close(self, timeout: float = 600.0) -> None:
+        """Write what waits, end the thread, and raise the last error that ``poll`` has not returned. Works once.
+
+        Args:
+            timeout: seconds; what is still being written then appears only if the process lives long enough.
+
+        Raises:
+            CheckpointError: the last error not polled, or that the time was up.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise CheckpointWriteError(
+                f"A checkpoint in {os.fspath(self._directory)} was still being written after {timeout:g} s.",
+                "Check the file system that holds it.",
+            )
+        if not self._idle():
+            raise CheckpointError("The thread that writes checkpoints has ended by an error; its traceback is above.")
+        errors = [outcome.error for outcome in self.poll() if outcome.error is not None]
+        if errors:
+            raise errors[-1]
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _idle(self) -> bool:
+        return self._waiting is None and not self._busy
+
+    def _run(self) -> None:
+        try:
+            while (request := self._next()) is not None:
+                outcome = self._write(request)
+                # Before the wait for the next one: a state may be all of a model.
+                del request
+                self._finished(outcome)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _next(self) -> _Request | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+            request, self._waiting = self._waiting, None
+            self._busy = request is not None
+            return request
+
+    def _finished(self, outcome: WriteOutcome) -> None:
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._busy = False
+            self._changed.notify_all()
+
+    def _write(self, request: _Request) -> WriteOutcome:
+        started = time.monotonic()
+        info: CheckpointInfo | None = None
+        failure: CheckpointError | None = None
+        try:
+            info = write(
+                self._directory,
+                request.state,
+                step=request.step,
+                round=request.round,
+                meta=request.meta,
+                owner=self._owner,
+                may_commit=self._may_commit,
+            )
+            if self._keep is not None:
+                prune(self._directory, self._keep, request.round)
+        except CheckpointError as error:
+            failure = error
+        except RuntimeError as error:
+            # From torch, of a device that is lost or has no memory left, for example.
+            failure = CheckpointError(f"A checkpoint of step {request.step} could not be written: {error}.")
+            failure.__cause__ = error
+        return WriteOutcome(request.step, request.round, time.monotonic() - started, info, failure)

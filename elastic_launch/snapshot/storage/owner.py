@@ -1,0 +1,118 @@
+"""Which run a directory or URL belongs to, so that two runs do not write to one. Needs no torch.
+
+A run that reads its checkpoints takes it, by putting its id and a random token there. Whoever is about to
+commit a checkpoint looks whether that was the last to take it. It is a check, not a lock, which object stores do not
+have: of two runs that live the later one goes on saving, and the earlier one is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from typing import Any
+
+from elastic_launch.snapshot.errors import MalformedError, TakenError, writing
+from elastic_launch.snapshot.format.files import create, read_small
+from elastic_launch.snapshot.location import Place, Url
+from elastic_launch.snapshot.storage.url_storage import Storage, saving
+
+__all__ = ["OWNER", "check", "claim", "other_owner", "owned_by"]
+
+OWNER = "owner.json"
+_FORMAT = "elastic-launch owner"
+_LIMIT = 16 * 1024
+
+
+def claim(where: Place, run: str) -> str:
+    """Take a directory or URL; return what :func:`check` asks for.
+
+    Args:
+        run: id of the run; may be empty.
+
+    Raises:
+        CheckpointWriteError: if nothing can be written there.
+    """
+    token = secrets.token_hex(8)
+    _put(where, run, token)
+    return f"{token} {run}"
+
+
+def owned_by(run: str) -> str:
+    """Return what :func:`check` asks for where this run took it before; its id must tell it from others."""
+    return f" {run}"
+
+
+def other_owner(where: Place, run: str) -> str:
+    """Return the id of the run that took a directory or URL last; empty if that was this one, or none did.
+
+    Raises:
+        CheckpointWriteError: if the mark cannot be read.
+    """
+    found = _read(where)
+    return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
+
+
+def check(where: Place, owner: str, *, take: bool = False) -> None:
+    """Refuse to write to where another run has taken it; what nobody has is taken.
+
+    Args:
+        owner: from :func:`claim` or :func:`owned_by`; empty: anybody.
+        take: take it from another run, unless ``owner`` is from :func:`claim`.
+
+    Raises:
+        TakenError: naming the other run.
+        CheckpointWriteError: if the mark cannot be read, or not be written.
+    """
+    if not owner:
+        return
+    token, _, run = owner.partition(" ")
+    found = _read(where)
+    others = found is not None and (found.get("token") != token if token else found.get("run") != run)
+    if found is None or (others and take and not token):
+        _put(where, run, token or secrets.token_hex(8))
+    elif others:
+        raise TakenError(
+            f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
+            f"on {found.get('host')!r:.80}; this is run {run!r}.",
+            "Give each run a directory of its own, or end one of them.",
+        )
+
+
+def _put(where: Place, run: str, token: str) -> None:
+    marker = {"format": _FORMAT, "run": run, "token": token, "host": socket.gethostname()}
+    data = json.dumps(marker, indent=1).encode() + b"\n"
+    if isinstance(where, Url):
+        with saving(where, "write to"):
+            Storage(where).put(where / OWNER, data)
+        return
+    with writing(where, "write to"):
+        where.mkdir(parents=True, exist_ok=True)
+        new = where / f".{OWNER}.{secrets.token_hex(8)}"
+        try:
+            with open(create(new), "wb") as file:
+                file.write(data)
+            os.rename(new, where / OWNER)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def _read(where: Place) -> dict[str, Any] | None:
+    """Return the mark; None if there is none that makes sense."""
+    what = "read the owner of"
+    with saving(where, what) if isinstance(where, Url) else writing(where, what):
+        try:
+            if isinstance(where, Url):
+                return _parse(Storage(where).read(where / OWNER, _LIMIT))
+            return _parse(read_small(where / OWNER, _LIMIT))
+        except (FileNotFoundError, MalformedError):
+            return None
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value.get("format") == _FORMAT else None

@@ -1,0 +1,205 @@
+"""Checkpoints in a directory, or behind a URL: loaded, without trust in what is there."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
+from elastic_launch.snapshot.format import tensor_file as tensorfile
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.files import FileSum, open_regular, read_small, sum_of
+from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json
+from elastic_launch.snapshot.location import Place, Url
+from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.listing import (
+    SCANS,
+    CheckpointInfo,
+    OnDamaged,
+    check_size,
+    faults,
+    find,
+    manifest_of,
+)
+from elastic_launch.snapshot.storage.shared_copies import Copies
+from elastic_launch.snapshot.storage.url_storage import Storage
+
+__all__ = ["LoadedCheckpoint", "load", "newest"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint whose checksums were right.
+
+    Attributes:
+        state: as it was written; tensors are in host memory, each in memory of its own.
+    """
+
+    info: CheckpointInfo
+    state: Any
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the state has behind it."""
+        return self.info.step
+
+    @property
+    def round(self) -> int:
+        """Number of the round that saved it."""
+        return self.info.round
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the writer wanted known before the state is read."""
+        return self.info.meta
+
+
+def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint:
+    """Read a checkpoint and verify sizes and checksums before anything is made of its content.
+
+    Args:
+        copies: keeps what was read of a directory for other processes, if there is room.
+
+    Raises:
+        DamagedCheckpointError: if it is not what its writer wrote, or not what ``info`` describes.
+        ForeignCheckpointError: if it has another format.
+        CheckpointGoneError: if it was removed meanwhile.
+        CheckpointReadError: if it cannot be read.
+    """
+    path = info.path
+    if isinstance(path, Url):
+        with remote.faults(path):
+            manifest = _same(info, *remote.manifest_of(path))
+            storage = Storage(path)
+            state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
+            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum))
+            return LoadedCheckpoint(info, tree.decode(state, tensors))
+    with faults(path):
+        manifest = _same(info, *manifest_of(path))
+        if copies is not None:
+            copies.begin(info)
+        data = read_small(path / STATE, MAX_STATE_BYTES)
+        state = _parse_state(data, manifest.state)
+        if copies is not None:
+            copies.keep_state(data)
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies))
+        return LoadedCheckpoint(info, tree.decode(state, tensors))
+
+
+def newest(
+    directory: str | os.PathLike[str],
+    on_damaged: OnDamaged | None = None,
+    *,
+    above: tuple[int, int] | None = None,
+    copies: Copies | None = None,
+) -> LoadedCheckpoint | None:
+    """Load the newest checkpoint that is sound; None if there is none.
+
+    Args:
+        directory: need not be there.
+        above: only what is newer than this round and step counts.
+        copies: keeps what was read of a directory for other processes, if there is room.
+        on_damaged: is told once of each checkpoint that is skipped, or raises to refuse that; without it a warning is
+            logged.
+
+    Raises:
+        CheckpointReadError: if the directory cannot be listed.
+        CheckpointGoneError: if other processes keep removing what is there.
+    """
+    told: set[Place] = set()
+
+    def skip(error: CheckpointReadError) -> None:
+        if error.path not in told:
+            told.add(error.path)
+            (on_damaged or _warn)(error)
+
+    gone: CheckpointGoneError | None = None
+    for _ in range(SCANS):
+        try:
+            found = find(directory, skip)
+            return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip, copies)
+        except CheckpointGoneError as error:
+            # Whoever removed it has a newer one.
+            gone = error
+    assert gone is not None
+    raise gone
+
+
+def _first_sound(infos: list[CheckpointInfo], skip: OnDamaged, copies: Copies | None) -> LoadedCheckpoint | None:
+    for info in infos:
+        try:
+            return load(info, copies)
+        except CheckpointGoneError:
+            raise
+        except CheckpointReadError as error:
+            skip(error)
+    return None
+
+
+def _warn(error: CheckpointReadError) -> None:
+    _log.warning("skipped a checkpoint. %s", error)
+
+
+def _same(info: CheckpointInfo, manifest: Manifest, digest: str) -> Manifest:
+    if digest != info.digest:
+        raise MalformedError("it is not the one that was found before")
+    return manifest
+
+
+def _parse_state(data: bytes, expected: FileSum) -> Any:
+    check_size(STATE, len(data), expected)
+    _check_hash(STATE, hashlib.sha256(data).hexdigest(), expected)
+    return parse_json(data)
+
+
+def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Read the tensor files one after the other."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, expected in manifest.tensors.items():
+        more = one(name, expected)
+        if both := tensors.keys() & more.keys():
+            raise MalformedError(f"two files have a tensor {min(both)!r}")
+        tensors.update(more)
+    return tensors
+
+
+def _load_tensors(path: Path, expected: FileSum, copies: Copies | None) -> dict[str, torch.Tensor]:
+    with open_regular(path) as descriptor:
+        check_size(path.name, os.fstat(descriptor).st_size, expected)
+        if copies is not None and (taken := copies.take(descriptor)) is not None:
+            copy, found = taken
+            _check_hash(path.name, found.sha256, expected)
+            return tensorfile.read(copy)
+        _check_hash(path.name, sum_of(descriptor).sha256, expected)
+        return tensorfile.read(descriptor)
+
+
+def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, torch.Tensor]:
+    """Read tensors by way of a file without a name: what is parsed must be what was verified, and may be large."""
+    digest, size = hashlib.sha256(), 0
+    with tempfile.TemporaryFile() as file:
+        for chunk in storage.chunks(url):
+            digest.update(chunk)
+            size += len(chunk)
+            if size > expected.bytes:
+                break
+            file.write(chunk)
+        file.flush()
+        check_size(url.name, size, expected)
+        _check_hash(url.name, digest.hexdigest(), expected)
+        return tensorfile.read(file.fileno())
+
+
+def _check_hash(name: str, sha256: str, expected: FileSum) -> None:
+    if sha256 != expected.sha256:
+        raise MalformedError(f"{name} does not have its checksum")

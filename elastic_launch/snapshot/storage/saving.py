@@ -1,0 +1,308 @@
+"""Checkpoints in a directory, or behind a URL: written and pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.errors import MalformedError, NotCommittedError, UnsupportedStateError, writing
+from elastic_launch.snapshot.format.files import FileSum, create, open_regular, read_small, sync_directory, write_all
+from elastic_launch.snapshot.format.manifest import (
+    MANIFEST,
+    MAX_STATE_BYTES,
+    REMOVING,
+    STATE,
+    TENSORS,
+    assemble,
+    check_numbers,
+    directory_name,
+    encode_meta,
+    new_nonce,
+    share_directory,
+    share_file,
+)
+from elastic_launch.snapshot.format.plain import Decoder
+from elastic_launch.snapshot.location import Url, place
+from elastic_launch.snapshot.storage import owner as owners
+from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
+from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
+
+__all__ = ["check_keep", "prune", "state_json", "write", "write_parts", "write_share"]
+
+_SUM = "sum.json"  # Beside a share that waits.
+
+
+def write(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int,
+    round: int,
+    meta: dict[str, Any] | None = None,
+    owner: str = "",
+    may_commit: Callable[[], bool] = lambda: True,
+) -> CheckpointInfo:
+    """Write a checkpoint; once this returns it survives the end of the process and a loss of power.
+
+    It appears in one step, the renaming of its directory to its final name. A process that dies before leaves a hidden
+    directory that nobody reads and ``prune`` removes; a write that fails removes it itself.
+
+    Args:
+        directory: where checkpoints are, or a URL; made if it is not there.
+        state: nested dicts, lists, tuples, tensors and plain values; see ``tree``. It must not change meanwhile.
+        step: optimizer steps that the state has behind it, 0 or more.
+        round: number of the round that saves it, 0 or more.
+        meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
+        owner: who must have taken the directory last, see ``owner``; empty: anybody.
+        may_commit: asked once all is on the disk; the checkpoint appears only if so.
+
+    Raises:
+        NotCommittedError: if it was not to be committed; nothing is left behind.
+        UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
+        CheckpointWriteError: if the directory is read-only, full, or none; TakenError if another run has taken it.
+        UsageError: if step or round is no such number.
+    """
+    from elastic_launch.snapshot.format import tensor_file as tensorfile
+    from elastic_launch.snapshot.format import tree  # these need torch, what follows does not
+
+    tensors, rest = tree.encode(state)
+    meta_json = encode_meta({} if meta is None else meta)
+    parts = tensorfile.parts(tensors)
+    state_data = state_json(rest)
+    return write_parts(
+        directory, parts, state_data, meta_json, step=step, round=round, may_commit=may_commit, owner=owner
+    )
+
+
+def write_parts(
+    directory: str | os.PathLike[str],
+    tensors: Iterable[bytes | memoryview] | Split,
+    state: bytes,
+    meta: Any,
+    *,
+    step: int,
+    round: int,
+    may_commit: Callable[[], bool] = lambda: True,
+    owner: str = "",
+    take: bool = False,
+) -> CheckpointInfo:
+    """Write a checkpoint as ``write`` does, from the content of its files.
+
+    Args:
+        tensors: content of the tensor file, in parts; or of several files, most of which other nodes write.
+        state: content of the state's file.
+        meta: as ``encode_meta`` returns it.
+        may_commit: asked once all is on the disk; the checkpoint appears only if so.
+        owner: as for ``write``; looked up after that.
+        take: as for ``owner.check``.
+
+    Raises:
+        NotCommittedError: if it was not to be committed; nothing is left behind.
+    """
+    check_numbers(step, round)
+    where = place(directory)
+
+    def allowed() -> bool:
+        if not may_commit():
+            return False
+        owners.check(where, owner, take=take)
+        return True
+
+    if isinstance(where, Url):
+        path, digest, size = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
+        return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
+    with writing(where, "write a checkpoint in"):
+        _make_directory(where)
+        with draft(where) as new:
+            if isinstance(tensors, Split):
+                name = directory_name(step, round, tensors.nonce)
+                state_sum = _write_file(new.path / STATE, state)
+                tensor_sums = _write_split(where, name, new, tensors.division)
+            else:
+                name = directory_name(step, round, new.nonce)
+                tensor_sums = {TENSORS: write_all(new.tensors, tensors)}
+                state_sum = _write_file(new.path / STATE, state)
+            data, digest = assemble(step, round, tensor_sums, state_sum, meta)
+            _write_file(new.path / MANIFEST, data)
+            # The rename must not reach the disk before the names that it makes visible.
+            sync_directory(new.path)
+            if not allowed():
+                raise NotCommittedError(step)
+            final = where / name
+            os.rename(new.path, final)
+            sync_directory(where)
+    size = sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
+    return CheckpointInfo(final, step, round, digest, size, Decoder().decode(meta))
+
+
+def write_share(
+    directory: str | os.PathLike[str], division: Division, index: int, *, step: int, round: int, nonce: str
+) -> None:
+    """Write a share of a checkpoint that another node commits; see ``shares``.
+
+    Args:
+        index: of the share, from 1: the first is the committer's.
+        nonce: of the checkpoint's name.
+
+    Raises:
+        CheckpointWriteError: if it cannot be written; nothing is left behind.
+    """
+    check_numbers(step, round)
+    where = place(directory)
+    if isinstance(where, Url):
+        remote.write_share(where, division, index, step=step, round=round, nonce=nonce)
+        return
+    name = directory_name(step, round, nonce)
+    with writing(where, "write a share of a checkpoint in"):
+        _make_directory(where)
+        with draft(where) as new:
+            _write_file(new.path / _SUM, pack_sum(write_all(new.tensors, division.parts(index))))
+            sync_directory(new.path)
+            if (where / name).exists():
+                bury(new.path)  # the other one has not waited
+            else:
+                os.rename(new.path, where / share_directory(name, index, len(division)))
+
+
+def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict[str, FileSum]:
+    """Fill a draft with shares: the first, those that other nodes have written, and those that they have not."""
+    count, began = len(division), time.monotonic()
+    files = [new.path / share_file(index, count) for index in range(count)]
+    with division.sums() as expected:
+        sums = {0: write_all(new.tensors, division.parts(0))}
+        os.rename(new.path / TENSORS, files[0])
+
+        def place_of(index: int) -> Path:
+            return where / share_directory(name, index, count)
+
+        def look(indices: Collection[int]) -> dict[int, FileSum | None]:
+            # The client of a network file system may remember for long that a name was absent, unless it has itself
+            # changed the directory since.
+            mark = where / f"{REMOVING}{new_nonce()}"  # which prune removes, if this process dies here
+            with suppress(OSError):
+                mark.mkdir()
+                mark.rmdir()
+            return {x: _said(place_of(x)) for x in indices if place_of(x).exists()}
+
+        def take(index: int, found: FileSum) -> bool:
+            sums[index] = found
+            return _take(place_of(index), files[index], found.bytes)
+
+        def write(index: int) -> None:
+            descriptor = create(files[index])
+            try:
+                sums[index] = write_all(descriptor, division.parts(index))
+            finally:
+                os.close(descriptor)
+
+        gather(division, expected, look, take, write, PATIENCE + time.monotonic() - began)
+    return {files[index].name: sums[index] for index in range(count)}
+
+
+def _take(share: Path, file: Path, size: int) -> bool:
+    """Move a share into a draft, if it is there with its size."""
+    try:
+        os.rename(share / TENSORS, file)
+    except OSError:
+        return False  # somebody has removed it, or it is another user's
+    try:
+        with open_regular(file) as descriptor:
+            whole = os.fstat(descriptor).st_size == size
+    except MalformedError:
+        whole = False
+    if not whole:
+        os.unlink(file)
+    bury(share)
+    return whole
+
+
+def _said(share: Path) -> FileSum | None:
+    try:
+        return parse_sum(read_small(share / _SUM, MAX_SUM_BYTES))
+    except (OSError, MalformedError):
+        return None
+
+
+def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
+    """Remove old checkpoints, and what writers that died have left; return the checkpoints removed, newest first.
+
+    Damaged and foreign directories are neither counted nor removed; drafts of writers that live are not touched.
+
+    Args:
+        directory: need not be there.
+        keep: so many of the newest by (round, step) stay, of those that count; 1 or more.
+        up_to_round: the caller's own. Checkpoints of later rounds stay, and do not count: the caller may have been left
+            out of these, and what it has just written is the only state of its branch.
+
+    Raises:
+        CheckpointReadError: if the directory cannot be listed.
+        CheckpointWriteError: if something cannot be removed.
+        UsageError: if ``keep`` is less than 1.
+    """
+    check_keep(keep)
+    where = place(directory)
+    found = find(where)
+    old = [info for info in found if info.round <= up_to_round][keep:]
+    # The oldest first: whoever dies in between leaves what keep says.
+    paths = [info.path for info in reversed(old)]
+    newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
+    if isinstance(where, Url):
+        remote.remove(path for path in paths if isinstance(path, Url))
+        remote.remove_abandoned(where, newest)
+        return old
+    with writing(where, "remove old checkpoints in"):
+        for path in paths:
+            bury(Path(path))
+        if where.is_dir():
+            remove_abandoned(where)
+            remove_shares(where, newest)
+    return old
+
+
+def check_keep(keep: int) -> None:
+    """Refuse to keep nothing.
+
+    Raises:
+        UsageError: if ``keep`` is less than 1.
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: at least 1 checkpoint is kept.")
+
+
+def state_json(rest: Any) -> bytes:
+    """Return the content of a state's file.
+
+    Raises:
+        UnsupportedStateError: if it is too large.
+    """
+    text = json.dumps(rest, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > MAX_STATE_BYTES:
+        raise UnsupportedStateError(
+            f"A checkpoint cannot hold {len(text)} bytes of JSON; the limit is {MAX_STATE_BYTES}.",
+            "Put long lists of numbers into tensors.",
+        )
+    return text
+
+
+def _make_directory(directory: Path) -> None:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    if missing:
+        os.makedirs(directory, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+def _write_file(path: Path, data: bytes) -> FileSum:
+    descriptor = create(path)
+    try:
+        return write_all(descriptor, [data])
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""A checkpoint that one process has read, for the others of its host: its verified files in memory.
+
+They are files without names (memfd): they take no room of /dev/shm, others open them by the reader's descriptors in
+/proc, and they are gone when the last process that has them is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_launch.snapshot.format import tensor_file as tensorfile
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.files import FileSum, read_chunks
+from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
+from elastic_launch.snapshot.format.plain import Decoder
+from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.storage.listing import CheckpointInfo
+
+__all__ = ["CopiedFiles", "Copies"]
+
+MOST = 0.5
+"""Share of the free memory that copies may take."""
+
+
+class Copies:
+    """Files of one checkpoint in this process' memory, read only once.
+
+    Attributes:
+        info: the checkpoint that they are of; None if there is none, or no room for them.
+    """
+
+    def __init__(self) -> None:
+        self.info: CheckpointInfo | None = None
+        self._state = -1
+        self._tensors: list[int] = []
+
+    def begin(self, info: CheckpointInfo) -> None:
+        """Begin with a checkpoint, if there is room for it, and forget the one before."""
+        self.close()
+        if info.bytes <= MOST * free_memory():
+            self.info = info
+
+    def keep_state(self, data: bytes) -> None:
+        """Keep the content of the file beside the tensors."""
+        if self.info is None:
+            return
+        self._state = os.memfd_create("elastic-launch-state", os.MFD_CLOEXEC)
+        try:
+            with open(self._state, "wb", closefd=False) as file:
+                file.write(data)
+        except OSError:
+            self.close()
+
+    def take(self, source: int) -> tuple[int, FileSum] | None:
+        """Read a tensor file into memory, and keep it; return a descriptor of what was read, and what it is.
+
+        Args:
+            source: descriptor of the file.
+
+        Returns:
+            None if there is no room; nothing is kept then, and the file must be read by other means.
+        """
+        if self.info is None:
+            return None
+        copy = os.memfd_create("elastic-launch-tensors", os.MFD_CLOEXEC)
+        self._tensors.append(copy)
+        digest, size = hashlib.sha256(), 0
+        for chunk in read_chunks(source):
+            digest.update(chunk)
+            size += len(chunk)
+            rest = chunk
+            try:
+                while rest:
+                    rest = rest[os.write(copy, rest) :]
+            except OSError:
+                self.close()
+                return None
+        return copy, FileSum(size, digest.hexdigest())
+
+    def told(self) -> dict[str, Any]:
+        """Return what another process of this host needs to open them, as JSON."""
+        assert self.info is not None
+        info = self.info
+        return {
+            "pid": os.getpid(),
+            "state": self._state,
+            "tensors": self._tensors,
+            "info": [str(info.path), info.step, info.round, info.digest, info.bytes],
+            "meta": json.dumps(encode_meta(info.meta), allow_nan=False),
+        }
+
+    def close(self) -> None:
+        """Free the memory, as far as no other process has it."""
+        for descriptor in [self._state, *self._tensors]:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.info, self._state, self._tensors = None, -1, []
+
+
+class CopiedFiles:
+    """What another process of this host keeps in :class:`Copies`.
+
+    Args:
+        told: by that process.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._told = told
+
+    def load(self) -> tuple[CheckpointInfo, Any]:
+        """Return the checkpoint and its state, each tensor in memory of its own.
+
+        Raises:
+            OSError: if the files cannot be opened: the process is gone, or another user's.
+            MalformedError: if they are not what they were.
+        """
+        path, step, round, digest, size = self._told["info"]
+        meta = dict(Decoder().decode(parse_json(self._told["meta"].encode())))
+        tensors: dict[str, torch.Tensor] = {}
+        for number in self._told["tensors"]:
+            descriptor = self._open(number)
+            try:
+                tensors.update(tensorfile.read(descriptor))
+            finally:
+                os.close(descriptor)
+        descriptor = self._open(self._told["state"])
+        with open(descriptor, "rb") as file:
+            state = tree.decode(parse_json(file.read()), tensors)
+        return CheckpointInfo(Path(path), step, round, digest, size, meta), state
+
+    def _open(self, number: int) -> int:
+        return os.open(f"/proc/{int(self._told['pid'])}/fd/{int(number)}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,128 @@
+"""What a program of this project is as a process: its standard streams, its first signals, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from elastic_launch.errors import ElasticLaunchError, ExitCode, UsageError
+from elastic_launch.system.interrupts import end_quietly
+from elastic_launch.system.termination_log import write_termination_log
+from elastic_launch.system.writer_thread import IDLE, Writer, flush_all
+
+__all__ = ["GIVEN_UP", "PROGRAM", "check_kernel", "exiting", "reported"]
+
+PROGRAM = "elastic-launch"
+
+GIVEN_UP = "c10d-call"
+"""Name of threads in calls that are not waited for beyond their time."""
+
+
+def exiting(act: Callable[[], int]) -> NoReturn:
+    """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
+    end_quietly()
+    _open_streams()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        # Whoever has started this process cares for no exit codes, and the kernel would keep none for this one either.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if os.getpid() == 1:
+        _end_by_signals()
+    try:
+        code = act()
+    except KeyboardInterrupt:  # by a handler that somebody else has put there
+        code = ExitCode.INTERRUPTED
+    _leave(code)
+
+
+def reported(act: Callable[[], int]) -> int:
+    """Return what act returns; print the error that it ends with, and return its code."""
+    try:
+        return act()
+    except ElasticLaunchError as error:
+        hint = textwrap.indent(error.hint, "  ")
+        text = f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")
+        words = f"exit code {error.exit_code}: {error.message}\n{error.hint}\n"
+        # Neither a console that nobody reads nor a file system that hangs may keep this process.
+        with contextlib.closing(Writer("last words", limit=len(text), patience=IDLE)) as writer:
+            writer.put(lambda data: write_termination_log(words))
+            writer.put(lambda data: print(text, file=sys.stderr, flush=True))
+        return error.exit_code
+
+
+def check_kernel() -> None:
+    """Find out whether processes can be watched here: all that starts workers needs that.
+
+    Raises:
+        UsageError: if not.
+    """
+    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        raise UsageError(
+            f"{sys.executable} was built for Linux before 5.3: its os module has no pidfd_open.",
+            "Use another build of Python, such as that of your distribution or of python.org.",
+        )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return  # which has its own remedies
+        raise UsageError(
+            f"the kernel, {os.uname().sysname} {os.uname().release}, lets no process be watched: "
+            f"pidfd_open(2) fails: {error.strerror}.",
+            "Linux 5.3 or newer is needed; in a container its seccomp profile must allow pidfd_open.",
+        ) from None
+
+
+def _leave(code: int) -> NoReturn:
+    """End with a code.
+
+    A thread that was given up would abort the process if its call returned while the interpreter takes itself to
+    pieces: the call is C++, and forbids that its thread is unwound. One that hangs as it writes may hold what the
+    interpreter waits for.
+    """
+    written = flush_all()
+    if not written or any(thread.name == GIVEN_UP for thread in threading.enumerate()):
+        if written:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Open those of descriptors 0 to 2 that were closed: else a socket of ours gets the number, and workers take it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    # As the interpreter found them closed.
+    sys.stdout = sys.stdout or _nowhere(1)
+    sys.stderr = sys.stderr or _nowhere(2)
+
+
+def _nowhere(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), "utf-8", "backslashreplace")
+
+
+def _end_by_signals() -> None:
+    """Let signals end process 1 as they would any other, before and after the agent's handlers (pid_namespaces(7))."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        try:
+            text = f"exit code {128 + number}: stopped by {signal.Signals(number).name}\n"
+            write_termination_log(text, unless_written=True)  # the agent knows better, if it has said something
+        finally:
+            os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)

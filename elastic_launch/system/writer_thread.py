@@ -1,0 +1,207 @@
+"""Threads that write what others must not wait for: a console may have no reader, and a file system may hang.
+
+What is to be written goes into a bounded queue, and a daemon thread writes it. As long as something is taken at the
+other end, however slowly, nothing is lost: who brings much waits for room. Once nothing was taken for a while, what
+finds the queue full is dropped and counted, until half of the queue is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["IDLE", "Writer", "flush_all"]
+
+T = TypeVar("T")
+
+Write = Callable[[bytes], object]
+"""Writes; may take for ever. Raises nothing."""
+
+Lost = Callable[[int, float], object]
+"""Called with the number of lines that were dropped, and for how many seconds nothing was taken."""
+
+OVERHEAD = 128
+"""Bytes that an entry of the queue counts besides its data."""
+
+IDLE = 2.0
+"""Seconds that the end of a process waits for an end that takes nothing."""
+
+LONGEST = 60.0
+"""Seconds that the end of a process waits for an end that takes something now and then."""
+
+_all: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+class Writer:
+    """A thread that makes calls which may hang, in order.
+
+    Args:
+        name: of the thread.
+        limit: bytes that may wait before who can wait has to. Who cannot has as many again for himself.
+        patience: seconds for which one call may take nothing before others count it as stuck.
+        lost: called from the thread, once there is room again; must not block.
+    """
+
+    def __init__(self, name: str, *, limit: int, patience: float, lost: Lost = lambda lines, seconds: None) -> None:
+        self.name = name
+        self._limit = limit
+        self._patience = patience
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._filled = threading.Condition(self._lock)
+        self._drained = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait for room, or for the end
+        self._idle = False
+        self._closed = False
+        self._queue: deque[tuple[Write, bytes]] = deque()
+        self._size = 0  # of what waits and of what is being written
+        self._since = 0.0  # when the present call began, or something was taken last; 0: there is no call
+        self._dropping = False
+        self._dropped = 0
+        self._dropped_since = 0.0
+        self._thread = VitalThread(self._run, name)
+        self._thread.start()
+        _all.add(self)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the present call has taken nothing for too long."""
+        since = self._since
+        return since > 0 and time.monotonic() - since > self._patience
+
+    def put(self, write: Write, data: bytes = b"", *, wait: bool = False) -> bool:
+        """Have data written; return whether it will be.
+
+        Args:
+            wait: for room, while the other end takes anything. Without it this returns at once.
+        """
+        size = len(data) + OVERHEAD
+        with self._lock:
+            if wait:
+                self._await_room()
+            if self._closed or (self._dropping and wait) or self._size >= self._limit * (1 if wait else 2):
+                if not self._dropped:
+                    self._dropped_since = self._since or time.monotonic()
+                self._dropped += data.count(b"\n")
+                return False
+            self._queue.append((write, data))
+            self._size += size
+            if self._idle:
+                self._filled.notify()
+        return True
+
+    def ask(self, call: Callable[[], T], timeout: float) -> T:
+        """Make a call in the thread, after what waits, and return what it returns.
+
+        Raises:
+            TimeoutError: if it has not returned after so many seconds; it is not begun later. At once, if another one
+                is stuck.
+            OSError: what it raises.
+        """
+        answers: queue.SimpleQueue[tuple[T | None, OSError | None]] = queue.SimpleQueue()
+        given_up = threading.Event()
+
+        def answer(data: bytes) -> None:
+            if given_up.is_set():
+                return
+            try:
+                answers.put((call(), None))
+            except OSError as error:
+                answers.put((None, error))
+
+        try:
+            if self.stuck or not self.put(answer):
+                raise queue.Empty
+            value, error = answers.get(timeout=timeout)
+        except queue.Empty:
+            given_up.set()
+            raise TimeoutError(errno.ETIMEDOUT, "the file system does not answer") from None
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def progress(self) -> None:
+        """Called from within a call: the other end has taken something."""
+        self._since = time.monotonic()
+
+    def flush(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
+        """Wait until all is written; return whether it is.
+
+        Args:
+            idle: seconds after which nothing was taken that this gives up.
+            longest: seconds after which it gives up in any case.
+        """
+        deadline = time.monotonic() + longest
+        with self._lock:
+            while self._size:
+                now = time.monotonic()
+                left = min(deadline, (self._since or now) + idle) - now
+                if left <= 0:
+                    return False
+                self._wait(left)
+        return True
+
+    def close(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
+        """Take nothing more, and end the thread once all is written; return whether it is, see :meth:`flush`."""
+        done = self.flush(idle, longest)
+        with self._lock:
+            self._closed = True
+            self._filled.notify()
+        if done:
+            self._thread.join()
+        return done
+
+    def _await_room(self) -> None:
+        while self._size >= self._limit and not self._dropping and not self._closed:
+            left = (self._since or time.monotonic()) + self._patience - time.monotonic()
+            if left <= 0:
+                self._dropping = True
+                return
+            self._wait(left)
+
+    def _wait(self, seconds: float) -> None:
+        self._waiting += 1
+        self._drained.wait(seconds)
+        self._waiting -= 1
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            write, data = entry
+            self._since = time.monotonic()
+            write(data)
+            self._since = 0.0
+            self._done(len(data) + OVERHEAD)
+
+    def _next(self) -> tuple[Write, bytes] | None:
+        with self._lock:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._idle = True
+                self._filled.wait()
+                self._idle = False
+            return self._queue.popleft()
+
+    def _done(self, size: int) -> None:
+        with self._lock:
+            self._size -= size
+            if self._waiting:
+                self._drained.notify_all()
+            if not self._dropped or self._size > self._limit // 2:
+                return
+            lines, self._dropped, self._dropping = self._dropped, 0, False
+            seconds = time.monotonic() - self._dropped_since
+        self._lost(lines, seconds)
+
+
+def flush_all() -> bool:
+    """Flush all writers of this process; return whether all is written. If not, a thread may hang for ever."""
+    return min([writer.flush() for writer in list(_all)], default=True)  # none is left out

@@ -1,0 +1,156 @@
+"""One worker of each node reads a checkpoint from its directory, and the others have it from that worker's memory.
+
+So storage is asked once for each node and not for each worker. The reader says every few seconds that it is there; it
+is a message that the others wait for, so that its death ends their wait at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_launch import snapshot
+from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.stall import STALL, while_advancing
+from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["Read", "read_on_node"]
+
+_log = logging.getLogger(__name__)
+
+PATIENCE = STALL + 30.0
+"""Seconds without a word from the reader after which a worker that waits for it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was found in a directory.
+
+    Attributes:
+        loaded: the newest sound checkpoint, if any.
+        known: highest round in any checkpoint's name.
+        damaged: the first one that was skipped, if any.
+    """
+
+    loaded: snapshot.LoadedCheckpoint | None
+    known: int
+    damaged: snapshot.CheckpointReadError | None
+
+
+def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+    """Read a directory, or have it read by another worker of this node; called by all ranks.
+
+    Args:
+        read: reads, and keeps what it has read in the copies if there are any.
+
+    Raises:
+        CheckpointError: as ``read``, on all workers of a node; or if the one that reads does not respond.
+    """
+    first = world.rank - world.local_rank
+    others = list(range(first + 1, first + world.local_world_size))
+    if not others or not _in_one_row(world, first):
+        return while_advancing(directory, lambda: read(None))
+    if world.rank == first:
+        return _read_for(others, directory, read)
+    return _have_read(first, world.rank, directory, read)
+
+
+def _in_one_row(world: World, first: int) -> bool:
+    """Whether on every node the ranks follow one another, as launchers number them, so that all know their reader."""
+    mine = torch.tensor([first, world.local_world_size])
+    gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(gathered, mine)
+    found = [(int(entry[0]), int(entry[1])) for entry in gathered]
+    return all(
+        first <= rank < first + size <= world.world_size and found[first : first + size] == [(first, size)] * size
+        for rank, (first, size) in enumerate(found)
+    )
+
+
+def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+    copies = Copies()
+    try:
+        try:
+            found = while_advancing(directory, lambda: read(copies), lambda: _say(others, b""))
+        except snapshot.CheckpointError as error:
+            _say(others, json.dumps({"error": [error.message, error.hint]}).encode())
+            raise
+        told: dict[str, Any] = {"known": found.known, "damaged": None, "copies": None, "alone": False}
+        if found.damaged is not None:
+            told["damaged"] = [str(found.damaged.path), found.damaged.message, found.damaged.hint]
+        if found.loaded is not None:
+            told["alone"] = copies.info is None
+            told["copies"] = copies.told() if copies.info is not None else None
+        _say(others, json.dumps(told).encode())
+        for other in others:
+            dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has them
+        return found
+    finally:
+        copies.close()
+
+
+def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+    try:
+        told: dict[str, Any] = json.loads(_hear(reader))
+    except RuntimeError as error:
+        if "Timed out" not in str(error):
+            raise  # its end is the cause
+        raise snapshot.CheckpointReadError(
+            directory,
+            f"Rank {reader}, which reads {directory} for rank {rank} too, has not responded for {PATIENCE:g} s.",
+            "Check that process, and the file system that it reads.",
+        ) from error
+    if "error" in told:
+        raise snapshot.CheckpointError(*told["error"])
+    damaged = None
+    if told["damaged"] is not None:
+        path, message, hint = told["damaged"]
+        damaged = snapshot.CheckpointReadError(Path(path), message, hint)
+    loaded = None
+    try:
+        if told["copies"] is not None:
+            loaded = snapshot.LoadedCheckpoint(*CopiedFiles(told["copies"]).load())
+    except (OSError, MalformedError) as error:
+        _log.warning("rank %d reads the checkpoint by itself: what rank %d has read: %s", rank, reader, error)
+        told["alone"] = True
+    dist.send(torch.zeros(1, dtype=torch.int64), dst=reader)
+    if told["alone"]:
+        return while_advancing(directory, lambda: read(None))
+    return Read(loaded, told["known"], damaged)
+
+
+def _say(others: list[int], data: bytes) -> None:
+    """Send a message; an empty one says that there will be another."""
+    for other in others:
+        dist.send(torch.tensor([len(data)]), dst=other)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=other)
+
+
+def _hear(reader: int) -> bytes:
+    """Return the first message that is not empty.
+
+    Raises:
+        RuntimeError: if the reader is gone, or silent for too long.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    while not int(size):
+        _receive(size, reader)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    _receive(content, reader)
+    return bytes(content.tolist())
+
+
+def _receive(target: torch.Tensor, reader: int) -> None:
+    work = dist.irecv(target, src=reader)
+    assert work is not None
+    work.wait(timedelta(seconds=PATIENCE))

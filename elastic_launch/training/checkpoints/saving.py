@@ -1,0 +1,393 @@
+"""Where a training's state goes: into the node's memory every few steps, and to durable storage now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from elastic_launch import snapshot
+from elastic_launch.training.checkpoints.branches import Branch, following
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
+from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Target, newest, restore
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.agreement import NOTHING, Wishes
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger(__name__)
+
+Stays = Callable[[Tensor], bool]
+
+
+class Saver:
+    """Restores a process' training, and saves it.
+
+    Args:
+        link: to the agent, which keeps snapshots in memory and copies them; without it there are durable checkpoints
+            only, written by a thread of this process.
+
+    Attributes:
+        failure: why nothing at all could be saved, if so.
+        seconds: that the last saving took.
+        compares: whether the ranks' states are compared in the present training, see ``replicas``.
+    """
+
+    def __init__(self, world: World, link: AgentLink | None) -> None:
+        self.failure: snapshot.CheckpointError | None = None
+        self.seconds = 0.0
+        self.compares = False
+        self._world = world
+        self._link = link
+        self._memory = MemorySnapshots(link, world) if link is not None else None
+        self._checkpoint: Checkpoint | None = None
+        self._training = -1
+        self._branch = Branch()
+        self._posted = NOTHING
+        self._agreed = NOTHING
+        self._kept = False
+        self._keeping = 0  # step of the last snapshot
+        self._uncertain: Callable[[Checkpoint], None] | None = None
+        self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
+        self._equal = (0, 0)  # round and step of the last state that was found the same on all ranks
+
+    def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
+        """Tell a function of each checkpoint that was written or failed."""
+        self._listeners.append(function)
+
+    @contextmanager
+    def telling(self, function: Callable[[snapshot.WriteOutcome], None]) -> Iterator[None]:
+        """Do as :meth:`listen` for the time of a context."""
+        self._listeners.append(function)
+        try:
+            yield
+        finally:
+            self._listeners.remove(function)
+
+    def restore(self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState) -> Resumed:
+        """Restore the next of the script's trainings from its newest state, wherever it is; called by all ranks.
+
+        Mostly that is in memory, of which durable storage has copies. It is not where the node that went on alone is
+        gone, and another one comes back with an older state.
+        """
+        self.finish(wait=True)
+        self._checkpoint = checkpoint
+        self._training += 1
+        self.compares, self._equal = False, (0, 0)
+        kept = newest(self._memory, self._world, self._training) if self._world.round else None
+        resumed: Resumed | None = None
+        if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
+            resumed = checkpoint.open(self._world, identity, above=None if kept is None else kept.position)
+            self._branch = checkpoint.branch
+        if resumed is not None and resumed.state is not None:
+            self._judge(resumed)
+        if resumed is None and kept is not None:
+            resumed = self._from_memory(kept, checkpoint, identity, state)
+        elif resumed is None:
+            resumed = Resumed()
+            self._branch = following(self._world.round, run_id(), {}, 0)
+        if resumed.state is not None:
+            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
+        if self._memory is not None:
+            self._memory.rhythm.begin(resumed.step)
+        return resumed
+
+    def _from_memory(
+        self, kept: Newest, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState
+    ) -> Resumed:
+        parts, meta = restore(kept, self._world)
+        number, step = kept.position
+        origin = f"The snapshot of step {step} in memory"
+        check_identity(identity, meta, origin)
+        number_equal, step_equal = meta.get("equal", (0, 0))
+        self._equal = int(number_equal), int(step_equal)
+        self._branch = following(self._world.round, run_id(), meta, number)
+        resumed = Resumed.of(step, parts, meta, origin)
+        if checkpoint is not None:
+            saved, ago = meta.get("saved", (step, 0.0))
+            checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
+            self._branch = checkpoint.branch
+        if self._equal == kept.position:
+            self.equal_after(step)  # of this branch, too
+        elif not resumed.compared and self._world.rank == 0:
+            _log.warning(
+                "training goes on from the snapshot of step %d in memory; the ranks were last compared after step %d, "
+                "and a difference since then is not found any more",
+                step,
+                resumed.equal,
+            )
+        if checkpoint is not None:
+            worlds = [*resumed.worlds, self._world.world_size]
+            self._uncertain = partial(self._save_again, step, identity, state, worlds)
+        return resumed
+
+    def _judge(self, resumed: Resumed) -> None:
+        """Say so if a checkpoint was made of a state that differed from rank to rank, for all that is known."""
+        if resumed.compared:
+            self.equal_after(resumed.step)
+        elif self._world.rank == 0:
+            _log.warning(
+                "%s was not compared among the ranks before it was saved, as its run failed; they were last the same "
+                "after step %d. If the memory of one has failed since then, the state may be wrong",
+                resumed.origin,
+                resumed.equal,
+            )
+
+    def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
+        """Return what this rank wants, each wish once: the first rank's clock and costs count for all."""
+        timed = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
+        save = self._asked(step, checkpoint) or timed
+        keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
+        first = self._world.rank == 0
+        save = (first and save and not self._posted.save) or self._owes(checkpoint)
+        keep = first and keep and not self._posted.keep
+        if not save and not keep:
+            return NOTHING
+        wishes = Wishes(save=save, keep=keep)
+        self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
+        return wishes
+
+    def _owes(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether a checkpoint that was put off can be made now."""
+        return (
+            checkpoint is not None
+            and checkpoint.owes
+            and not self._posted.save
+            and not (self._link and self._link.silent)
+        )
+
+    def _agent_is_there(self) -> bool:
+        """Whether the agent lives, and takes snapshots: if it does not answer, it is slow."""
+        return self._memory is not None and self._memory.writes and self._link is not None and self._link.alive
+
+    def _may_commit(self) -> bool:
+        return self._link is None or self._link.may_commit()
+
+    def agree(self, agreed: Wishes) -> None:
+        """Take note of what all ranks have agreed on; it is done at the next boundary with a step."""
+        if agreed.save or agreed.keep:
+            self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
+
+    def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
+        """A step is done; tell of checkpoints that were written."""
+        self._uncertain = None
+        if self._memory is not None:
+            self._memory.rhythm.step_done(step, time.monotonic())
+        if checkpoint is not None:
+            self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
+            for outcome in checkpoint.outcomes():
+                self._tell(outcome)
+
+    def save(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        worlds: list[int],
+        *,
+        last: bool,
+        draining: bool,
+        stays: Stays | None,
+    ) -> None:
+        """Save the state after a step where that is due; called by all ranks.
+
+        Args:
+            last: whether no step follows in this process.
+            draining: whether one follows in another.
+            stays: whether a tensor keeps its values until :meth:`settle`; None: nobody calls that.
+        """
+        agreed, self._agreed = self._agreed, NOTHING
+        if agreed is not NOTHING:
+            saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
+            self._posted = Wishes(save=saves, keep=keeps)
+        durable = False
+        if checkpoint is not None:
+            due = agreed.save or _due_by_steps(checkpoint, step)
+            durable = (due or last) and checkpoint.needs(step)
+        if not durable and not agreed.keep and not (draining and self._world.round):
+            return
+        began = time.monotonic()
+        self._kept = False
+        in_memory = self._memory is not None and self._memory.writes
+        durably = checkpoint if checkpoint is not None and checkpoint.writes else None
+        captured = state.capture(keep=in_memory or (durable and durably is not None))
+        meta = meta_of(dict(identity), worlds)
+        meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
+        if self._world.world_size == 1:
+            self.equal_after(step)
+        meta["equal"] = self._equal
+        if self.compares or self._world.world_size == 1:
+            meta["compared"] = self._equal == (self._branch.round, step)
+        if checkpoint is not None:
+            meta["saved"] = checkpoint.standing(step, now=durable)
+        if in_memory:
+            target = checkpoint.target(self._world, now=durable) if checkpoint is not None else Target()
+            spent = time.monotonic() - began
+            self._kept = self._keep(captured, meta, step, stays, target, last=last, spent=spent)
+        if durable and self._kept and durably:
+            durably.requested(step, self._link)
+        elif durable and durably and in_memory and self._agent_is_there() and not last:
+            # Memory must not fall behind what is durable: all ranks save again once the agent answers.
+            if not durably.owes:
+                _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
+            durably.put_off(step)
+        elif durable and checkpoint is not None:
+            checkpoint.save(captured, step, meta, self._may_commit)
+        self.seconds = time.monotonic() - began
+
+    def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether :meth:`save` is about to save durably, even if no stop or end wants it; the same on all ranks."""
+        return checkpoint is not None and (self._agreed.save or _due_by_steps(checkpoint, step))
+
+    def equal_after(self, step: int) -> None:
+        """The state after a step was found the same on all ranks."""
+        self._equal = self._branch.round, step
+
+    def drop_unequal(self) -> None:
+        """Drop the snapshots in memory that are newer than the last state that was the same on all ranks."""
+        if self._memory is not None:
+            self.settle()
+            self._memory.drop_above(self._equal, self._training)
+
+    def settle(self) -> None:
+        """Wait until parameters and the optimizer's state may change."""
+        if self._memory is None:
+            return
+        try:
+            self._memory.settle()
+        except snapshot.UnsupportedStateError:
+            self._memory.writes = False
+            raise
+        except snapshot.TornSnapshotError as error:
+            self._take_again(error)
+        except snapshot.CheckpointError as error:
+            self._lose_snapshot(error.message)
+        except OSError as error:
+            self._lose_snapshot(f"there is no memory for them: {error}")
+
+    def _take_again(self, error: snapshot.TornSnapshotError) -> None:
+        """Say that a snapshot is given up, and have the checkpoint that was to be made of it made of a later one."""
+        _log.warning(
+            "%s. That snapshot is given up. From now on the next step begins only when a snapshot is copied; to avoid "
+            "the wait, change parameters right after step.update()",
+            error.message,
+        )
+        self._kept = False
+        if self._checkpoint is not None:
+            self._checkpoint.torn(self._keeping)
+
+    def finish(self, *, wait: bool) -> None:
+        """Come to the end of a training.
+
+        Args:
+            wait: for what is being copied to durable storage; else the agent sees to it.
+        """
+        self.settle()
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
+            return
+        uncertain, self._uncertain = self._uncertain, None
+        if wait and uncertain is not None:
+            uncertain(checkpoint)
+        began = time.monotonic()
+        for outcome in checkpoint.finish(wait=wait or not self._kept):
+            self._tell(outcome)
+        self.seconds += time.monotonic() - began
+        if wait:
+            self.failure = self.failure or checkpoint.failed()
+
+    def _save_again(
+        self, step: int, identity: dict[str, int], state: TrainingState, worlds: list[int], checkpoint: Checkpoint
+    ) -> None:
+        """Save what was restored from memory, when no step is left to be done.
+
+        Its copy may have been what the last processes waited for when a fault ended their round.
+        """
+        checkpoint.doubt()
+        self.save(step, checkpoint, identity, state, worlds, last=True, draining=False, stays=None)
+
+    def abandon(self) -> None:
+        """After an error: let what is being written be finished, without any other rank."""
+        with suppress(snapshot.UnsupportedStateError):  # perhaps the error itself
+            self.settle()
+        if self._checkpoint is not None:
+            self._checkpoint.rescue()
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def _keep(
+        self,
+        captured: dict[str, Any],
+        meta: dict[str, Any],
+        step: int,
+        stays: Stays | None,
+        target: Target,
+        *,
+        last: bool,
+        spent: float,
+    ) -> bool:
+        assert self._memory is not None
+        self._memory.rhythm.taken(step)
+        self._keeping = step
+        try:
+            return self._memory.store(
+                captured,
+                meta,
+                step=step,
+                round=self._branch.round,
+                training=self._training,
+                stays=stays or (lambda tensor: True),
+                target=target,
+                wait=last or stays is None,
+                patient=last,
+                spent=spent,
+            )
+        except snapshot.UnsupportedStateError:
+            raise
+        except snapshot.CheckpointError as error:
+            self._give_up_memory(error.message)
+        except OSError as error:
+            self._give_up_memory(f"there is no memory for them: {error}")
+        return False
+
+    def _lose_snapshot(self, reason: str) -> None:
+        """Give up after a state was taken for one that is on its way to the agent."""
+        assert self._memory is not None
+        self._give_up_memory(reason)
+        if self._checkpoint is not None:
+            self._checkpoint.lost(self._memory.rhythm.last, reason)
+
+    def _give_up_memory(self, reason: str) -> None:
+        assert self._memory is not None
+        self._memory.writes = False
+        self._kept = False
+        _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
+
+    def _asked(self, step: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether the agent asks for a checkpoint; it is told at once if there will be none."""
+        if self._link is None or not self._link.save_asked():
+            return False
+        if checkpoint is None:
+            self._link.saved(step, "the script saves no checkpoints")
+        return checkpoint is not None
+
+    def _tell(self, outcome: snapshot.WriteOutcome) -> None:
+        if self._link is not None:
+            self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
+        for listener in self._listeners:
+            listener(outcome)
+
+
+def _due_by_steps(checkpoint: Checkpoint, step: int) -> bool:
+    return not checkpoint.by_clock and checkpoint.due(step)

@@ -1,0 +1,70 @@
+"""Schedulers and averaged models that a training has and its checkpoints have not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_launch.training.checkpoints.state import Group, Stateful
+
+__all__ = ["forgotten", "has_forgotten_average"]
+
+_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
+"""Attributes of a ReduceLROnPlateau."""
+
+
+def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
+    """Return those optimizers among parts that have a scheduler which is not among them.
+
+    A scheduler of torch's marks its optimizer's ``step``. ReduceLROnPlateau does not: it is found as an object that
+    refers to the optimizer, which is looked for only where no part does.
+    """
+    flat = list(_members(parts))
+    saved = {id(found) for part in flat for found in _scheduled(part)}
+    optimizers = [part for part in flat if isinstance(part, torch.optim.Optimizer)]
+    return [
+        each
+        for each in optimizers
+        if id(each) not in saved and (hasattr(each.step, "_wrapped_by_lr_sched") or _has_plateau(each))
+    ]
+
+
+def has_forgotten_average(parts: Iterable[Stateful]) -> bool:
+    """Whether the process has an AveragedModel that neither is among parts nor belongs to one."""
+    saved: set[int] = set()
+    for part in _members(parts):
+        for holder in (part, *getattr(part, "__dict__", {}).values()):
+            saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
+    # The collector knows objects by their class, too.
+    return any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
+
+
+def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the process has a ReduceLROnPlateau of an optimizer; the collector knows it, or its ``__dict__``."""
+    return any(
+        isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
+        for found in gc.get_referrers(optimizer)
+    )
+
+
+def _members(parts: Iterable[Stateful]) -> Iterator[Stateful]:
+    for part in parts:
+        if isinstance(part, Group):
+            yield from part.members.values()
+        else:
+            yield part
+
+
+def _scheduled(part: object) -> Iterator[Any]:
+    """Yield the optimizers of a scheduler, or of one that an object of the script's own holds."""
+    for holder in (part, *getattr(part, "__dict__", {}).values()):
+        for inner in (holder, *(holder if isinstance(holder, list | tuple) else ())):
+            optimizer = getattr(inner, "__dict__", {}).get("optimizer")
+            if isinstance(optimizer, torch.optim.Optimizer):
+                yield optimizer

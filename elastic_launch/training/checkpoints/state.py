@@ -1,0 +1,260 @@
+"""What a checkpoint holds of a training: objects with a state, by name, and functions to be told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.plain import Path, show
+from elastic_launch.snapshot.format.small_values import UnknownMember
+from elastic_launch.training.checkpoints.matching import class_of, differences, module_differences, reordered
+from elastic_launch.training.kinds import found
+
+__all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
+
+
+class Stateful(Protocol):
+    """What has a state to be saved, as torch's modules, optimizers and schedulers do."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+def is_stateful(part: object) -> bool:
+    """Return whether part is an object, not a class, that has a state to be saved."""
+    return not isinstance(part, type) and hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+class Group:
+    """Several objects with a state as one part of it, by name."""
+
+    def __init__(self, members: Mapping[str, Stateful]) -> None:
+        self.members = dict(members)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, member in self.members.items():
+            member.load_state_dict(state[name])
+
+
+class TrainingState:
+    """The parts of a training's state."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Stateful] = {}
+        self._on_save: list[Callable[[], None]] = []
+        self._on_restore: list[Callable[[], None]] = []
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Add a part.
+
+        Raises:
+            UsageError: if the name is taken by another object, or the object has no state.
+        """
+        if self._parts.get(name, stateful) is not stateful:
+            raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
+        if isinstance(stateful, type):
+            raise UsageError(f"run.register({name!r}) got {found(stateful)}.", "Register an object.")
+        if not is_stateful(stateful):
+            raise UsageError(
+                f"run.register({name!r}): {type(stateful).__name__} has no state_dict and load_state_dict.",
+                "Give it both, or register an object that has them.",
+            )
+        self._parts[name] = stateful
+
+    def extended(self, parts: dict[str, Stateful]) -> TrainingState:
+        """Return a state with further parts and the same functions.
+
+        Raises:
+            UsageError: if a name is taken.
+        """
+        state = TrainingState()
+        state._on_save, state._on_restore = self._on_save, self._on_restore
+        for name, part in [*self._parts.items(), *parts.items()]:
+            state.register(name, part)
+        return state
+
+    def on_save(self, function: Callable[[], None]) -> None:
+        self._on_save.append(function)
+
+    def on_restore(self, function: Callable[[], None]) -> None:
+        self._on_restore.append(function)
+
+    def capture(self, *, keep: bool) -> dict[str, Any]:
+        """Tell all that the state is about to be taken, and return it.
+
+        Args:
+            keep: whether this rank needs the state; without it the parts are not asked.
+        """
+        for function in self._on_save:
+            function()
+        return {name: part.state_dict() for name, part in self._parts.items()} if keep else {}
+
+    @property
+    def parts(self) -> list[Stateful]:
+        return list(self._parts.values())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parts)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether there is nothing to save, nor a function that does it."""
+        return not (self._parts or self._on_save or self._on_restore)
+
+    def check(self) -> None:
+        """Ask all parts for their state, and refuse what a checkpoint cannot hold.
+
+        Raises:
+            UnsupportedStateError: naming type and place.
+        """
+        tree.encode({name: part.state_dict() for name, part in self._parts.items()})
+
+    def orders(self) -> dict[str, list[list[str]]]:
+        """Return the names of each optimizer's parameters by group; those of no part are numbered."""
+        names = {
+            id(parameter): f"{part}.{name}"
+            for part, module in self._parts.items()
+            if isinstance(module, nn.Module)
+            for name, parameter in module.named_parameters()
+        }
+
+        def order(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+            others = count()
+            return [
+                [names[id(p)] if id(p) in names else f"other parameter {next(others)}" for p in group["params"]]
+                for group in optimizer.param_groups
+            ]
+
+        return {name: order(part) for name, part in self._members() if isinstance(part, torch.optim.Optimizer)}
+
+    def _members(self) -> Iterator[tuple[str, Stateful]]:
+        """Yield all parts, and the members of groups as ``part/member``."""
+        for name, part in self._parts.items():
+            yield name, part
+            if isinstance(part, Group):
+                yield from ((f"{name}/{key}", member) for key, member in part.members.items())
+
+    def described(self) -> str:
+        """Return the names of all parts, with their classes where a state fits no other one."""
+        classes = self.classes()
+        names = dict.fromkeys([*self._parts, *classes])
+        return ", ".join(f"{name} ({classes[name]})" if name in classes else name for name in names)
+
+    def classes(self) -> dict[str, str]:
+        """Return the classes of those parts whose states fit no other one; of groups by ``part/member``."""
+        return {name: kind for name, part in self._members() if (kind := class_of(part))}
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        origin: str,
+        classes: Mapping[str, str] | None = None,
+        orders: Mapping[str, list[list[str]]] | None = None,
+    ) -> None:
+        """Give the parts their states, and tell all.
+
+        Args:
+            origin: which checkpoint it is, for errors.
+            classes, orders: as :meth:`classes` and :meth:`orders` were when it was saved; of what is not there they are
+                not known.
+
+        Raises:
+            UsageError: naming the parts, if they are not the same, or what of them differs.
+        """
+        if lacking := sorted(self._parts.keys() - state.keys()):
+            names = ", ".join(lacking)
+            raise UsageError(
+                f"{origin} has no {names}, which this script has.",
+                f"Leave out {names} to go on from it, or start in another directory: Checkpoint(directory).",
+            )
+        if surplus := sorted(state.keys() - self._parts.keys()):
+            names = ", ".join(surplus)
+            raise UsageError(
+                f"{origin} has {names}, which this script has not.",
+                f"Give {names} as an argument (scheduler=, scaler=) or by run.register(), as when it was made, or "
+                "start in another directory: Checkpoint(directory).",
+            )
+        _check_members(state, origin, ())
+        here, there = self.orders(), orders or {}
+        known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
+        for name, part in self._parts.items():
+            _load(name, part, state[name], origin, classes or {}, known)
+        for function in self._on_restore:
+            function()
+
+
+def _check_members(saved: Any, origin: str, path: Path) -> None:
+    """Refuse a state with a member of an enum that this script has not, or has with another value.
+
+    Raises:
+        UsageError: naming its place.
+    """
+    if isinstance(saved, UnknownMember):
+        raise UsageError(
+            f"{origin} has {saved} at {show(path)}, and this script has no such member of an enum.",
+            "Define the enum as when it was made, before the state is restored, or save the member's value.",
+        )
+    if isinstance(saved, Mapping):
+        for key, item in saved.items():
+            _check_members(item, origin, (*path, key))
+    elif isinstance(saved, list | tuple | deque | set | frozenset):
+        for index, item in enumerate(saved):
+            _check_members(item, origin, (*path, index))
+
+
+def _load(
+    name: str,
+    part: Stateful,
+    saved: Any,
+    origin: str,
+    classes: Mapping[str, str],
+    orders: Mapping[str, tuple[list[list[str]], list[list[str]]]],
+) -> None:
+    """Give a part its state.
+
+    Args:
+        orders: names of an optimizer's parameters, when it was saved and now.
+
+    Raises:
+        UsageError: if it is not that part's.
+    """
+    if isinstance(part, Group):
+        there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []
+        if set(there) != part.members.keys():
+            found = ", ".join(map(repr, there)) if there else "one without a name"
+            _refuse(name, origin, f"it is of {found}, and here are {', '.join(map(repr, part.members))}")
+        for key, member in part.members.items():
+            _load(f"{name}/{key}", member, saved[key], origin, classes, orders)
+        return
+    if name in orders:
+        saved, found = reordered(saved, *orders[name])
+        if found:
+            _refuse(name, origin, found)
+    if found := differences(part, saved, classes.get(name, "")):
+        _refuse(name, origin, found)
+    try:
+        part.load_state_dict(saved)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
+        _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
+
+
+def _refuse(name: str, origin: str, found: str, hint: str = "", cause: Exception | None = None) -> NoReturn:
+    raise UsageError(
+        f"{origin} does not fit this script's {name}: {found}.",
+        hint
+        or f"Resume with the {name} that it was made with, or start in another directory: Checkpoint(directory). To "
+        "take only weights from it, load them before the training: elastic_launch.snapshot.newest(directory).state.",
+    ) from cause

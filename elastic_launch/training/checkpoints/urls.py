@@ -1,0 +1,143 @@
+"""Opening checkpoints behind a URL: the first rank talks to the storage, and all learn what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.location import Url
+from elastic_launch.snapshot.stall import while_advancing
+from elastic_launch.snapshot.storage import owner
+from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.listing import positions
+from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["Found", "open_url"]
+
+Check = Callable[[dict[str, Any], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is behind a URL.
+
+    Attributes:
+        round, step: of the newest checkpoint; 0 if there is none.
+        state: of that checkpoint, by part; None if there is none.
+        meta: of that checkpoint.
+        owner: what copies are checked by, on the first rank.
+        highest: round of all that has a checkpoint's name.
+    """
+
+    round: int
+    step: int
+    state: dict[str, Any] | None
+    meta: dict[str, Any]
+    owner: str
+    highest: int
+
+
+def open_url(
+    url: Url,
+    world: World,
+    run: str,
+    check: Check,
+    skip: Callable[[Exception], None],
+    above: tuple[int, int] | None = None,
+) -> Found:
+    """Make sure that a URL works, read its newest checkpoint, and take it for this run; called by all ranks.
+
+    Args:
+        run: id of the run.
+        check: raises for the meta and step of a checkpoint of another training.
+        skip: is told of damaged checkpoints, and of what stands against looking for one above.
+        above: round and step of a state in memory: only what is newer counts, and is this run's own. Without that
+            nothing is taken, and what does not work is no error.
+
+    Raises:
+        UsageError: as ``check``, or if there is no driver; on all ranks.
+        CheckpointError: if the storage cannot be listed, read or written, or does not respond; on all ranks.
+    """
+    if url.scheme == "memory" and world.round:
+        raise UsageError(
+            f"Checkpoints cannot be saved to {url} under elastic-launch: that is the memory of one process.",
+            "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
+        )
+    found: Found | None = None
+    error: UsageError | snapshot.CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            look = partial(_open, url, run, check, skip)
+            found = while_advancing(url, look if above is None else partial(_open_newer, url, run, check, skip, above))
+        except (UsageError, snapshot.CheckpointError) as failure:
+            error = failure
+    if world.world_size > 1:
+        found = _share(world, found, error)
+    if error is not None:
+        raise error
+    assert found is not None
+    if world.rank != 0 and found.state is not None:
+        check(found.meta, found.step)
+    return found
+
+
+def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -> Found:
+    remote.probe(url)
+    damaged: list[snapshot.CheckpointReadError] = []
+
+    def on_damaged(error: snapshot.CheckpointReadError) -> None:
+        damaged.append(error)
+        skip(error)
+
+    loaded = snapshot.newest(url, on_damaged=on_damaged)
+    if loaded is None and damaged:
+        # To begin anew would overwrite, by and by, what may still be mended.
+        raise damaged[0]
+    if loaded is not None:
+        check(loaded.meta, loaded.step)
+    # Last: a training that does not belong here takes nothing from one that does.
+    return _found(url, loaded, owner.claim(url, run))
+
+
+def _open_newer(url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int]) -> Found:
+    mine = owner.owned_by(run)
+    try:
+        if other := owner.other_owner(url, run):
+            raise snapshot.CheckpointError(f"{url} was taken by run {other}.")
+        loaded = snapshot.newest(url, on_damaged=skip, above=above)
+        if loaded is not None:
+            check(loaded.meta, loaded.step)
+            mine = owner.claim(url, run)
+        return _found(url, loaded, mine)
+    except snapshot.CheckpointError as error:
+        skip(error)
+        return Found(0, 0, None, {}, mine, 0)
+
+
+def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str) -> Found:
+    highest = max((number for number, _ in positions(url)), default=0)
+    if loaded is None:
+        return Found(0, 0, None, {}, mine, highest)
+    return Found(loaded.round, loaded.step, loaded.state, loaded.meta, mine, highest)
+
+
+def _share(world: World, found: Found | None, error: UsageError | snapshot.CheckpointError | None) -> Found | None:
+    told: dict[str, Any] | None = None
+    if error is not None:
+        told = {"error": [isinstance(error, UsageError), error.message, error.hint]}
+    elif found is not None:
+        told = {"numbers": [found.round, found.step, found.highest], "state": found.state, "meta": found.meta}
+    told = broadcast_state(told, 0, world.rank)
+    if world.rank == 0:
+        return found
+    assert told is not None
+    if "error" in told:
+        usage, message, hint = told["error"]
+        raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
+    round, step, highest = told["numbers"]
+    return Found(round, step, told["state"], told["meta"], "", highest)

@@ -1,0 +1,56 @@
+"""Going through evaluation data, shared out over the ranks, with the same result at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_launch.training.data.loader import Loader
+from elastic_launch.training.gradients.means import MeanTable
+from elastic_launch.training.randomness import derive, seeded
+
+__all__ = ["evaluate", "evaluating"]
+
+Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
+"""Takes a collated micro-batch; returns the values to be averaged, and their weight, None for its samples."""
+
+
+def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, rank: int) -> list[float]:
+    """Return the means, over all samples of one epoch, of what is measured on each micro-batch.
+
+    Args:
+        measure: called under ``no_grad`` with the random state derived from the loader's seed and the micro-batch.
+        columns: number of values that it returns.
+    """
+    steps = loader.steps_per_epoch
+    # All global batches but the last have as many micro-batches as the first.
+    each, last = (loader.plan(step, world_size, rank).total for step in (0, steps - 1))
+    measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
+    with torch.no_grad(), closing(loader.epoch_from(0, world_size, rank)) as batches:
+        for step in range(steps):
+            for micro in loader.plan(step, world_size, rank).micro_batches:
+                with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
+                    values, weight = measure(next(batches))
+                measured.append((step * each + micro.index, values, float(len(micro)), weight))
+    table = MeanTable((steps - 1) * each + last, columns)
+    for place, values, samples, weight in measured:
+        table.fill(place, values, samples, weight)
+    table.post(world_size)
+    table.wait()
+    return table.means(loader.length, "evaluation").values
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module of it back into the one that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

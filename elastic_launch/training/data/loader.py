@@ -1,0 +1,489 @@
+"""The same samples in the same micro-batches at every world size, through any restart.
+
+Epoch e visits the dataset in an order that derives from (seed, e). Its global batches are cut off that order, their
+micro-batches off them, and a rank loads its own slice of each. Where a run resumes, the loader starts at the first
+micro-batch that is still to be done, of whatever world. Nothing is held for an epoch: neither memory nor the time to
+start depends on its length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.context import BaseContext
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from elastic_launch.batch import BatchPlan, GlobalBatch
+from elastic_launch.errors import UsageError
+from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request
+from elastic_launch.training.data.generators import own_generators
+from elastic_launch.training.data.old_order import OldBatches, OldShuffled
+from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
+from elastic_launch.training.durations import ENDLESS
+from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.randomness import derive
+
+__all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Position", "check_loader"]
+
+AT_A_TIME = 16384
+"""Positions for which a sampler is asked at a time: few of them would cost as much."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options that go on to ``torch.utils.data.DataLoader``, with its defaults."""
+
+    num_workers: int
+    pin_memory: bool
+    prefetch_factor: int | None
+    persistent_workers: bool
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    timeout: float
+
+
+_INSTEAD = {
+    "batch_size": "Give the number of samples as GlobalBatch(size, micro).",
+    "batch_sampler": "GlobalBatch(size, micro) cuts the batches; give the order as sampler=, see el.samplers.",
+    "generator": "Give seed=: the order derives from it, and from the epoch.",
+    "in_order": "Micro-batches come in order, or they would not be the same at every world size.",
+    "pin_memory_device": "Give pin_memory=True.",
+}
+"""What to give for options of torch's DataLoader that cannot be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the training: step counts from 0 over all epochs."""
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+
+
+class Loader(ABC):
+    """Loads micro-batches; what :class:`ElasticLoader` and :class:`FunctionLoader` have in common.
+
+    Attributes:
+        batch: the global batch.
+        seed: from which all that is random in the data derives.
+        length: samples in an epoch.
+        old_order: whether samples come as they did before orders were computed position by position.
+    """
+
+    def __init__(self, batch: GlobalBatch, seed: int, length: int, options: Mapping[str, Any]) -> None:
+        self.batch = batch
+        self.seed = seed
+        self.length = length
+        self.old_order = False
+        self._options = _checked(type(self).__name__, options)
+        self._feed = Feed()
+        # A generator of its own: DataLoader draws from the global one otherwise, once per epoch and restart.
+        self._generator = torch.Generator()
+        self._order_hash: int | None = None
+        self._data_loader = self._made()
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch."""
+
+    @property
+    def endless(self) -> bool:
+        """Whether there are no epochs."""
+        return self.steps_per_epoch == ENDLESS
+
+    @abstractmethod
+    def _source(self) -> Dataset[Any]:
+        """Return what fetches the micro-batch of a request."""
+
+    @abstractmethod
+    def _indices(self, epoch: int, positions: Tensor) -> list[int]:
+        """Return the dataset's index at each position of an epoch."""
+
+    @abstractmethod
+    def _hashed(self) -> int:
+        """Return a hash of the order of samples."""
+
+    @abstractmethod
+    def contents(self, step: int, micro: int) -> str:
+        """Say what a micro-batch of a step holds, for errors."""
+
+    @abstractmethod
+    def own_generators(self) -> list[str]:
+        """Return the generators of random numbers that the data holds, by name."""
+
+    def check_exact(self) -> None:
+        """Refuse data that are not the same after a restart, as far as this can be seen.
+
+        Raises:
+            UsageError: naming the generators of random numbers that the data hold.
+        """
+        found = self.own_generators()
+        if found:
+            raise UsageError(
+                f"exact=True: the data have a generator of their own, which is not restored: {', '.join(found)}.",
+                "Draw from the global generators of torch, random or NumPy, which the loader seeds, or make one where "
+                "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
+            )
+
+    def position(self, step: int) -> Position:
+        """Return where a step lies."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return Position(step, epoch, within)
+
+    def samples_in(self, step: int) -> int:
+        """Return how many samples a step's global batch holds."""
+        start = step % self.steps_per_epoch * self.batch.size
+        return min(self.batch.size, self.length - start)
+
+    def plan(self, step: int, world_size: int, rank: int) -> BatchPlan:
+        """Return a rank's share of a step."""
+        return _plan(self.batch, world_size, rank, self.samples_in(step))
+
+    def indices(self, step: int, world_size: int, rank: int) -> list[list[int]]:
+        """Return the dataset's indices in each of a rank's micro-batches of a step."""
+        return [request.indices for request in self._requests(range(step, step + 1), world_size, rank)]
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What must not change between a checkpoint and its resumption."""
+        identity = {"global batch": self.batch.size, "seed": self.seed, **self._of_data()}
+        if self.batch.micro != "auto":
+            identity["micro-batch"] = self.batch.micro
+        if self.old_order:
+            return identity
+        if self._order_hash is None:
+            self._order_hash = self._hashed()
+        return identity | {SAMPLE_ORDER: self._order_hash}
+
+    def _of_data(self) -> dict[str, int]:
+        return {}
+
+    def go_on(self, identity: Mapping[str, int], origin: str) -> None:
+        """Go on with the training of a checkpoint: with its micro-batch, and its order if that is the old one.
+
+        Args:
+            identity: of the checkpoint.
+            origin: which checkpoint it is, for errors.
+
+        Raises:
+            UsageError: if it has the old order, and this loader has none.
+        """
+        if self.batch.micro == "auto" and "micro-batch" in identity:
+            self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
+        if SAMPLE_ORDER in identity:
+            return
+        self.use_old_order()
+        if not self.old_order:
+            raise UsageError(
+                f"{origin} was made with the order of ElasticLoader without a sampler.",
+                "Use the same, or another directory: the samples of the steps to come would not be those left over.",
+            )
+
+    @abstractmethod
+    def use_old_order(self) -> None:
+        """Take samples in the old order, if this loader had one then."""
+
+    def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
+        """Yield a rank's collated micro-batches from a step on, to the end of its epoch, one after the other.
+
+        Raises:
+            UsageError: if persistent workers have been asked for another epoch in the middle of this one.
+        """
+        first = self.position(step)
+        steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
+        self._feed.requests = requests = self._requests(steps, world_size, rank)
+        self._generator.manual_seed(derive("loader", self.seed, first.epoch))
+        for batch in self._data_loader:
+            yield batch
+            if self._data_loader.persistent_workers and self._feed.requests is not requests:
+                raise UsageError(
+                    f"{type(self).__name__}(persistent_workers=True) was asked for an epoch in the middle of another.",
+                    "Give evaluation a loader of its own, or leave out persistent_workers.",
+                )
+
+    def _made(self) -> DataLoader[Any]:
+        try:
+            return DataLoader(
+                self._source(),
+                batch_size=None,
+                sampler=self._feed,
+                collate_fn=_as_it_is,
+                generator=self._generator,
+                **self._options,
+            )
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{type(self).__name__}: {error}", "These options go on to torch's DataLoader.") from None
+
+    def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[Request]:
+        """Yield a rank's requests in steps of one epoch."""
+        size, start = self.batch.size, steps.start
+        first = self.position(start)
+        in_full = _plan(self.batch, world_size, rank, None).micro_batches
+        share = in_full[-1].stop - in_full[0].start if in_full else 0
+        while start < steps.stop:
+            plan = self.plan(start, world_size, rank)
+            within = first.step_in_epoch + start - steps.start
+            # Of full global batches as many as a sampler is asked for at a time; the last one may be short.
+            full = min(steps.stop, self.length // size - within + start) - start
+            count = max(1, min(full, AT_A_TIME // share if share else full))
+            micros = plan.micro_batches
+            if micros:
+                starts = torch.arange(within, within + count, device="cpu").mul_(size)
+                shares = torch.arange(micros[0].start, micros[-1].stop, device="cpu")
+                indices = self._indices(first.epoch, (starts.unsqueeze(1) + shares).flatten())
+                done = 0
+                for step in range(start, start + count):
+                    for micro in micros:
+                        place = (within + step - start) * size + micro.start
+                        yield Request(step, first.epoch, place, micro, indices[done : done + len(micro)])
+                        done += len(micro)
+            start += count
+
+
+class ElasticLoader(Loader):
+    """Loads the micro-batches of a map-style dataset.
+
+    Args:
+        dataset: map-style: ``__len__`` and ``__getitem__``, or ``__getitems__`` for all samples of a micro-batch at
+            once. Random numbers that it draws by torch, ``random`` or NumPy, from their global generators, are the
+            same whatever process draws them: they derive from the seed, the epoch and the micro-batch's place in it.
+        batch: the global batch.
+        seed: of the order of samples and of all that is random in them.
+        shuffle: whether each epoch has an order of its own; else it is the dataset's.
+        sampler: another order, see :class:`elastic_launch.samplers.Sampler`; then ``shuffle`` is left out.
+        drop_last: whether samples that fill no global batch are left out; else they make a short last one.
+        collate_fn: as of ``torch.utils.data.DataLoader``. It may draw random numbers as the dataset does.
+        options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
+            ``multiprocessing_context`` and ``timeout``, as of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        UsageError: if the dataset is iterable or empty, or holds no whole global batch under drop_last; and for
+            DataLoader's other options, which it names.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch: GlobalBatch,
+        *,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        sampler: Sampler | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        _check_batch("ElasticLoader(batch=...)", batch)
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            raise UsageError(
+                f"ElasticLoader: {type(dataset).__name__} is an iterable dataset, whose samples cannot be told apart.",
+                "Give a map-style dataset (__len__ and __getitem__): its samples can be shared out anew on a restart.",
+            )
+        self.dataset = dataset
+        self._samples = len(dataset)
+        self._shuffle = shuffle is None or shuffle
+        self._sampler = _checked_sampler(sampler, shuffle, self._samples)
+        self._own_sampler = sampler is not None
+        self._drop_last = drop_last
+        self._collate = collate_fn or default_collate
+        super().__init__(batch, seed, len(self._sampler), options)
+        if not self.steps_per_epoch:
+            raise UsageError(
+                f"ElasticLoader: a dataset of {self.length} samples holds no global batch of {batch.size}.",
+                "Make the global batch smaller, or leave out drop_last.",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.length, self.batch.size)
+        return whole + (1 if rest and not self._drop_last else 0)
+
+    def order(self, epoch: int, positions: Tensor | None = None) -> list[int]:
+        """Return the samples at some positions of an epoch, in the order in which they are used.
+
+        Args:
+            positions: None: all of them, which takes as much memory.
+        """
+        return self._indices(epoch, torch.arange(self.length, device="cpu") if positions is None else positions)
+
+    def contents(self, step: int, micro: int) -> str:
+        items = self.indices(step, 1, 0)[micro]
+        return f"the dataset's items {', '.join(map(str, items[:8]))}{', ...' if len(items) > 8 else ''}"
+
+    def use_old_order(self) -> None:
+        if self._own_sampler or self.old_order:
+            return
+        self.old_order = True
+        self._sampler = OldShuffled(self.length) if self._shuffle else self._sampler
+        self._data_loader = self._made()
+
+    def own_generators(self) -> list[str]:
+        found = own_generators(self.dataset, type(self.dataset).__name__)
+        found += own_generators(self._collate, "collate_fn")
+        return found + own_generators(self._sampler, type(self._sampler).__name__)
+
+    def _source(self) -> Dataset[Any]:
+        kind = OldBatches if self.old_order else Batches
+        return kind(self.dataset, self._collate, self.seed)
+
+    def _of_data(self) -> dict[str, int]:
+        return {"dataset length": self._samples}
+
+    def _hashed(self) -> int:
+        spread = {place * (self.length - 1) // 31 for place in range(32)}
+        places = sorted(spread | set(range(min(self.length, 32))))
+        positions = torch.tensor(places, device="cpu")
+        indices = self._indices(0, positions)
+        if self._own_sampler and indices != self._indices(0, positions):
+            name = type(self._sampler).__name__
+            raise UsageError(
+                f"{name}.indices() returned other samples for the same seed, epoch and positions.",
+                "Compute them from its arguments alone, by el.samplers.Permutation or el.samplers.uniform for example.",
+            )
+        return derive("order", self.steps_per_epoch, *indices) >> 16
+
+    def _indices(self, epoch: int, positions: Tensor) -> list[int]:
+        given = self._sampler.indices(self.seed, epoch, positions)
+        indices = torch.as_tensor(given, device="cpu")
+        name = type(self._sampler).__name__
+        if indices.shape != positions.shape or indices.is_floating_point() or indices.dtype is torch.bool:
+            raise UsageError(
+                f"{name}.indices() returned {indices.dtype} of shape {tuple(indices.shape)} for {len(positions)} "
+                "positions.",
+                "Return one integer for each position.",
+            )
+        lowest, highest = (int(bound) for bound in indices.aminmax())
+        if lowest < 0 or highest >= self._samples:
+            raise UsageError(
+                f"{name}.indices() returned {lowest if lowest < 0 else highest}; the dataset has the samples 0 to "
+                f"{self._samples - 1}."
+            )
+        listed: list[int] = indices.tolist()
+        return listed
+
+
+class FunctionLoader(Loader):
+    """Loads micro-batches that a function makes, for example from random offsets into one long array.
+
+    ::
+
+        def get_batch(step, micro):
+            starts = torch.randint(len(tokens) - context, (len(micro),))
+            return torch.stack([tokens[start : start + context + 1] for start in starts])
+
+        loader = el.FunctionLoader(get_batch, el.GlobalBatch(64, micro=8))
+
+    Args:
+        get_batch: takes the step, counted from 0 over the whole training, and a :class:`elastic_launch.MicroBatch`;
+            returns the data of that micro-batch, collated. Random numbers that it draws by torch, ``random`` or NumPy,
+            from their global generators, derive from the seed, the step and the micro-batch's index: they are the same
+            at every world size and through any restart. So it must keep no state from one call to the next.
+        batch: the global batch.
+        seed: of all that is random.
+        steps_per_epoch: optimizer steps in what counts as an epoch; None: there are no epochs, and lengths are given
+            in steps (``"1000ba"``).
+        options: as of :class:`ElasticLoader`.
+
+    Raises:
+        UsageError: if there are no steps in an epoch, and for options that it names.
+    """
+
+    def __init__(
+        self,
+        get_batch: GetBatch,
+        batch: GlobalBatch,
+        *,
+        seed: int = 0,
+        steps_per_epoch: int | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        _check_batch("FunctionLoader(batch=...)", batch)
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise UsageError(f"FunctionLoader(steps_per_epoch={steps_per_epoch}): an epoch has at least 1 step.")
+        self._get_batch = get_batch
+        self._steps_per_epoch = steps_per_epoch or ENDLESS
+        super().__init__(batch, seed, self._steps_per_epoch * batch.size, options)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._steps_per_epoch
+
+    def own_generators(self) -> list[str]:
+        return own_generators(self._get_batch, _name(self._get_batch))
+
+    def contents(self, step: int, micro: int) -> str:
+        return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
+
+    def use_old_order(self) -> None:
+        """Do nothing: there was no such loader then."""
+
+    def _source(self) -> Dataset[Any]:
+        return Drawn(self._get_batch, self.seed)
+
+    def _hashed(self) -> int:
+        return derive("function", self.steps_per_epoch) >> 16
+
+    def _indices(self, epoch: int, positions: Tensor) -> list[int]:
+        return []
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for DataLoader, or say what to give in the place of those that cannot be taken."""
+    for option in options:
+        if option in LoaderOptions.__annotations__:
+            continue
+        if option not in _INSTEAD:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        raise UsageError(f"{name} does not take DataLoader's {option}.", _INSTEAD[option])
+    return dict(options)
+
+
+def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, samples: int) -> Sampler:
+    if sampler is None:
+        # An empty dataset is refused by its number of steps.
+        return InOrder(samples) if shuffle is False else Shuffled(samples)
+    if not isinstance(sampler, Sampler) or not callable(sampler.indices):
+        raise UsageError(
+            f"ElasticLoader(sampler=...) is a {type(sampler).__name__}, which cannot be asked for a position.",
+            "Give what has __len__ and indices(seed, epoch, positions), see el.samplers: torch's samplers give all "
+            "indices one after the other, from a random state that no restart would find again.",
+        )
+    if shuffle is not None:
+        raise UsageError(
+            f"ElasticLoader(shuffle={shuffle}) has a sampler, which decides the order.", "Give one of them."
+        )
+    return sampler
+
+
+@lru_cache(maxsize=64)
+def _plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -> BatchPlan:
+    return batch.plan(world_size, rank, samples)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def check_loader(where: str, loader: object) -> None:
+    """Refuse what is no loader of this library.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    remedy = "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks."
+    check_kind(where, loader, Loader, remedy)
+
+
+def _check_batch(where: str, batch: object) -> None:
+    check_kind(where, batch, GlobalBatch, "Give el.GlobalBatch(size, micro=...): its samples, and those of each pass.")

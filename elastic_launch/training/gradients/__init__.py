@@ -1,0 +1,12 @@
+"""From the gradients of micro-batches to those of the global batch.
+
+``parameters``    the parameters of a training
+``accumulation``  one step's gradients, in default and in exact mode
+``buckets``       default mode: all-reduce in buckets during the last backward pass
+``reduction``     exact mode: addition in a fixed tree
+``tree``          that tree's arithmetic, without torch
+``shards``        the tree's sums across ranks
+``flat``          tensors packed into flat ones
+``means``         means of losses and metrics over all micro-batches
+``buffers``       buffers of micro-batches; ``buffer_rules`` says which rule fits a buffer
+"""

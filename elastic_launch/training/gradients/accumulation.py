@@ -1,0 +1,381 @@
+"""How the gradients of micro-batches become those of the global batch.
+
+A hook on every parameter takes its gradient as soon as the backward pass has it, whether the forward pass was that of
+the model or of a part of it. ``Gradients`` adds them up in buckets that cross the ranks during the last backward pass,
+see ``buckets``; ``ExactGradients`` in the fixed tree of ``reduction``. A parameter that no micro-batch of any rank gave
+a gradient keeps None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from elastic_launch.batch import BatchPlan
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.buckets import BucketedReduction, LocalReduction
+from elastic_launch.training.gradients.buffers import Buffers
+from elastic_launch.training.gradients.flat import Values
+from elastic_launch.training.gradients.means import MeanTable
+from elastic_launch.training.gradients.parameters import Parameters
+from elastic_launch.training.gradients.reduction import ExactReduction
+
+__all__ = ["ExactGradients", "Gradients", "check_model"]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be the same at every world size.
+
+    Raises:
+        UsageError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name or 'the model'} is a SyncBatchNorm, whose statistics depend on the world size.",
+                "Use BatchNorm, whose statistics here are per micro-batch at every world size.",
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"{name or 'the model'} makes sparse gradients, which cannot be added in a fixed order.",
+                "Build it with sparse=False.",
+            )
+
+
+class Gradients:
+    """The gradients of a model's and an optimizer's parameters.
+
+    Args:
+        model: on its device.
+        optimizer: whose parameters may be others than the model's.
+        world_size, rank: of the default process group.
+        overlap: whether backward passes send what they have to other ranks. Without it a step can be given up on one
+            rank.
+        room: elements that tables take which go with gradients, see :meth:`post`; the same on all ranks.
+        buffers: rules for buffers, by pattern of their names.
+
+    Attributes:
+        model: what the script calls for the forward pass.
+        parameters: all that there are, and which of them need gradients.
+        on_cpu: whether all parameters are, whose exchange then shares its order with that of other values.
+        waiting: whether gradients are complete, and the optimizer's step is still to be made.
+
+    Raises:
+        UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        world_size: int,
+        rank: int,
+        *,
+        overlap: bool = True,
+        room: int = 0,
+        buffers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = model
+        self.world_size = world_size
+        self.rank = rank
+        self.parameters = Parameters(model, optimizer)
+        self._overlap = overlap
+        self._room = room
+        self._buffers = Buffers(model, world_size, buffers)
+        self._plan = BatchPlan((), 1, ())
+        self._new: list[str] = []
+        self._changes: list[str] = []
+        self.on_cpu = True
+        self.waiting = False
+        self._hooks: list[Any] = []
+        self._step_hooks = [
+            each.register_step_pre_hook(self._before_step)
+            for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
+            if hasattr(each, "_optimizer_step_pre_hooks")  # none of one that wraps another and begins nothing itself
+        ]
+        self._taking = False
+        self._took = False
+        self._totals: Values | None = None  # to which autograd adds in place
+        self._carried = False  # whether the step's table goes with gradients
+        if world_size > 1:
+            self.parameters.agree(rank)
+        self._follow()
+        self._carrier = self._reduction
+
+    def _follow(self) -> None:
+        """Take the gradients of all parameters that need them now."""
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
+        self._reduction = self._new_reduction()
+        self._remove_hooks()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
+            for which, parameter in enumerate(self.parameters.trained)
+        ]
+
+    def _new_reduction(self) -> Any:
+        trained = self.parameters
+        if self.world_size == 1:
+            return LocalReduction(len(trained.trained))
+        return BucketedReduction(
+            trained.trained,
+            trained.trained_names,
+            trained.sparse,
+            self.rank,
+            overlap=self._overlap,
+            room=self._room if self.on_cpu else 0,
+        )
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Start a step."""
+        self._plan = plan
+        self.waiting = False
+        self._changes = []
+        # The other ranks need not have changed: what tells them so goes with a bucket of the size that they know.
+        self._carrier = self._reduction
+        self._carrier.reset()
+        if self.parameters.changed():
+            known = set(map(id, self.parameters.all))
+            self._changes = self.parameters.follow()
+            self._new = [
+                name
+                for name, parameter in zip(self.parameters.names, self.parameters.all, strict=True)
+                if id(parameter) not in known
+            ]
+            self._follow()
+            self._reduction.reset()
+        for parameter in self.parameters.all:
+            parameter.grad = None
+        self._buffers.begin(plan)
+
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Surround forward and backward of this rank's number-th micro-batch; leave the buffers of the step's start."""
+        self._begin_micro_batch(number)
+        self._taking = True
+        try:
+            yield
+        finally:
+            self._taking = False
+        self._end_micro_batch(number)
+        self._buffers.restore()
+
+    def _begin_micro_batch(self, number: int) -> None:
+        """A micro-batch begins."""
+
+    def _end_micro_batch(self, number: int) -> None:
+        """Take in what a micro-batch left in the buffers."""
+        self._buffers.add(self._buffers.take(self._plan.micro_batches[number].index))
+
+    @contextmanager
+    def backward(self, number: int) -> Iterator[None]:
+        """Surround the backward pass of this rank's number-th micro-batch."""
+        self._took = False
+        self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
+        trained = self.parameters.trained
+        self._totals = self._reduction.totals() if number else None
+        for parameter, total in zip(trained, self._totals or [], strict=False):
+            parameter.grad = total
+        try:
+            yield
+        finally:
+            if self._totals is not None:
+                self._totals = None
+                for parameter in trained:
+                    parameter.grad = None
+        self._reduction.end_pass()
+
+    @property
+    def took(self) -> bool:
+        """Whether the backward pass that was begun last has brought any gradient."""
+        return self._took
+
+    def _take_gradient(self, which: int, parameter: Tensor) -> None:
+        """Take a parameter's gradient as soon as backward has it."""
+        gradient = parameter.grad
+        if not self._taking or gradient is None:
+            return
+        self._took = True
+        if self._totals is not None and (total := self._totals[which]) is not None:
+            if gradient is not total:
+                # A hook of the script's has put another one in its place.
+                total.copy_(gradient.detach())
+                parameter.grad = total
+            self._reduction.added(which)
+            return
+        parameter.grad = None
+        # With create_graph=True it is part of a graph, to which sums would be added.
+        self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
+
+    def post(self, table: MeanTable) -> None:
+        """Begin to give every rank a table; :meth:`wait` before anything in it is read.
+
+        It goes with the first bucket of gradients if these go early: then it costs no collective of its own.
+        """
+        self._carried = self._carrier.room > 0
+        if self._carried:
+            self._carrier.load(table.cargo(changed=self._carrier is not self._reduction))
+        else:
+            table.post(self.world_size)
+
+    def wait(self, table: MeanTable) -> None:
+        """Wait for what was posted."""
+        if self._carried:
+            self._reduction.send()
+            table.unload(self._carrier.delivered())
+        else:
+            table.wait()
+
+    def agreed(self, table: MeanTable) -> bool:
+        """Whether all ranks train the same parameters, by the table that has come; called by all of them."""
+        if not self._carried:
+            return table.agreed
+        return not table.any_changed or (table.all_changed and self.parameters.same_everywhere())
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has a gradient of each parameter, so that the others need not say which ones they have."""
+        return False
+
+    def finish(self, whole: bool = False) -> None:
+        """Give every parameter its gradient over the global batch, on all ranks.
+
+        Args:
+            whole: whether any rank is :attr:`whole`.
+
+        Raises:
+            UsageError: naming a parameter that was frozen, unfrozen or added since the step began, or that is new and
+                not the same on all ranks.
+        """
+        if self.parameters.changed():
+            names = ", ".join(self.parameters.follow())
+            raise UsageError(
+                f"The parameters that are trained changed in the middle of a step: {names}.",
+                "Freeze, unfreeze and add parameters between steps, before `for sample in step`.",
+            )
+        if self._new and self.world_size > 1:
+            self.parameters.check_new(self._new)
+        self._new = []
+        for parameter, gradient in zip(self.parameters.trained, self._sums(whole), strict=True):
+            parameter.grad = gradient
+        self.waiting = True
+
+    def finish_buffers(self) -> None:
+        """Give every buffer its new value, on all ranks, after :meth:`finish`."""
+        self._buffers.finish(self._buffers.reduce())
+
+    def send(self) -> None:
+        """Send what can be sent before the end of the step and was not yet."""
+        self._reduction.send()
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for parameter in self.parameters.trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def disagree(self, where: str) -> NoReturn:
+        """Say that the ranks do not train the same parameters.
+
+        Args:
+            where: for the error.
+
+        Raises:
+            UsageError: naming what has changed on this rank.
+        """
+        changed = (
+            f"on rank {self.rank} these changed: {', '.join(self._changes)}"
+            if self._changes
+            else (f"on rank {self.rank} nothing changed, on another one something did")
+        )
+        raise UsageError(
+            f"{where}: the ranks do not train the same parameters any more; {changed}.",
+            "Freeze, unfreeze and add parameters on all ranks before the same step.",
+        )
+
+    def _sums(self, whole: bool) -> Values:
+        """Return the gradients over the global batch."""
+        sums: Values = self._reduction.finish()
+        return sums
+
+    def discard(self) -> None:
+        """Make the step undone: no gradients, and the buffers of its start. On all ranks, or it was not reduced yet."""
+        self.waiting = False
+        self._reduction.abandon()
+        for parameter in self.parameters.all:
+            parameter.grad = None
+        self._buffers.restore()
+
+    @property
+    def talks_in_between(self) -> bool:
+        """Whether backward passes talk to other ranks, so that none of a step can be left out on one."""
+        return bool(self._reduction.early)
+
+    def close(self) -> None:
+        """Take back the hooks."""
+        self._remove_hooks()
+        for hook in self._step_hooks:
+            hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        if self.waiting:
+            raise UsageError(
+                "The script called the optimizer's step() between a step's micro-batches and step.update(): the "
+                "gradients would be applied twice.",
+                "Leave it out, and call step.update() alone.",
+            )
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class ExactGradients(Gradients):
+    """Gradients added in the fixed tree: the same bits at every world size.
+
+    Raises:
+        UsageError: if the model has parts that cannot be reduced so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        world_size: int,
+        rank: int,
+        *,
+        buffers: Mapping[str, str] | None = None,
+    ) -> None:
+        check_model(model)
+        self._buffer_sums: list[Tensor] = []
+        super().__init__(model, optimizer, world_size, rank, buffers=buffers)
+
+    def _new_reduction(self) -> ExactReduction:
+        like = [*self.parameters.trained, *self._buffers.summed]
+        return ExactReduction(like, self.world_size, self.rank, names=self.parameters.trained_names)
+
+    def _begin_micro_batch(self, number: int) -> None:
+        self._reduction.begin(self._plan.micro_batches[number].index)
+
+    def _end_micro_batch(self, number: int) -> None:
+        moved = self._buffers.take(self._plan.micro_batches[number].index)
+        for which, value in enumerate(moved, len(self.parameters.trained)):
+            self._reduction.put(which, value)
+        self._reduction.end()
+
+    @property
+    def whole(self) -> bool:
+        return bool(self._reduction.whole)
+
+    def _sums(self, whole: bool) -> Values:
+        sums: Values = self._reduction.finish(self._plan.total, whole=whole)
+        trained = len(self.parameters.trained)
+        self._buffer_sums = [value for value in sums[trained:] if value is not None]
+        return sums[:trained]
+
+    def finish_buffers(self) -> None:
+        self._buffers.finish(self._buffer_sums)

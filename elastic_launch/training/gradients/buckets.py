@@ -1,0 +1,402 @@
+"""Gradients added over all ranks in the default mode: in buckets, while the last backward pass goes on.
+
+A gradient is copied into its bucket as soon as backward has it, added to what the micro-batches before left there, and
+the bucket's memory is the gradient from then on: it is never copied back. Once the last micro-batch has filled a bucket
+it crosses the ranks, while the backward pass goes on with the next one.
+
+All ranks send the same buckets in the same order, whatever gradients each of them has: a bucket waits for the one
+before, and what the backward pass did not fill is sent at its end, with zeros. Behind the values a bucket has a flag
+for each parameter, by whose sum a rank that has no gradient of it learns whether another one has. Behind these the
+first bucket has room for a cargo: a small step costs little more than its collectives, so it has one and not two.
+
+From its second micro-batch on a rank has autograd add to the buckets in place, without a copy or a call for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.flat import Values, dense_stride
+
+__all__ = ["BucketedReduction", "LocalReduction"]
+
+FIRST_BYTES = 1024 * 1024
+"""Of the first bucket: the sooner it is full, the sooner the exchange begins."""
+
+BYTES = 25 * 1024 * 1024
+"""Of the others, as DistributedDataParallel has them."""
+
+ALIGNED = 16
+"""Elements of whose multiples a gradient's place in its bucket is one."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that cross the ranks together.
+
+    Attributes:
+        members: which parameters.
+        flat: their values, then a flag for each, then the cargo.
+        flags: the flags, as a view.
+        cargo: room for it, as a view.
+        pending: members that the last micro-batch has not brought yet.
+    """
+
+    members: list[int]
+    flat: Tensor
+    flags: Tensor
+    cargo: Tensor
+    pending: int = 0
+    work: dist.Work | None = None
+
+
+class BucketedReduction:
+    """Sums gradients over micro-batches and ranks.
+
+    Args:
+        like: the parameters.
+        names: theirs, for errors.
+        sparse: which get sparse gradients, which go one by one, in the end.
+        rank: of the default process group.
+        overlap: whether buckets go as soon as they are full, else all in the end, to which all ranks are known to come.
+        room: elements of the cargo at most.
+    """
+
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        names: Sequence[str],
+        sparse: frozenset[int],
+        rank: int,
+        *,
+        overlap: bool,
+        room: int = 0,
+    ) -> None:
+        self._like = list(like)
+        self._names = list(names)
+        self._sparse = sorted(sparse)
+        self._rank = rank
+        self._overlap = overlap
+        self._room = room
+        self._cargo: Tensor | None = None
+        # The first step shows in which order gradients come. Until then nothing is sent early, so nothing is lost by it
+        # if a gradient comes in parts.
+        self._order: list[int] | None = None
+        self._arrived: list[int] = []
+        self._in_parts: set[int] = set()
+        self._buckets: list[_Bucket] = []
+        self._views: list[Tensor] = [torch.empty(0)] * len(self._like)
+        self._home: list[_Bucket | None] = [None] * len(self._like)
+        self._build(range(len(self._like) - 1, -1, -1))
+        self._sparse_sums: dict[int, Tensor] = {}
+        self._present = [False] * len(self._like)
+        self._seen = [False] * len(self._like)
+        self._sending = False
+        self._next = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether buckets are sent before all ranks have come to the end of their backward passes."""
+        return self._overlap and self._order is not None
+
+    @property
+    def room(self) -> int:
+        """Elements that the first bucket takes along in the present step; 0 if buckets go late."""
+        return self._room if self.early and self._buckets else 0
+
+    def load(self, cargo: Tensor) -> None:
+        """Have the first bucket take along what is to be added up over the ranks; before the last backward pass."""
+        self._cargo = cargo
+
+    def delivered(self) -> Tensor:
+        """Return the sums of the cargo, behind which there may be more; the first bucket goes now if it did not yet."""
+        if not self._next:
+            self._send()
+        first = self._buckets[0]
+        assert first.work is not None
+        first.work.wait()
+        return first.cargo
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._cargo = None
+        self._present = [False] * len(self._like)
+        self._sparse_sums = {}
+        self._next = 0
+        self._arrived = []
+        self._sending = False
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.members)
+
+    def begin_pass(self, *, last: bool) -> None:
+        """A backward pass begins.
+
+        Args:
+            last: whether no other follows in this step on this rank.
+        """
+        self._seen = [False] * len(self._like)
+        self._sending = last
+
+    def end_pass(self) -> None:
+        """It has ended."""
+        if self._sending:
+            self.send()
+        self._sending = False
+
+    def send(self) -> None:
+        """Send what was not sent yet, if that may be done before the end."""
+        if self.early:
+            self._send_all()
+
+    def put(self, which: int, gradient: Tensor) -> None:
+        """Take in a gradient, or a part of one.
+
+        Raises:
+            UsageError: if its bucket is gone already.
+        """
+        bucket = self._home[which]
+        if gradient.layout is not torch.strided or bucket is None:
+            self._put_sparse(which, gradient, bucket)
+            return
+        self._refuse_late(which, bucket)
+        if self._present[which]:
+            self._views[which].add_(gradient)
+        else:
+            self._views[which].copy_(gradient)
+            self._present[which] = True
+        if self._sending:
+            self._count(which, bucket)
+
+    def totals(self) -> Values:
+        """Return the sums so far, None where there is none, to which autograd may add in place."""
+        pairs = zip(self._views, self._present, self._home, strict=True)
+        return [view if present and home is not None else None for view, present, home in pairs]
+
+    def added(self, which: int) -> None:
+        """Take note of a gradient, or a part of one, that was added to one of :meth:`totals`.
+
+        Raises:
+            UsageError: if its bucket is gone already.
+        """
+        bucket = self._home[which]
+        if self._sending and bucket is not None:
+            self._refuse_late(which, bucket)
+            self._count(which, bucket)
+
+    def _refuse_late(self, which: int, bucket: _Bucket) -> None:
+        if bucket.work is not None:
+            raise UsageError(
+                f"The gradient of {self._names[which]} came in several parts, the last one after it was sent.",
+                "Use activation checkpointing with use_reentrant=False, call other losses' backward() before "
+                "step.backward(), or use exact=True.",
+            )
+
+    def _count(self, which: int, bucket: _Bucket) -> None:
+        self._arrived.append(which)
+        if self._seen[which]:
+            self._in_parts.add(which)
+            return
+        self._seen[which] = True
+        if which in self._in_parts:
+            return  # more may come: it waits for the end of the pass
+        bucket.pending -= 1
+        if not bucket.pending and self.early:
+            while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+                self._send()
+
+    def finish(self) -> Values:
+        """Return the sums over all ranks, None where no rank had a gradient; valid until the next step begins."""
+        self._send_all()
+        sums: Values = [None] * len(self._like)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+            mine = [self._present[which] for which in bucket.members]
+            # To read the flags waits for a GPU, so only who lacks something does.
+            there = mine if all(mine) else [flag > 0 for flag in bucket.flags.tolist()]
+            for which, present in zip(bucket.members, there, strict=True):
+                sums[which] = self._views[which] if present else None
+        for which in self._sparse:
+            sums[which] = self._reduce_sparse(which)
+        if self._order is None:
+            self._learn()
+        return sums
+
+    def abandon(self) -> None:
+        """Give the step up, as all ranks do: what has been begun is ended, so that all have sent the same."""
+        self.send()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def _send_all(self) -> None:
+        while self._next < len(self._buckets):
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        present = [self._present[which] for which in bucket.members]
+        if all(present):
+            bucket.flags.fill_(1)
+        elif not any(present):
+            bucket.flat.zero_()
+        else:
+            for which, there in zip(bucket.members, present, strict=True):
+                if not there:
+                    self._views[which].zero_()
+            bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
+        used = bucket.flat
+        if bucket is self._buckets[0] and self._room:
+            unused = self._room
+            if self._cargo is not None:
+                unused -= len(self._cargo)
+                bucket.cargo[: len(self._cargo)].copy_(self._cargo)
+            if unused:
+                used = used[:-unused]
+        bucket.work = dist.all_reduce(used, async_op=True)
+
+    def _learn(self) -> None:
+        """Put the parameters into buckets in the order in which the first rank's backward pass has them."""
+        last = {which: place for place, which in enumerate(self._arrived)}
+        ranked = sorted(last, key=lambda which: last[which])
+        # What has not come is not waited for by the others.
+        ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
+        order = torch.tensor(ranked, dtype=torch.int64)
+        dist.broadcast(order, src=0)
+        self._order = order.tolist()
+        # Gradients of this step stay where they are.
+        self._build(self._order)
+
+    def _build(self, order: Sequence[int]) -> None:
+        """Cut the order into buckets, of one dtype and device each."""
+        self._buckets = []
+        open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for which in order:
+            if which in self._sparse:
+                continue
+            parameter = self._like[which]
+            kind = (parameter.dtype, parameter.device)
+            open_.setdefault(kind, []).append(which)
+            sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.element_size()
+            if sizes[kind] >= (BYTES if self._buckets else FIRST_BYTES):
+                self._add_bucket(open_.pop(kind))
+                del sizes[kind]
+        for members in open_.values():
+            self._add_bucket(members)
+
+    def _add_bucket(self, members: list[int]) -> None:
+        first = self._like[members[0]]
+        width = 2 if first.is_complex() else 1
+        # Aligned, as what the optimizer reads is best.
+        sizes = [-(-width * self._like[which].numel() // ALIGNED) * ALIGNED for which in members]
+        size = sum(sizes)
+        real = first.real.dtype if first.is_complex() else first.dtype
+        # Not all backends know complex numbers.
+        end = size + len(members)
+        flat = torch.zeros(end + (0 if self._buckets else self._room), dtype=real, device=first.device)
+        bucket = _Bucket(members, flat, flat[size:end], flat[end:])
+        start = 0
+        for which, space in zip(members, sizes, strict=True):
+            parameter = self._like[which]
+            piece = flat[start : start + width * parameter.numel()]
+            start += space
+            dense = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
+            self._views[which] = dense.as_strided(parameter.shape, dense_stride(parameter), dense.storage_offset())
+            self._home[which] = bucket
+        self._buckets.append(bucket)
+
+    def _put_sparse(self, which: int, gradient: Tensor, bucket: _Bucket | None) -> None:
+        if bucket is not None:
+            raise UsageError(
+                f"{self._names[which]} gets a sparse gradient, and no module says so.",
+                "Use nn.Embedding or nn.EmbeddingBag with sparse=True for it, or make its gradient dense.",
+            )
+        if gradient.layout is torch.strided:
+            raise UsageError(
+                f"{self._names[which]} is the weight of an embedding with sparse=True, and gets a dense gradient.",
+                "Build the embedding with sparse=False: something else uses its weight, too.",
+            )
+        known = self._sparse_sums.get(which)
+        self._sparse_sums[which] = gradient if known is None else known + gradient
+        self._present[which] = True
+
+    def _reduce_sparse(self, which: int) -> Tensor | None:
+        own = self._sparse_sums.get(which)
+        if own is None:
+            like = self._like[which]
+            shape = like.shape
+            own = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:], dtype=like.dtype), shape
+            ).to(like.device)
+        own = own.coalesce()
+        dist.all_reduce(own)
+        return own if own._nnz() else None
+
+
+class LocalReduction:
+    """Sums gradients over the micro-batches of one rank that is alone.
+
+    Args:
+        count: of parameters.
+    """
+
+    early = False
+    room = 0
+
+    def __init__(self, count: int) -> None:
+        self._sums: Values = [None] * count
+        self._memory: set[int] = set()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._sums = [None] * len(self._sums)
+        self._memory = set()
+
+    def put(self, which: int, gradient: Tensor) -> None:
+        """Take in a gradient; it becomes the sum's."""
+        known = self._sums[which]
+        if known is None:
+            self._sums[which] = self._own(gradient)
+        elif gradient.is_sparse:
+            self._sums[which] = known + gradient
+        else:
+            known.add_(gradient)
+
+    def _own(self, gradient: Tensor) -> Tensor:
+        """Return it with memory of its own: both terms of a sum may get one and the same."""
+        if gradient.layout is not torch.strided:
+            return gradient
+        memory = gradient.untyped_storage().data_ptr()
+        if memory in self._memory:
+            return gradient.clone()
+        self._memory.add(memory)
+        return gradient
+
+    def totals(self) -> Values:
+        """Return the sums so far, None where there is none, to which autograd may add in place."""
+        return [None if total is None or total.is_sparse else total for total in self._sums]
+
+    def added(self, which: int) -> None:
+        """A gradient was added to one of :meth:`totals`."""
+
+    def finish(self) -> Values:
+        """Return the sums."""
+        return list(self._sums)
+
+    def begin_pass(self, *, last: bool) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+    def send(self) -> None: ...
+
+    def abandon(self) -> None: ...

@@ -1,0 +1,373 @@
+"""How the buffers of micro-batches become those of the global batch.
+
+Every micro-batch starts from the buffers of the step's start, and each buffer has a rule for what the step leaves in
+it, see ``buffer_rules``; none depends on which rank computed what. A mean is the start plus the mean way from there, so
+that what no micro-batch changes stays as it is: the mean of equal numbers may be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch.batch import BatchPlan
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of
+
+__all__ = ["BY_VALUE", "Buffers"]
+
+BY_VALUE = 100
+"""Steps after which buffers that have no rule are compared by their values once more."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class Buffers:
+    """One model's buffers during a step.
+
+    Args:
+        world_size: of the default process group.
+        rules: of the script, by pattern.
+
+    Attributes:
+        summed: those whose new value comes from a sum over the micro-batches that is rounded.
+
+    Raises:
+        UsageError: as ``buffers_of``.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
+        found = buffers_of(model, rules or {})
+        self._world_size = world_size
+        self._total = 1
+        self._all = [buffer for buffer in found if buffer.rule != "ignore"]
+        self._watched = [_Watched(buffer) for buffer in found if buffer.rule in (None, "error")]
+        self._means = [x for x in found if x.rule == "mean" or (x.rule == "sum" and x.tensor.is_floating_point())]
+        self._counts = [x for x in found if x.rule == "sum" and not x.tensor.is_floating_point()]
+        self._last = [x for x in found if x.rule == "last"]
+        self._extremes = [x for x in found if x.rule in ("min", "max")]
+        self._ruled = [*self._means, *self._counts, *self._last, *self._extremes]
+        self.summed = [x.tensor for x in self._means]
+        self._starts: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._sums: list[Tensor] = []
+        self._added: list[Tensor] = []
+        self._bits: list[Tensor] = []
+        self._keys: list[Tensor] = []
+        self._undecided: list[_Watched] = []
+        self._left: dict[str, Tensor] = {}
+        self._mine = False
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Start a step."""
+        self._total = plan.total
+        if not self._all:
+            return
+        tensors = [x.tensor for x in self._ruled]
+        if not self._starts:
+            self._starts = {x.name: x.tensor.detach().clone() for x in self._ruled}
+            self._sums = [torch.zeros_like(tensor) for tensor in self.summed]
+        elif tensors:
+            torch._foreach_copy_(list(self._starts.values()), tensors)
+        if self._sums:
+            torch._foreach_zero_(self._sums)
+        for watched in self._watched:
+            watched.begin()
+        self._versions.clear()
+        self._added = [_zeros(x.tensor) for x in self._counts]
+        self._bits = [_no_bits(x.tensor) for x in self._last]
+        self._keys = [_zeros(x.tensor).fill_(_MOST) for x in self._extremes]
+        # A step of one micro-batch leaves one value, and nothing must be decided.
+        self._undecided = [x for x in self._watched if x.buffer.rule is None and x.buffer.saved and plan.total == 1]
+        self._left, self._mine = {}, False
+
+    def take(self, index: int) -> list[Tensor]:
+        """Take in what a micro-batch left, and return what it adds to each of ``summed``.
+
+        Raises:
+            UsageError: if a buffer has changed that has no rule for that, or has another shape.
+        """
+        if not self._all:
+            return []
+        for buffer in self._all:
+            _take_back(buffer)
+        for buffer, start in zip(self._ruled, self._starts.values(), strict=True):
+            _check_shape(buffer, start)
+        for watched in self._watched:
+            if watched.changed():
+                if watched not in self._undecided:
+                    watched.refuse()
+                _check_shape(watched.buffer, watched.start)
+                self._left[watched.buffer.name] = watched.buffer.tensor.detach().clone()
+        self._mine |= index == self._total - 1
+        if index == self._total - 1:
+            self._bits = [_bits(x.tensor) for x in self._last]
+        for added, counted in zip(self._added, self._counts, strict=True):
+            added.add_(counted.tensor.to(torch.int64) - self._starts[counted.name].to(torch.int64))
+        for key, extreme in zip(self._keys, self._extremes, strict=True):
+            torch.minimum(key, _key(extreme), out=key)
+        return self._ways()
+
+    def _ways(self) -> list[Tensor]:
+        if self._total > 1 and self._means and not any(x.checked or x.rule == "sum" for x in self._means):
+            starts = [self._starts[x.name] for x in self._means]
+            ways = torch._foreach_sub([x.tensor.detach() for x in self._means], starts)
+            torch._foreach_div_(ways, self._total)
+            return list(ways)
+        return [self._way(buffer) for buffer in self._means]
+
+    def _way(self, buffer: Buffer) -> Tensor:
+        value, start = buffer.tensor.detach(), self._starts[buffer.name]
+        if self._total == 1 and buffer.rule == "mean":
+            # The value, so that the step is plain PyTorch's.
+            return value.clone()
+        share = self._total if buffer.rule == "mean" else 1
+        if not buffer.checked:
+            return (value - start) / share
+        # From an infinity, which only says that there was no value yet, the way is the value.
+        way = torch.where(torch.isfinite(start), value - start, value) / share
+        return torch.where(value == start, torch.zeros((), dtype=way.dtype, device=way.device), way)
+
+    def add(self, ways: Sequence[Tensor]) -> None:
+        """Add what a micro-batch adds, in the order of micro-batches of this rank."""
+        if self._sums:
+            torch._foreach_add_(self._sums, list(ways))
+
+    def reduce(self) -> list[Tensor]:
+        """Return the sums over all ranks of what was added."""
+        if self._world_size > 1:
+            _all_reduce(self._sums, dist.ReduceOp.SUM)
+        return self._sums
+
+    def finish(self, sums: Sequence[Tensor]) -> None:
+        """Give every buffer its new value, on all ranks.
+
+        Args:
+            sums: over the micro-batches of all ranks of what each added.
+
+        Raises:
+            UsageError: on all ranks, if a mean is none, and then no buffer has changed; or if the script has changed a
+                buffer since the last micro-batch.
+        """
+        if not self._all:
+            return
+        self._check_untouched()
+        new = [self._mean(buffer, total) for buffer, total in zip(self._means, sums, strict=True)]
+        alone = self._share_undecided() if self._world_size > 1 else []
+        if self._world_size > 1:
+            _all_reduce([*self._added, *self._bits, *alone], dist.ReduceOp.SUM)
+            _all_reduce(self._keys, dist.ReduceOp.MIN)
+        with torch.no_grad():
+            for buffer, value in zip(self._means, new, strict=True):
+                buffer.tensor.copy_(value)
+            for buffer, added in zip(self._counts, self._added, strict=True):
+                buffer.tensor.copy_(self._starts[buffer.name].to(torch.int64) + added)
+            for buffer, bits in zip(self._last, self._bits, strict=True):
+                buffer.tensor.copy_(_from_bits(bits, buffer.tensor))
+            for buffer, key in zip(self._extremes, self._keys, strict=True):
+                buffer.tensor.copy_(_from_key(key, buffer))
+            for watched, bits in zip(self._undecided, alone, strict=False):
+                watched.set(_from_bits(bits, watched.buffer.tensor))
+            for watched in self._undecided if self._world_size == 1 else []:
+                if (left := self._left.get(watched.buffer.name)) is not None:
+                    watched.set(left)
+
+    def _share_undecided(self) -> list[Tensor]:
+        """Return, to be added up over the ranks, what the one that had the only micro-batch found in it."""
+        return [
+            _bits(self._left.get(x.buffer.name, x.buffer.tensor)) if self._mine else _no_bits(x.buffer.tensor)
+            for x in self._undecided
+        ]
+
+    def _mean(self, buffer: Buffer, total: Tensor) -> Tensor:
+        start = self._starts[buffer.name]
+        if self._total == 1 and buffer.rule == "mean":
+            return total
+        if not buffer.checked:
+            return start + total
+        value = torch.where(torch.isfinite(start) | (total == 0), start + total, total)
+        # What nobody changes may be an infinity.
+        if bool((~torch.isfinite(value) & ~(value == start)).any()):
+            raise UsageError(
+                f"The mean of the buffer {buffer.name!r} over the micro-batches is no finite number.",
+                "Name another rule than mean by an argument of run.steps() or Trainer: "
+                f'buffers={{"{buffer.name}": "min"}}, for example. See docs/training.md, Buffers.',
+            )
+        return value
+
+    def restore(self) -> None:
+        """Give the buffers the values of the step's start."""
+        if not self._all:
+            return
+        with torch.no_grad():
+            if self._ruled:
+                torch._foreach_copy_([x.tensor for x in self._ruled], list(self._starts.values()))
+            for watched in self._watched:
+                watched.restore()
+        self._versions = {x.name: x.tensor._version for x in self._ruled}
+
+    def _check_untouched(self) -> None:
+        for buffer in self._ruled:
+            if self._versions.get(buffer.name, buffer.tensor._version) != buffer.tensor._version:
+                raise UsageError(
+                    f"The buffer {buffer.name!r} was changed between a step's last micro-batch and step.update().",
+                    "Change it in the forward pass, or after step.update().",
+                )
+
+
+class _Watched:
+    """A buffer that may not change in a micro-batch.
+
+    A change is seen by the tensor's version, and in every ``BY_VALUE``-th step of a process, from the first one on, by
+    its values: writing by way of ``.data`` leaves no other trace, but to compare them takes time, and a GPU must be
+    waited for.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.start = buffer.tensor.detach()
+        self._version = -1
+        self._by_value = True
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._by_value = self._steps % BY_VALUE == 0
+        self._steps += 1
+        if self._by_value or self.buffer.tensor._version != self._version:
+            self.start = self.buffer.tensor.detach().clone()
+            self._version = self.buffer.tensor._version
+
+    def changed(self) -> bool:
+        """Whether the present micro-batch has changed it."""
+        if not self._by_value and self.buffer.tensor._version == self._version:
+            return False
+        return not torch.equal(_bits(self.buffer.tensor), _bits(self.start))
+
+    def refuse(self) -> None:
+        buffer = self.buffer
+        if buffer.rule == "error":
+            raise UsageError(
+                f"The buffer {buffer.name!r} changed in a micro-batch.", 'buffers= gives it the rule "error".'
+            )
+        why = (
+            "nothing says what a step of several micro-batches makes of it"
+            if buffer.saved
+            else "it is not saved with the model"
+        )
+        raise UsageError(f"The buffer {buffer.name!r} changed in a micro-batch, and {why}.", advice(buffer, self.start))
+
+    def restore(self) -> None:
+        """Give it the value of the step's start."""
+        if self.changed():
+            self.set(self.start)
+
+    def set(self, value: Tensor) -> None:
+        """Give it a value that begin() takes for its own."""
+        self.buffer.tensor.copy_(value)
+        self._version = self.buffer.tensor._version
+        if value is not self.start:
+            self.start = value
+
+
+def _check_shape(buffer: Buffer, start: Tensor) -> None:
+    if buffer.tensor.shape != start.shape:
+        _refuse_shape(buffer)
+
+
+def _refuse_shape(buffer: Buffer) -> NoReturn:
+    hint = "Leave its shape and dtype as they are; call the model once before the first step if that sets them."
+    if not buffer.saved:
+        hint = f'If it is a cache, give it the rule "ignore": buffers={{"{buffer.name}": "ignore"}}.'
+    raise UsageError(f"The buffer {buffer.name!r} got another shape or dtype in a step.", hint)
+
+
+def _take_back(buffer: Buffer) -> None:
+    """Give a module that has put another tensor in a buffer's place the old one with the new values.
+
+    Raises:
+        UsageError: if they do not fit.
+    """
+    tensor = buffer.tensor
+    for module, name in buffer.homes:
+        current = module._buffers[name]
+        if current is tensor:
+            continue
+        if current is None or current.shape != tensor.shape or current.dtype != tensor.dtype:
+            _refuse_shape(buffer)
+        with torch.no_grad():
+            tensor.copy_(current)
+        module._buffers[name] = tensor
+
+
+# Bits as integers: what is zero on all ranks but one is added up, and the order of values is that of integers.
+
+_MOST = 2**63 - 1
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(_WORDS[dense.element_size()]).to(torch.int64, copy=True)
+
+
+def _no_bits(like: Tensor) -> Tensor:
+    return torch.zeros(like.numel() * (2 if like.element_size() == 16 else 1), dtype=torch.int64, device=like.device)
+
+
+def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
+    return bits.to(_WORDS[like.element_size()]).view(like.dtype).reshape(like.shape)
+
+
+def _key(buffer: Buffer) -> Tensor:
+    """Return integers of which the least is that of the value that the rule wants; NaN goes before all."""
+    value = buffer.tensor.detach()
+    if value.is_floating_point():
+        # As integers of their width, floats are in order but for the negative ones, which are in reverse.
+        bits = value.contiguous().view(_SIGNED[value.element_size()]).to(torch.int64)
+        width = 8 * value.element_size()
+        lowest = -(2 ** (width - 1))
+        key = torch.where(bits < 0, bits ^ (2 ** (width - 1) - 1), bits)
+        key = torch.where(torch.isnan(value), lowest if buffer.rule == "min" else -1 - lowest, key)
+    else:
+        key = value.to(torch.int64)
+    return key if buffer.rule == "min" else ~key
+
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _from_key(key: Tensor, buffer: Buffer) -> Tensor:
+    key = key if buffer.rule == "min" else ~key
+    value = buffer.tensor
+    if not value.is_floating_point():
+        return key.to(value.dtype)
+    bits = torch.where(key < 0, key ^ (2 ** (8 * value.element_size() - 1) - 1), key)
+    return bits.to(_SIGNED[value.element_size()]).view(value.dtype)
+
+
+def _all_reduce(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> None:
+    """Reduce tensors over the ranks, those of one dtype and device as one."""
+    for together in _alike(tensors):
+        if len(together) == 1 and together[0].is_contiguous():
+            dist.all_reduce(together[0], op=operation)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        dist.all_reduce(flat, op=operation)
+        for tensor, piece in zip(together, torch.split(flat, [x.numel() for x in together]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    yield from kinds.values()

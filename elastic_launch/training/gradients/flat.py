@@ -1,0 +1,117 @@
+"""Tensors of one dtype and device as flat ones: large ones as they lie in memory, small ones packed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Flat", "FlatSlice", "Part", "Values", "dense_stride", "layout"]
+
+SMALL = 64 * 1024
+"""Elements below which a tensor is packed with others: a message costs about as much as copying so many."""
+
+Values = list[Tensor | None]
+"""A value, or None, for each tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSlice:
+    """A tensor's number, and how its elements lie in memory: densely, in some order."""
+
+    which: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def small(self) -> bool:
+        return self.shape.numel() < SMALL
+
+    def new(self, part: Part) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=part.dtype, device=part.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One or more tensors in a flat order.
+
+    Attributes:
+        nodes: of each of this rank's nodes of the tree, the elements; to be changed at will.
+        total: where their sum over all ranks goes; may be the memory of the first node.
+        packed: the tensors whose elements these are copies of, if they are.
+    """
+
+    nodes: list[Tensor]
+    total: Tensor
+    packed: list[Tensor] = field(default_factory=list)
+
+    def unpack(self) -> None:
+        """Copy the sums where they belong."""
+        if self.packed:
+            pieces = torch.split(self.total, [tensor.numel() for tensor in self.packed])
+            for tensor, piece in zip(self.packed, pieces, strict=True):
+                _in_memory(tensor).copy_(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of one dtype and device."""
+
+    dtype: torch.dtype
+    device: torch.device
+    places: tuple[FlatSlice, ...]
+
+    def flats(self, nodes: list[Values], sums: Values) -> Iterator[Flat]:
+        """Yield the nodes' values and the sums as flat tensors.
+
+        Args:
+            nodes: with a value wherever there is a sum.
+            sums: what is None is left out.
+        """
+        small = []
+        for place in self.places:
+            total = sums[place.which]
+            if total is None or not total.numel():
+                continue
+            if place.small:
+                small.append(place.which)
+            else:
+                yield Flat([_in_memory(_present(values, place.which)) for values in nodes], _in_memory(total))
+        if small:
+            packed = [_present(sums, which) for which in small]
+            total = torch.empty(sum(tensor.numel() for tensor in packed), dtype=self.dtype, device=self.device)
+            flat = [torch.cat([_in_memory(_present(values, which)) for which in small]) for values in nodes]
+            yield Flat(flat, total, packed)
+
+
+def _present(values: Values, which: int) -> Tensor:
+    value = values[which]
+    assert value is not None
+    return value
+
+
+def _in_memory(value: Tensor) -> Tensor:
+    """Return a dense tensor's elements in the order in which they lie in memory, as a view."""
+    return value.as_strided((value.numel(),), (1,))
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor like this one; those of a dense one if it has gaps or overlaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def layout(like: Sequence[Tensor]) -> list[Part]:
+    """Return the parts that tensors like these make.
+
+    Raises:
+        ValueError: if one is sparse.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[FlatSlice]] = {}
+    for which, tensor in enumerate(like):
+        if tensor.layout != torch.strided:
+            raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
+        place = FlatSlice(which, tensor.shape, dense_stride(tensor))
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return [Part(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]

@@ -1,0 +1,239 @@
+"""Which parameters a training has: the model's, and those of the optimizer that are not the model's.
+
+What an optimizer changes must have the same gradient on all ranks, whether the model knows of it or not: the weight of
+a loss or a temperature, for example. Layers may be frozen and unfrozen, and groups added to the optimizer, between any
+two steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.exchange import broadcast_state, broadcast_tensors
+
+__all__ = ["OwnParameters", "Parameters"]
+
+
+class Parameters:
+    """The parameters of a model and an optimizer, and which of them need gradients.
+
+    Attributes:
+        all: the model's in its order, then the optimizer's own in theirs.
+        names: of all of them, as messages name them.
+        trained: those that need gradients.
+        trained_names: of these.
+        extra: by name, those that are not the model's.
+        sparse: which of the trained ones get sparse gradients.
+        signature: a number of 40 bits that is the same on all ranks if these are, and have changed equally often.
+
+    Raises:
+        UsageError: naming a parameter whose gradient cannot be reduced.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._in_optimizer: list[int] = []
+        self._flags: list[bool] = []
+        self.all: list[Tensor] = []
+        self.names: list[str] = []
+        self.trained: list[Tensor] = []
+        self.trained_names: list[str] = []
+        self.extra: dict[str, Tensor] = {}
+        self.sparse: frozenset[int] = frozenset()
+        self.signature = 0
+        self._generation = 0
+        self._find()
+
+    def changed(self) -> bool:
+        """Whether anything is not as it was when this was last found out."""
+        if [parameter.requires_grad for parameter in self.all] != self._flags:
+            return True
+        # The model's are looked for only when the optimizer has others: what it does not have is not trained.
+        return self._ids() != self._in_optimizer
+
+    def beside_optimizer(self) -> list[Tensor]:
+        """Return the trained parameters that have a gradient and are none of the optimizer's."""
+        own = set(self._in_optimizer)
+        return [p for p in self.trained if p.grad is not None and id(p) not in own]
+
+    def apart(self) -> bool:
+        """Whether the optimizer has parameters, and none of those that the model has and that need gradients."""
+        own = set(self._in_optimizer)
+        models = [id(p) for p in self._model.parameters() if p.requires_grad]
+        return bool(own and models) and own.isdisjoint(models)
+
+    def follow(self) -> list[str]:
+        """Find out anew what there is; return the names of what needs gradients now or not any more, or is new."""
+        before = dict(zip(map(id, self.all), self._flags, strict=True))
+        self._find()
+        return [
+            name
+            for name, parameter in zip(self.names, self.all, strict=True)
+            if before.get(id(parameter)) is not parameter.requires_grad
+        ]
+
+    def _ids(self) -> list[int]:
+        return [id(parameter) for group in self._groups() for parameter in group["params"]]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(getattr(self._optimizer, "param_groups", []))
+
+    def _find(self) -> None:
+        named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
+        own = {}
+        for number, group in enumerate(self._groups()):
+            # Optimizers remember names if they were given any.
+            names = group.get("param_names") or [""] * len(group["params"])
+            for place, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+                if id(parameter) not in named:
+                    where = f"optimizer.param_groups[{number}]['params'][{place}]"
+                    own[id(parameter)] = (f"{name} ({where})" if name else where, parameter)
+        found = [*named.values(), *own.values()]
+        for name, parameter in found:
+            _check(name, parameter)
+        self.all = [parameter for _, parameter in found]
+        self.names = [name for name, _ in found]
+        self.extra = dict(own.values())
+        self._in_optimizer = self._ids()
+        self._flags = [parameter.requires_grad for parameter in self.all]
+        trained = [(name, parameter) for name, parameter in found if parameter.requires_grad]
+        self.trained = [parameter for _, parameter in trained]
+        self.trained_names = [name for name, _ in trained]
+        sparse = _sparse(self._model)
+        self.sparse = frozenset(which for which, parameter in enumerate(self.trained) if id(parameter) in sparse)
+        text = "\n".join(" ".join(map(str, line)) for line in [*self._description(), [self._generation]])
+        self._generation += 1
+        self.signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
+
+    def _description(self) -> list[list[Any]]:
+        return [
+            [name, str(p.dtype).removeprefix("torch."), list(p.shape), p.requires_grad]
+            for name, p in zip(self.names, self.all, strict=True)
+        ]
+
+    def agree(self, rank: int) -> None:
+        """Give all ranks the first one's values: a script that seeds nothing builds another model on each rank.
+
+        Raises:
+            UsageError: naming the first parameter in which this rank's are others than the first rank's.
+        """
+        if not self.same_everywhere():
+            theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
+            raise UsageError(
+                f"The ranks train different parameters: {_difference(self._description(), theirs, rank)}.",
+                "Build the same model and optimizer, with the same layers frozen, on every rank.",
+            )
+        broadcast_tensors([*self.all, *self._model.buffers()], 0)
+
+    def same_everywhere(self) -> bool:
+        """Whether all ranks have the same signature; called by all of them."""
+        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        return int(bounds[0]) == -int(bounds[1])
+
+    def check_new(self, names: list[str]) -> None:
+        """Compare parameters that are new in the middle of a training; called by all ranks.
+
+        Raises:
+            UsageError: naming the first whose values are not the same on all ranks.
+        """
+        tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names)]
+        digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64)
+        bounds = torch.cat([digests, -digests])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        for name, high, low in zip(names, *bounds.view(2, -1).tolist(), strict=True):
+            if high != -low:
+                raise UsageError(
+                    f"{name} is new in this training, and its values are not the same on all ranks.",
+                    "Build it inside the loop over the steps, where all ranks have the same random state, or broadcast "
+                    "it.",
+                )
+
+    def not_finite(self) -> str | None:
+        """Return the name of the first parameter that holds NaN or an infinity, if any."""
+        found = zip(self.names, self.all, strict=True)
+        return next((name for name, parameter in found if not bool(torch.isfinite(parameter.detach()).all())), None)
+
+
+class OwnParameters:
+    """The values of an optimizer's parameters that are not the model's, as a part of a training's state."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the values by the place that they have in the optimizer."""
+        return {name: value.detach() for name, value in Parameters(self._model, self._optimizer).extra.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over values.
+
+        Raises:
+            UsageError: naming a parameter that the state or the optimizer has not, or in another shape.
+        """
+        own = self.state_dict()
+        for name in [*own, *(name for name in state if name not in own)]:
+            mine, theirs = own.get(name), state.get(name)
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                shapes = [None if value is None else list(value.shape) for value in (theirs, mine)]
+                raise UsageError(
+                    f"{name}, which is not the model's, has the shape {shapes[0]} in the checkpoint and {shapes[1]} in "
+                    "this script.",
+                    "Give the optimizer the parameters that it had then, or start in another directory.",
+                )
+            with torch.no_grad():
+                mine.copy_(theirs)
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise UsageError(
+            f"{name} has no shape yet: it belongs to a lazy module.", "Do one forward pass before the first step."
+        )
+    if parameter.is_meta:
+        raise UsageError(f"{name} has no values: it is on the meta device.", "Move it to run.device before.")
+    if hasattr(parameter, "device_mesh"):
+        raise UsageError(
+            f"{name} is sharded (a DTensor), and its gradient would be reduced as if every rank had all of it.",
+            "Give a model and an optimizer that are not sharded.",
+        )
+    if parameter.requires_grad and parameter.layout is not torch.strided:
+        raise UsageError(f"{name} has the layout {parameter.layout}.", "Only dense parameters can be trained.")
+
+
+def _sparse(model: nn.Module) -> set[int]:
+    """By id, the parameters that get sparse gradients."""
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def _digest(tensor: Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return int.from_bytes(hashlib.sha256(data.numpy().tobytes()).digest()[:7], "big")
+
+
+def _difference(mine: list[list[Any]], first: list[list[Any]], rank: int) -> str:
+    """Say in what this rank's parameters are others than the first rank's."""
+
+    def text(line: list[Any]) -> str:
+        name, dtype, shape, trained = line
+        return f"{name} ({dtype}{list(shape)}, requires_grad={trained})"
+
+    for own, other in zip(mine, first, strict=False):
+        if own != other:
+            return f"rank {rank} has {text(own)} where rank 0 has {text(other)}"
+    if len(mine) != len(first):
+        longer, who = (mine, rank) if len(mine) > len(first) else (first, 0)
+        return f"only rank {who} has {text(longer[min(len(mine), len(first))])}"
+    return f"another rank's differ from those of rank {rank}"

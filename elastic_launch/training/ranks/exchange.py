@@ -1,0 +1,64 @@
+"""Giving a state to ranks that have none: JSON and raw tensors, never a pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch.snapshot.format import tree
+
+__all__ = ["broadcast_state", "broadcast_tensors"]
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
+    """Give tensors of all ranks the values of the source's."""
+    for tensor in tensors:
+        value = tensor.detach()
+        if not value.numel():
+            continue
+        for dimension in reversed(range(value.dim())):
+            if value.stride(dimension) == 0:  # expanded: all along it are one in memory
+                value = value.select(dimension, 0)
+        # Bytes: not every backend knows every dtype, and none takes gaps.
+        dense = value.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(dense, src=source)
+        value.copy_(dense.view(value.dtype).view(value.shape))
+
+
+def broadcast_state(state: Any, source: int, rank: int) -> Any:
+    """Return on all ranks the state that the source gives.
+
+    Args:
+        state: what a checkpoint may hold; only the source's counts.
+    """
+    tensors: dict[str, Tensor] = {}
+    header = b""
+    if rank == source:
+        tensors, rest = tree.encode(state)
+        shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+        header = json.dumps([shapes, rest]).encode()
+    shapes, rest = json.loads(_broadcast_bytes(header, source, rank))
+    for name, dtype, shape in shapes:
+        tensor = tensors[name].cpu() if rank == source else torch.empty(shape, dtype=getattr(torch, dtype))
+        dense = tensor.contiguous()
+        if dense.numel():
+            dist.broadcast(dense.reshape(-1).view(torch.uint8), src=source)
+        tensors[name] = dense
+    return tree.decode(rest, tensors) if rank != source else state
+
+
+def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, src=source)
+    content = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if rank == source
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
+    dist.broadcast(content, src=source)
+    return bytes(content.tolist())

@@ -1,0 +1,252 @@
+"""Whether all ranks have the same parameters, buffers and optimizer state, as they must: compared now and then.
+
+A checksum of all of them travels with the ranks' wishes at a step boundary, so that between checkpoints nothing is
+waited for. Before a state goes to durable storage it is compared at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.training.ranks.checksum import checksums, combined
+
+__all__ = ["SHARE", "Named", "ReplicaCheck", "ReplicasDifferError", "replicated"]
+
+SHARE = 0.001
+"""Share of the training's time that comparing may cost, beside that before checkpoints."""
+
+MEMORY = 5
+"""Comparisons by whose median cost the next one is due."""
+
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Returns what must be the same on all ranks, by names for errors, in the same order on all."""
+
+
+class ReplicasDifferError(ElasticLaunchError):
+    """Ranks do not have the same weights; the message names what differs, after which step, and the ranks."""
+
+
+class ReplicaCheck:
+    """Compares the ranks' copies of a training's state.
+
+    All methods are called by all ranks at the same boundaries, so that their collectives come in one order. The first
+    rank's clock says when: ``wanted`` at one boundary, agreed at the next, a checksum with the wishes of the one after
+    that (on a GPU, which is not waited for, of the next again), the result one later.
+
+    Args:
+        group: of all ranks, for CPU tensors.
+        named: what is compared.
+
+    Attributes:
+        good: the last step after which nothing differed; None: none in this process.
+    """
+
+    def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup, named: Named) -> None:
+        self.good: int | None = None
+        self._world_size = world_size
+        self._rank = rank
+        self._group = group
+        self._named = named
+        self._costs: deque[float] = deque(maxlen=MEMORY)
+        self._at: float | None = None
+        self._under_way = False  # on the first rank, from the wish on
+        self._agreed = False
+        self._taken: _Taken | None = None
+        self._posting: _Taken | None = None  # at this boundary
+        self._posted: _Taken | None = None  # at the one before
+
+    def wanted(self) -> bool:
+        """Whether this rank wants a comparison: the first one does, as often as its cost allows."""
+        due = self._rank == 0 and not self._under_way and self._due()
+        self._under_way |= due
+        return due
+
+    def _due(self) -> bool:
+        # The first one costs more than those that follow, and does not count.
+        return not self._costs or (time.monotonic() - (self._at or 0.0)) * SHARE >= statistics.median(self._costs)
+
+    def to_post(self, step: int) -> int | None:
+        """Return what goes with the wishes of the present boundary: a checksum, None if none is due."""
+        if self._agreed:
+            self._agreed = False
+            self._taken = _Taken(step, self._named)
+        if self._taken is None or not self._taken.ready(step):
+            return None
+        self._posting, self._taken = self._taken, None
+        return self._posting.total()
+
+    def heard(self, *, agreed: bool, differs: bool) -> None:
+        """Take note of what came of the wishes of the boundary before; after those of this one are posted.
+
+        Args:
+            agreed: whether a comparison is to be made.
+            differs: whether the checksums that were posted did.
+
+        Raises:
+            ReplicasDifferError: on all ranks, if so.
+        """
+        posted, self._posted, self._posting = self._posted, self._posting, None
+        self._agreed |= agreed
+        if posted is not None:
+            self._under_way = False
+            self._judge(posted, differs)
+
+    def compare(self, step: int) -> None:
+        """Compare the state after a step at once.
+
+        Raises:
+            ReplicasDifferError: on all ranks, if something differs.
+        """
+        taken = _Taken(step, self._named)
+        total = taken.total()
+        numbers = torch.tensor([total, ~total])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        most, most_inverted = numbers.tolist()
+        self._judge(taken, most != ~most_inverted)
+
+    def _judge(self, taken: _Taken, differs: bool) -> None:
+        if self._at is not None:
+            self._costs.append(taken.cost)
+        self._at = time.monotonic()
+        if not differs:
+            self.good = taken.step
+            return
+        raise ReplicasDifferError(*self._explained(taken))
+
+    def _explained(self, taken: _Taken) -> tuple[str, str]:
+        """Find out with all ranks what differs on which."""
+        sums = taken.sums()
+        size = torch.tensor([len(sums)])
+        sizes = [torch.zeros_like(size) for _ in range(self._world_size)]
+        dist.all_gather(sizes, size, group=self._group)
+        counts = [int(x) for x in sizes]
+        before = "" if self.good is None else f"After step {self.good} they were the same. "
+        hint = (
+            f"{before}Either the script changes something by itself, and not in the same way on all ranks, or the "
+            "memory of a rank's host or device has failed. A restart goes on from the last state that was the same."
+        )
+        if len(set(counts)) > 1:
+            found = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            return f"After step {taken.step} the ranks do not have as many tensors as each other: {found}.", hint
+        all_sums = [torch.zeros_like(sums) for _ in range(self._world_size)]
+        dist.all_gather(all_sums, sums, group=self._group)
+        table = torch.stack(all_sums)
+        differing = [int(x) for x in (table != table[0]).any(dim=0).nonzero()]
+        name = taken.names[differing[0]]
+        column = table[:, differing[0]].tolist()
+        (common, most), *_ = Counter(column).most_common()
+        others = [rank for rank, value in enumerate(column) if value != common]
+        same = [rank for rank, value in enumerate(column) if value == common]
+        where = (
+            f"{_ranks(others)} differ{'s' if len(others) == 1 else ''} from {_ranks(same)}"
+            if 2 * most > self._world_size
+            else f"{_ranks(list(range(self._world_size)))} differ"
+        )
+        more = f" So it is with {len(differing) - 1} more tensors." if len(differing) > 1 else ""
+        return f"After step {taken.step} the ranks do not have the same {name}: {where}.{more}", hint
+
+
+class _Taken:
+    """The checksums of a state; on GPUs still to be computed."""
+
+    def __init__(self, step: int, named: Named) -> None:
+        began = time.monotonic()
+        found = list(named())
+        self.step = step
+        self.names = [name for name, _ in found]
+        self._marks: list[torch.cuda.Event] = []
+        device = found[0][1].device if found else torch.device("cpu")
+        if device.type == "cuda":
+            self._marks.append(_mark(device))
+        sums = checksums([tensor for _, tensor in found])
+        both = torch.cat([sums, combined(sums)[None]])
+        if device.type == "cuda":
+            self._result = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            self._result.copy_(both, non_blocking=True)
+            self._marks.append(_mark(device))
+        else:
+            self._result = both
+        self._seconds = time.monotonic() - began
+
+    def ready(self, step: int) -> bool:
+        """Whether it can be read without waiting long: on all ranks the same, so by the steps since."""
+        return not self._marks or step > self.step
+
+    def total(self) -> int:
+        """Return one checksum of all."""
+        return int(self._read()[-1])
+
+    def sums(self) -> Tensor:
+        """Return the checksum of each tensor."""
+        return self._read()[:-1]
+
+    @property
+    def cost(self) -> float:
+        """Seconds that it took."""
+        if len(self._marks) < 2:
+            return self._seconds
+        return max(self._seconds, float(self._marks[0].elapsed_time(self._marks[1])) / 1000)
+
+    def _read(self) -> Tensor:
+        if self._marks:
+            self._marks[-1].synchronize()
+        return self._result
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"
+
+
+def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] | Iterable[str] = ()) -> Named:
+    """Return what is compared of a model and its optimizer.
+
+    Args:
+        ignored: names of buffers that ranks may have of their own.
+    """
+    left_out = set(ignored)
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        names: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = name
+            yield f"parameter {name!r}", parameter
+        for name, buffer in model.named_buffers():
+            if name not in left_out:
+                yield f"buffer {name!r}", buffer
+        places = enumerate(p for group in getattr(optimizer, "param_groups", []) for p in group["params"])
+        numbers = {id(parameter): (number, parameter) for number, parameter in places}
+        # In the model's order: a script that takes them from a set has another order on each rank.
+        ordered = [numbers.pop(which) for which in names if which in numbers]
+        for number, parameter in [*ordered, *numbers.values()]:
+            name = repr(names[id(parameter)]) if id(parameter) in names else f"parameter {number} of the optimizer"
+            if id(parameter) not in names:
+                yield name, parameter
+            state = getattr(optimizer, "state", {}).get(parameter, {})
+            for key in sorted(state, key=str) if isinstance(state, dict) else []:
+                if isinstance(state[key], Tensor):
+                    yield f"optimizer's {key} of {name}", state[key]
+
+    return lambda: ((name, tensor) for name, tensor in named() if _is_plain(tensor))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes are there to be read: not those of subclasses, of which each rank may have a part."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
