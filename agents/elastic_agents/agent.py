@@ -497,7 +497,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures.clear()
         self._saves.begin()
         self._rank = place(self._group, form.round, self._config)
-        if self._rank == 0 and self._config.backend != "static":  # whose workers meet at the endpoint
+        if self._rank == 0 and not self._config.kind.fixed_ranks:  # whose workers meet at the endpoint
             try:
                 self._store.serve(self._config.timing.read_timeout)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.cli.flags import Values
-from elastic_launch.cli.rendezvous_flags import BACKENDS
+from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import (
     LaunchConfig,
     parse_endpoint,
@@ -138,12 +138,12 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
         token = token or left.token()
     leader = parse_endpoint(found.leader) if found is not None and found.leader else None
     backend = LaunchConfig.backend if backend is None else backend
-    if backend not in (*BACKENDS, "static"):
+    if backend not in BACKENDS:
         raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
-    if backend != "etcd":
+    if not kind_of(backend).elected:
         return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
     if not run_id:
-        raise UsageError("--rdzv-backend etcd keeps many runs.", "Name one with --rdzv-id ID.")
+        raise UsageError(f"--rdzv-backend {backend} keeps many runs.", "Name one with --rdzv-id ID.")
     return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
 
 
@@ -223,7 +223,7 @@ def _ended(error: RunEndedError, *, as_json: bool) -> int:
 def _drain(options: argparse.Namespace, address: Address) -> int:
     seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
     with AdminClient(address) as inquiry:
-        if options.node and address.backend != "etcd" and options.node == inquiry.status().leader:
+        if options.node and not kind_of(address.backend).elected and options.node == inquiry.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, and says whether its state is saved.",

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
+from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes
 from elastic_launch.errors import UsageError
 
@@ -84,7 +85,8 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
     pod = Pod.of(index, name)
     endpoint = values.text("--rdzv-endpoint")
     backend = (values.text("--rdzv-backend") or LaunchConfig.backend).removeprefix("elastic-")
-    if endpoint is None and backend != "etcd" and (pod is None or not pod.endpoint):
+    elected = kind_of(backend).elected
+    if endpoint is None and not elected and (pod is None or not pod.endpoint):
         raise UsageError(
             f"{ENV_INDEX}={index} says that this pod is one of several, but its host name, {name}, does not tell "
             "where pod 0 is: that takes JOB-INDEX.SERVICE.",
@@ -95,7 +97,7 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
         return {}
     source = f"{ENV_INDEX}={index} of {name}"
     told = {"--node-id": f"{pod.job}-{index}"}
-    if endpoint is None and backend != "etcd":
+    if endpoint is None and not elected:
         hosts = "true" if pod.index == 0 else "false"
         told |= {"--rdzv-endpoint": pod.endpoint, "--rdzv-id": pod.job, "--rdzv-conf": f"is_host={hosts}"}
     return {flag: Sourced(text, source) for flag, text in told.items()}
@@ -109,7 +111,8 @@ def _meets_by_itself(values: Values) -> bool:
     if backend is None:
         master = values.text("--master-addr") is not None or values.text("--master-port") is not None
         return not master or values.text("--rdzv-endpoint") is not None
-    return backend.removeprefix("elastic-") in ("c10d", "etcd")
+    kind = BACKENDS.get(backend.removeprefix("elastic-"))
+    return kind is not None and not kind.fixed_ranks
 
 
 def sentence(values: Values) -> str:

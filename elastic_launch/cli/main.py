@@ -190,7 +190,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
     limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
     meeting = read_meeting(values, limits)
     timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values), one_wait=values.torchrun)
-    if meeting.backend == "static":
+    if meeting.kind.fixed_ranks:
         limits = limits.resized(high, high)
         if is_host is not None:
             raise UsageError(
@@ -219,7 +219,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         run_id=run_id,
         backend=meeting.backend,
         endpoint=meeting.endpoint,
-        endpoints=meeting.endpoints if meeting.backend == "etcd" else (),
+        endpoints=meeting.endpoints if meeting.kind.elected else (),
         announce=high > 1 and meeting.endpoint is None,
         found_out=sentence(values),
         timing=timing,

@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_launch.cli.flags import Values
+from elastic_launch.config.backends import BACKENDS, BackendKind, kind_of
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
 from elastic_launch.config.settings import conf_items
 from elastic_launch.config.torch_options import Foreign
 from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, SOURCE
 from elastic_launch.errors import UsageError
 
-__all__ = ["BACKENDS", "Meeting", "read_meeting"]
+__all__ = ["Meeting", "read_meeting"]
 
 log = logging.getLogger("elastic_launch.cli.main")
 
-BACKENDS = ("c10d", "etcd")
-"""Those that keep a control record which a further node can be told the address of."""
-
-_ALIASES = {"elastic-c10d": "c10d", "elastic-etcd": "etcd"}
+_ALIASES = {f"elastic-{name}": name for name, kind in BACKENDS.items() if not kind.fixed_ranks}
 """This project's own under the names by which torchrun knows them."""
 
 _OF_TORCH = ("etcd-v2",)
@@ -46,6 +44,10 @@ class Meeting:
     foreign: Foreign | None = None
 
     @property
+    def kind(self) -> BackendKind:
+        return kind_of(self.backend)
+
+    @property
     def endpoint(self) -> Endpoint | None:
         return self.endpoints[0] if self.endpoints else None
 
@@ -61,7 +63,7 @@ def read_meeting(values: Values, limits: Limits) -> Meeting:
         _tell_ignored(values, limits)
         return Meeting(LaunchConfig.backend, (), node_id, rank)
     backend, asked = _backend(values, limits), values.text("--rdzv-endpoint")
-    if backend == "static":
+    if kind_of(backend).fixed_ranks:
         return _static(values, limits, rank)
     master = [name for name in ("--master-addr", "--master-port") if values.text(name) is not None]
     if master:
@@ -98,20 +100,20 @@ def _backend(values: Values, limits: Limits) -> str:
     implied = "static" if master and endpoint is None else LaunchConfig.backend
     backend = implied if text is None else _known(text)
     free_port = endpoint is None and values.text("--master-port") in (None, "0")
-    if backend == "static" and limits.max_nodes == 1 and free_port:
+    if kind_of(backend).fixed_ranks and limits.max_nodes == 1 and free_port:
         return LaunchConfig.backend  # as torchrun: one node needs no address
     return backend
 
 
 def _known(text: str) -> str:
     backend = _ALIASES.get(text, text)
-    if backend in (*BACKENDS, "static"):
+    if backend in BACKENDS:
         return backend
     from importlib.metadata import entry_points  # which takes a while
 
     others = sorted({*_OF_TORCH, *_registered(), *(found.name for found in entry_points(group="torchrun.handlers"))})
     if backend not in others:
-        names = ", ".join([*BACKENDS, "static", *(name for name in others if name not in _ALIASES)])
+        names = ", ".join([*BACKENDS, *(name for name in others if name not in _ALIASES)])
         raise UsageError(
             f"--rdzv-backend {text} is not supported.",
             f"Supported: {names}.",
@@ -123,21 +125,21 @@ def _registered() -> Mapping[str, Any]:
     """What this process has registered with torch, which only a process can have that has imported it."""
     module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
     registry: Mapping[str, Any] = getattr(getattr(module, "rendezvous_handler_registry", None), "_registry", {})
-    return {name: creator for name, creator in registry.items() if name not in ("c10d", "etcd", "static")}
+    return {name: creator for name, creator in registry.items() if name not in BACKENDS}
 
 
 def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
     """Return where the store is: one address, or several of an etcd cluster; none if this node is to host it."""
-    if backend != "etcd":
+    if not kind_of(backend).elected:
         return () if asked is None else (parse_endpoint(asked),)
     if asked is None:
         raise UsageError(
-            "--rdzv-backend etcd needs the addresses of the cluster.",
+            f"--rdzv-backend {backend} needs the addresses of the cluster.",
             "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...].",
         )
     if not run_id:
         raise UsageError(
-            "--rdzv-backend etcd needs a name for the run: its record outlives it.",
+            f"--rdzv-backend {backend} needs a name for the run: its record outlives it.",
             "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
         )
     return parse_endpoints(asked)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from elastic_launch.config.backends import BackendKind, kind_of
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.config.output import LATEST, Output
 from elastic_launch.config.torch_options import Foreign, Signals, TorchOptions
@@ -263,6 +264,11 @@ class LaunchConfig:
             raise UsageError(f"--health-port {self.health_port} is not a port.", "Give 1 to 65535.")
         if self.node_rank is not None and self.node_rank < 0:
             raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
+
+    @property
+    def kind(self) -> BackendKind:
+        """What distinguishes the backend."""
+        return kind_of(self.backend)
 
     @property
     def run_directory(self) -> Path:

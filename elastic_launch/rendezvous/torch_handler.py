@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_launch.clock import MonotonicClock
+from elastic_launch.config.backends import kind_of
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
 from elastic_launch.config.settings import Setting, check_keys, default_node_id, read_timing
 from elastic_launch.errors import ExitCode, UsageError
@@ -105,7 +106,7 @@ class TorchrunHandler(RendezvousHandler):
             run_id=params.run_id,
             backend=backend,
             endpoint=endpoints[0] if endpoints else None,
-            endpoints=endpoints if backend == "etcd" else (),
+            endpoints=endpoints if kind_of(backend).elected else (),
             timing=timing,
             node_id=default_node_id(),
             local_addr=params.local_addr,
@@ -266,7 +267,7 @@ class TorchrunHandler(RendezvousHandler):
 
 
 def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
-    if backend != "etcd":
+    if not kind_of(backend).elected:
         return (parse_endpoint(params.endpoint),) if params.endpoint else ()
     if params.endpoint and params.run_id != "none":  # which torchrun's default is
         return parse_endpoints(params.endpoint)

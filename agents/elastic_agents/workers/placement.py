@@ -47,7 +47,7 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     first = sum(member.workers for member in formed.members[:me])
     first_member = formed.members[0]
     master_addr, master_port = first_member.address, first_member.store_port
-    if config.backend == "static" and config.endpoint is not None:
+    if config.kind.fixed_ranks and config.endpoint is not None:
         master_addr, master_port = config.endpoint.host, config.endpoint.port
     # torch annotates none of these beyond their initial None.
     values = {

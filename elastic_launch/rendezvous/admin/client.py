@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
+from elastic_launch.config.backends import kind_of
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.errors import (
     ElasticLaunchError,
@@ -23,10 +23,11 @@ from elastic_launch.errors import (
 )
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.stores.registry import open_store
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, link_key
 from elastic_launch.rendezvous.wire.seal import ValueSeal
-from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER, Token
+from elastic_launch.secret import Token
 
 __all__ = ["Address", "AdminClient", "RunEndedError"]
 
@@ -211,18 +212,16 @@ class AdminClient:
 
 def _leader(address: Address) -> Endpoint:
     """Return where the leader is: at the endpoint itself, or where a store says."""
-    if address.backend == "c10d":
-        return address.endpoints[0]
-    # Only who asks for a store pays for its client: torch takes seconds.
-    if address.backend == "static":
+    kind = kind_of(address.backend)
+    if kind.fixed_ranks:
+        # Imported where it is used: torch takes seconds.
         from elastic_launch.rendezvous.backends.static import published_leader
 
         found = published_leader(address.endpoints[0], address.run_id, address.token, TIMEOUT)
         return Endpoint(found.address, found.port)
-    from elastic_launch.rendezvous.stores.etcd import EtcdStore
-
-    user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)
-    with contextlib.closing(EtcdStore(address.endpoints, address.run_id, user=user, password=password)) as store:
+    if not kind.elected:
+        return address.endpoints[0]
+    with contextlib.closing(open_store(address.backend, address.endpoints, address.run_id)) as store:
         value = store.load(TIMEOUT)
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)

@@ -141,7 +141,7 @@ class C10dBackend:
             listener, taken = self._listen(wanted, hidden=hidden)
             if config.is_host and listener is None:
                 found = "its port is in use" if taken else "it is not an address of this host"
-                asker = "--node-rank 0" if config.backend == "static" else "is_host=true"
+                asker = "--node-rank 0" if config.kind.fixed_ranks else "is_host=true"
                 raise EndpointError(
                     f"This node is to host the run at {wanted} ({asker}), but {found}.",
                     "Give another --rdzv-endpoint, or leave out is_host.",

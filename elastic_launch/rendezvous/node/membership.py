@@ -145,8 +145,8 @@ class Membership:
 
     @property
     def _replaceable(self) -> bool:
-        """Whether others may train without this node: with etcd a spare may lead, also of a run of one node."""
-        return self._most_nodes > 1 or self._config.backend == "etcd"
+        """Whether others may train without this node; where leaders are elected, a spare may even in a run of one node."""
+        return self._most_nodes > 1 or self._config.kind.elected
 
     def stopped(self, report: m.Stopped) -> None:
         """The round's workers are reaped; the node is ready for the next round."""
@@ -241,7 +241,7 @@ class Membership:
         """Keep a link to the leader until closed."""
         timing, clock, hearing = self._config.timing, self._clock, self._hearing
         search = Search(timing, clock.now())
-        until = AT_ENDPOINT if self._config.backend != "etcd" else "a leader can be elected"
+        until = "a leader can be elected" if self._config.kind.elected else AT_ENDPOINT
         while not self._closing.is_set():
             try:
                 sock = self._connect(search.attempt(hearing, clock.now()))
@@ -339,7 +339,7 @@ class Membership:
         if self._welcomed:
             return cause
         cause = f"run {self._config.run_id!r} had ended before this node came: {cause}"
-        if self._config.backend == "etcd":
+        if self._config.kind.elected:
             cause += " (to use its id for a new run, give all nodes of that --rdzv-conf reuse=true)"
         return cause
 

@@ -1,0 +1,34 @@
+"""The rendezvous backends of this project, and what distinguishes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BACKENDS", "BackendKind", "kind_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendKind:
+    """How the nodes of a run find each other.
+
+    Attributes:
+        name: as ``--rdzv-backend`` takes it.
+        elected: the endpoints are servers that keep the records of many runs, and any node may lead. Otherwise the
+            endpoint is a node of the run, which leads.
+        fixed_ranks: every node is given its rank, and the workers meet at the endpoint, too.
+    """
+
+    name: str
+    elected: bool = False
+    fixed_ranks: bool = False
+
+
+BACKENDS = {
+    kind.name: kind
+    for kind in (BackendKind("c10d"), BackendKind("etcd", elected=True), BackendKind("static", fixed_ranks=True))
+}
+
+
+def kind_of(backend: str) -> BackendKind:
+    """Return the kind of a backend; one of torch's own has none of the properties."""
+    return BACKENDS.get(backend) or BackendKind(backend)
