@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from elastic_launch.cli.flags import Values
-from elastic_launch.config.notice_sources import AUTO, NoticeSource, parse_source
+from elastic_launch.config.notice_sources import AUTO, UNTOUCHABLE, NoticeSource, parse_source
 from elastic_launch.config.settings import nearest
 from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
 from elastic_launch.errors import UsageError
@@ -143,6 +143,6 @@ def _signal(flag: str, name: str) -> signal.Signals:
     number = signal.Signals[full]
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise UsageError(f"{flag} names {full}, which no process can handle.", f"Drop {full}.")
-    if number in (signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+    if number in UNTOUCHABLE:
         raise UsageError(f"{flag} names {full}, which says something of this process only.", f"Drop {full}.")
     return number

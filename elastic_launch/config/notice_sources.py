@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["AUTO", "CLOUDS", "KINDS", "NoticeSource", "claimed", "parse_source"]
+__all__ = ["AUTO", "CLOUDS", "KINDS", "UNTOUCHABLE", "NoticeSource", "claimed", "parse_source"]
 
 CLOUDS = ("aws", "gcp", "azure")
 
@@ -25,6 +25,7 @@ UNTOUCHABLE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
+"""Signals that no process can handle, or that say something of the process itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,7 +471,7 @@ def test_out_of_memory_is_said(error_file: Path) -> None:
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files in which kills may be counted: one that is not there, a cgroup's v2 file, one of v1."""
     paths = [tmp_path / "absent", tmp_path / "memory.events", tmp_path / "memory.oom_control"]
-    monkeypatch.setattr(failures, "_candidates", lambda: [(str(path), "oom_kill") for path in paths])
+    monkeypatch.setattr(failures, "_event_files", lambda: [*map(Path, paths)])
     return paths
 
 

@@ -18,7 +18,7 @@ from elastic_launch.config.launch_config import Command, Limits
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.events.types import LeaderElected, NodeJoined, RoundFormed
 from elastic_launch.rendezvous.backends.election import ElectedBackend, found_by
-from elastic_launch.rendezvous.backends.succession import GONE_AFTER
+from elastic_launch.rendezvous.backends.succession import REFUSED_FOR
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
@@ -271,7 +271,7 @@ def test_a_node_with_other_arguments_and_limits_leads_on_by_those_of_the_run(nod
     with contextlib.closing(_lone(nodes, "b", clock, limits=Limits(2, 5, 0), command=other)) as backend:
         backend.open()
         backend.unreachable(found_by(record), refused=True)
-        clock.advance(GONE_AFTER)
+        clock.advance(REFUSED_FOR)
         taken = record_by(backend)
         assert (taken.leader.node_id, taken.term, taken.limits) == ("b", 4, Limits(1, 4, 3))
         assert nodes.record == taken
@@ -283,7 +283,7 @@ def test_a_node_that_came_with_another_script_does_not_lead(nodes: Nodes) -> Non
     with contextlib.closing(_lone(nodes, "b", clock, command=other, reuse=True)) as backend:
         backend.open()
         backend.unreachable(found_by(record), refused=True)
-        clock.advance(GONE_AFTER)
+        clock.advance(REFUSED_FOR)
         with pytest.raises(RefusedError, match="came with another script") as caught:
             backend.find_leader(1.0)
     assert "etcdctl del /elastic-launch/runs/none/record" in caught.value.hint

@@ -13,6 +13,7 @@ from elastic_agents.workers.symptoms import symptom_in, symptom_of_abort
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
 __all__ = ["OutOfMemoryCounter", "describe", "printed_last", "raised_in", "report"]
@@ -30,11 +31,6 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
 _NO_MODULE = re.compile(r".*: No module named \S+$")  # as of python -m
 
-_COUNTERS = (
-    ("/sys/fs/cgroup/memory.events", "oom_kill"),
-    ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
-)
-
 
 class OutOfMemoryCounter:
     """Counts the kernel's out-of-memory kills in this process' cgroup.
@@ -43,7 +39,7 @@ class OutOfMemoryCounter:
     """
 
     def __init__(self) -> None:
-        self._files = [(Path(path), key) for path, key in _candidates()]
+        self._files = _event_files()
         self._last = self._read()
 
     def risen(self) -> bool:
@@ -52,30 +48,22 @@ class OutOfMemoryCounter:
         return self._last > last
 
     def _read(self) -> int:
-        for path, key in self._files:
+        for path in self._files:
             try:
                 for line in path.read_text().splitlines():
                     name, _, value = line.partition(" ")
-                    if name == key:
+                    if name == "oom_kill":
                         return int(value)
             except (OSError, ValueError):
                 continue
         return 0
 
 
-def _candidates() -> list[tuple[str, str]]:
-    found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found.append((f"/sys/fs/cgroup{path}/memory.events", "oom_kill"))
-        elif "memory" in controllers.split(","):
-            found.append((f"/sys/fs/cgroup/memory{path}/memory.oom_control", "oom_kill"))
-    return [*found, *_COUNTERS]
+def _event_files() -> list[Path]:
+    """Files of this process' groups, and of the roots: in a container the root is often its own group."""
+    own = [group.path / group.events for group in memory_groups() if group.own]
+    roots = [CGROUPS / "memory.events", CGROUPS / "memory" / "memory.oom_control"]
+    return [*own, *roots]
 
 
 def describe(exit_code: int) -> str:

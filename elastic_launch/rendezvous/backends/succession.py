@@ -8,7 +8,7 @@ from elastic_launch.rendezvous.record import ControlRecord
 
 __all__ = ["Succession", "Takeover"]
 
-GONE_AFTER = 0.5
+REFUSED_FOR = 0.5
 """Seconds for which a leader refuses connections before its process counts as gone."""
 
 
@@ -57,7 +57,7 @@ class Succession:
 
     def looked(self, seconds: float, *, failed: bool) -> None:
         """Take note that the store was asked: whether in vain, or for so long that it was but for its patience."""
-        self._blind = self._blind or failed or seconds > GONE_AFTER
+        self._blind = self._blind or failed or seconds > REFUSED_FOR
 
     def unreachable(
         self, record: ControlRecord, now: float, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
@@ -98,7 +98,7 @@ class Succession:
             self._doubt = replace(doubt, since=now, round=record.round.number)
             return None
         waited = now - doubt.since
-        dead = doubt.refused_since is not None and now - doubt.refused_since >= GONE_AFTER
+        dead = doubt.refused_since is not None and now - doubt.refused_since >= REFUSED_FOR
         if not dead and waited < self._dead_after:
             return None
         how = "its process is gone" if dead else f"it could not be reached for {waited:.1f} s"

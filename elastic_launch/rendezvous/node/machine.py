@@ -18,7 +18,7 @@ __all__ = ["NodeMachine", "Search"]
 FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
 """Seconds that one attempt to find the leader may take: before this node was ever linked to it, and afterwards."""
 
-GONE_AFTER = 1.0
+QUIET_SEARCH = 1.0
 """Seconds after a closed link for which the leader is looked for before it counts as gone."""
 
 
@@ -117,7 +117,7 @@ class Search:
 
     def failed(self, now: float) -> bool:
         """An attempt failed; say whether that is to be told now."""
-        waits = self._lost_at is not None and not self._quiet and now - self._lost_at < GONE_AFTER
+        waits = self._lost_at is not None and not self._quiet and now - self._lost_at < QUIET_SEARCH
         if self._told or waits:
             return False
         self._told = True

@@ -145,7 +145,7 @@ class Membership:
 
     @property
     def _replaceable(self) -> bool:
-        """Whether others may train without this node; where leaders are elected, a spare may even in a run of one node."""
+        """Whether others may train without this node; in a run of one node, a spare may if leaders are elected."""
         return self._most_nodes > 1 or self._config.kind.elected
 
     def stopped(self, report: m.Stopped) -> None:
