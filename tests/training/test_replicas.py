@@ -118,7 +118,7 @@ def test_a_restart_from_a_snapshot_that_was_not_compared_says_so(
     monkeypatch.setattr(saving, "restore", lambda *_: ({}, meta))
     resumed = saving.Saver(World(round=2), None).restore(None, {}, TrainingState())
     assert resumed.step == 9
-    said = "training goes on from the snapshot of step 9 in memory; the ranks were last compared after step 7, and"
+    said = "training resumes from the snapshot of step 9 in memory; the ranks were last compared after step 7, and"
     assert [said in text for text in caplog.messages] == ([] if compared else [True])
 
 
@@ -134,7 +134,7 @@ def test_a_state_that_was_not_compared_before_the_run_failed_says_so_when_it_is_
     assert agent.wait(100) == 1, agent.output
     (info,) = snapshot.find(saved)
     assert info.meta["compared"] is False
-    said = f"the checkpoint of step {info.step} is newer than the last comparison of the ranks"
+    said = f"the checkpoint of step {info.step} was saved without a comparison of the ranks"
     assert said in agent.output
     again = job.launch("--standalone", "--nproc", "2", name="again", command=[SCRIPT, *flags])
     assert again.wait(100) == 0, again.output

@@ -88,7 +88,7 @@ def copy(
         done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
         there({**done, "seconds": time.monotonic() - began, "pruning": True})
         if isinstance(meta, dict) and meta.get("compared") is False:
-            text = "the checkpoint of step %d is newer than the last comparison of the ranks, and says so"
+            text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
             _log.warning(text, header.step)
         prune(order["directory"], order["keep"], header.round)
     except (NotCommittedError, TakenError) as error:

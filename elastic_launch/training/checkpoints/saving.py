@@ -118,8 +118,8 @@ class Saver:
             self.equal_after(step)  # of this branch, too
         elif not resumed.compared and self._world.rank == 0:
             _log.warning(
-                "training goes on from the snapshot of step %d in memory; the ranks were last compared after step %d, "
-                "and a difference since then is not found any more",
+                "training resumes from the snapshot of step %d in memory; the ranks were last compared after step %d, "
+                "and a difference that began later would not be detected",
                 step,
                 resumed.equal,
             )
