@@ -34,36 +34,61 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elastic_launch import integrations as integrations
+    from elastic_launch.batch import BatchError as BatchError
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
     from elastic_launch.batch import MicroBatch as MicroBatch
     from elastic_launch.error_file import do_not_retry as do_not_retry
+    from elastic_launch.errors import ElasticLaunchError as ElasticLaunchError
+    from elastic_launch.errors import UsageError as UsageError
+    from elastic_launch.snapshot.errors import CheckpointError as CheckpointError
+    from elastic_launch.snapshot.errors import CheckpointGoneError as CheckpointGoneError
+    from elastic_launch.snapshot.errors import CheckpointReadError as CheckpointReadError
+    from elastic_launch.snapshot.errors import CheckpointWriteError as CheckpointWriteError
+    from elastic_launch.snapshot.errors import DamagedCheckpointError as DamagedCheckpointError
+    from elastic_launch.snapshot.errors import ForeignCheckpointError as ForeignCheckpointError
+    from elastic_launch.snapshot.errors import UnsupportedStateError as UnsupportedStateError
+    from elastic_launch.snapshot.storage.background import WriteOutcome as WriteOutcome
     from elastic_launch.training import dist as dist
     from elastic_launch.training.callbacks import Callback as Callback
+    from elastic_launch.training.callbacks import CheckpointEnd as CheckpointEnd
+    from elastic_launch.training.callbacks import Evaluation as Evaluation
+    from elastic_launch.training.callbacks import Incident as Incident
     from elastic_launch.training.callbacks import Progress as Progress
+    from elastic_launch.training.callbacks import RoundStart as RoundStart
+    from elastic_launch.training.callbacks import StepEnd as StepEnd
     from elastic_launch.training.checkpoints.checkpoint import Checkpoint as Checkpoint
     from elastic_launch.training.checkpoints.checkpoint import weights_sha256 as weights_sha256
-    from elastic_launch.training.data import samplers
+    from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
+    from elastic_launch.training.steps import NonFiniteLossError as NonFiniteLossError
+    from elastic_launch.training.steps import Step as Step
     from elastic_launch.training.trainer import Trainer as Trainer
 
 _HOMES = {
-    "BatchPlan": "elastic_launch.batch",
-    "Checkpoint": "elastic_launch.training.checkpoints.checkpoint",
-    "ElasticLoader": "elastic_launch.training.data.loader",
-    "FunctionLoader": "elastic_launch.training.data.loader",
-    "GlobalBatch": "elastic_launch.batch",
-    "MicroBatch": "elastic_launch.batch",
-    "Run": "elastic_launch.training.session",
-    "Callback": "elastic_launch.training.callbacks",
-    "Progress": "elastic_launch.training.callbacks",
-    "Trainer": "elastic_launch.training.trainer",
-    "do_not_retry": "elastic_launch.error_file",
-    "session": "elastic_launch.training.session",
-    "weights_sha256": "elastic_launch.training.checkpoints.checkpoint",
+    name: module
+    for module, names in {
+        "elastic_launch.batch": "BatchError BatchPlan GlobalBatch MicroBatch",
+        "elastic_launch.error_file": "do_not_retry",
+        "elastic_launch.errors": "ElasticLaunchError UsageError",
+        "elastic_launch.snapshot.errors": (
+            "CheckpointError CheckpointGoneError CheckpointReadError CheckpointWriteError "
+            "DamagedCheckpointError ForeignCheckpointError UnsupportedStateError"
+        ),
+        "elastic_launch.snapshot.storage.background": "WriteOutcome",
+        "elastic_launch.training.callbacks": "Callback CheckpointEnd Evaluation Incident Progress RoundStart StepEnd",
+        "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
+        "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
+        "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
+        "elastic_launch.training.session": "Run session",
+        "elastic_launch.training.steps": "NonFiniteLossError Step",
+        "elastic_launch.training.trainer": "Trainer",
+    }.items()
+    for name in names.split()
 }
 
 _MODULES = {
@@ -73,16 +98,35 @@ _MODULES = {
 }
 
 __all__ = [
+    "BatchError",
     "BatchPlan",
     "Callback",
     "Checkpoint",
+    "CheckpointEnd",
+    "CheckpointError",
+    "CheckpointGoneError",
+    "CheckpointReadError",
+    "CheckpointWriteError",
+    "DamagedCheckpointError",
+    "ElasticLaunchError",
     "ElasticLoader",
+    "Evaluation",
+    "ForeignCheckpointError",
     "FunctionLoader",
     "GlobalBatch",
+    "Incident",
     "MicroBatch",
+    "NonFiniteLossError",
     "Progress",
+    "ReplicasDifferError",
+    "RoundStart",
     "Run",
+    "Step",
+    "StepEnd",
     "Trainer",
+    "UnsupportedStateError",
+    "UsageError",
+    "WriteOutcome",
     "__version__",
     "dist",
     "do_not_retry",

@@ -1,4 +1,4 @@
-"""Each package's docstring is a map of its modules."""
+"""What the packages say of themselves: their modules, and the names that users import."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+import elastic_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(
@@ -25,3 +27,26 @@ def test_the_docstring_of_a_package_lists_its_modules_and_nothing_else(package: 
     mentioned = set(re.findall(r"``([a-z_0-9]+/?)``", text))
     assert modules | packages <= mentioned
     assert set(listed) <= stems | packages
+
+
+def test_every_public_name_is_there() -> None:
+    assert len(set(elastic_launch.__all__)) == len(elastic_launch.__all__)
+    for name in elastic_launch.__all__:
+        assert getattr(elastic_launch, name) is not None
+
+
+def test_errors_that_a_training_script_may_catch_are_public() -> None:
+    """Those that are derived from the root of all errors, and defined where training scripts meet them."""
+    import elastic_launch.snapshot.errors as snapshots
+    from elastic_launch.errors import ElasticLaunchError
+    from elastic_launch.training import steps
+    from elastic_launch.training.ranks import replicas
+
+    internal = {"NotCommittedError", "StalledError", "TakenError", "TornSnapshotError"}
+    for module in (snapshots, steps, replicas):
+        found = {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, ElasticLaunchError) and value.__module__ == module.__name__
+        }
+        assert found - internal <= set(elastic_launch.__all__)
