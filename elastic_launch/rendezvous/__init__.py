@@ -1,14 +1,14 @@
 """Rendezvous: nodes form rounds of workers under an elected leader.
 
-``leader/``             decides who trains together
-``node/``               a member's side
-``backends/``           finding the leader, or becoming it: c10d, etcd, static
-``stores/``             where the control record is kept
+``leader/``             decides which nodes train together
+``node/``               the member's side of the protocol
+``backends/``           how a node finds or becomes the leader: c10d, etcd, static
+``stores/``             storage of the control record
 ``wire/``               messages, their encoding and authentication
-``admin/``              what ``elasticctl`` asks
-``record``              the control record, one value per run; ``continuity`` says which values a node believes
-``snapshot_holders``    which node holds which snapshot, and who serves it
-``worker_store``        the TCPStore under which the workers of a round meet
-``run_file``            ``run.json``: how a run can be reached
+``admin/``              the protocol of ``elasticctl``
+``record``              the control record, one value per run; ``continuity`` decides which values a node accepts
+``snapshot_holders``    which node holds which snapshot, and which nodes serve it
+``worker_store``        the TCPStore through which the workers of a round meet
+``run_file``            ``run.json``: how to reach a run
 ``torch_handler``       the rendezvous for plain torchrun, registered by ``torch_entry_points``
 """

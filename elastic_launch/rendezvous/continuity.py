@@ -1,21 +1,21 @@
-"""Which values of the control record a node believes: pure decisions.
+"""Decide which values of the control record a node accepts: pure decisions.
 
-Whoever can write to the store can put anything there: garbage, nothing, an old record, or the end of an earlier run. A
-value counts only if it continues the run that a node has seen: it carries the run's own number and, with a token, its
-MAC, and neither term nor round fall. Anything else is spoiled:
+Any client with write access to the store can put anything there: garbage, nothing, an old record, or the end of an
+earlier run. A value is accepted only if it continues the run that the node has seen: it has the same run number, it
+has a valid MAC if the run has a token, and neither its term nor its round has decreased. Any other value is *spoiled*:
 
-- the leader writes its record again, by compare-and-set, if it has seen it in the last :data:`DOUBT` of ``dead_after``.
-  Otherwise another node may have led before the value was spoiled: it steps down, and goes on as a member;
-- of two leaders whose runs have the same id, and which both repair, the one whose run's number is lower ends its run,
-  once the other one has answered it (:mod:`elastic_launch.rendezvous.backends.rival`);
-- a member takes it for nothing, and goes by the newest record that it has seen. It repairs only what has stood for
-  ``dead_after``, which no live leader would have let stand, and when it would take over from that record's leader. It
-  leaves out terms and numbers of rounds, as many as :func:`repairing` draws, and forms no round for another
-  ``dead_after``: by then all members that live have come to it and told what they know. So no term and no number is
-  given twice, a leader of a term that it did not know of is fenced like any other that was succeeded, and no two rounds
-  train at once;
-- a node that comes waits for the repair: for that of members, if what it finds cannot be understood (:data:`REPAIR`);
-  it takes what carries another MAC, or is an end, as true after :data:`STANDS` seconds.
+- The leader rewrites its record by compare-and-set if it last saw it within :data:`DOUBT` of ``dead_after``.
+  Otherwise another node may have led before the value was spoiled, so the leader steps down and continues as a member.
+- If two leaders have runs with the same id and both repair the record, the one with the lower run number ends its run
+  once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
+- A member ignores a spoiled value and uses the newest record that it has seen. It repairs only a value that has stood
+  for ``dead_after``, since a live leader would have replaced it, and only when it would take over from that record's
+  leader. It skips as many terms and round numbers as :func:`repairing` draws, and forms no round for another
+  ``dead_after``; by then all live members have connected to it and reported what they know. So no term and no round
+  number is used twice, the leader of a term that it did not know of is fenced like any other leader that was
+  succeeded, and no two rounds train at once.
+- A joining node waits for the repair. If it cannot parse the value, it waits for the members to repair it
+  (:data:`REPAIR`); it accepts a value with a different MAC, or the end of a run, after :data:`STANDS` seconds.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from elastic_launch.rendezvous.wire.seal import ValueSeal
 __all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError", "repairing"]
 
 STANDS = 2.5
-"""Seconds for which a node that comes looks at a record that refuses it, or has ended, before it believes it."""
+"""Seconds for which a joining node sees a record that refuses it, or that has ended, before it accepts the record."""
 
 REPAIR = 4.0
-"""Times ``dead_after`` for which a node that comes waits for members to repair what cannot be understood: they take one
-to find that the leader is gone, one for which the value has to stand, and the time of their looks at it."""
+"""How long a joining node waits for members to repair an unreadable value, in multiples of ``dead_after``: one to
+detect that the leader is gone, one for which the value has to stand, and the time between their reads."""
 
 UNSEEN = 100
-"""Terms and rounds that there may have been since the newest record that a member has seen: more than in the seconds
+"""Terms and rounds that may have passed since the newest record that a member has seen: more than fit into the seconds
 for which the record was spoiled."""
 
 DOUBT = 0.5
-"""The part of ``dead_after`` within which a leader must have seen its record to repair it: members that lose its links
-need all of ``dead_after`` to elect another."""
+"""Fraction of ``dead_after`` within which a leader must have seen its record to repair it. Members that lose their link
+to it need all of ``dead_after`` to elect another leader."""
 
 SPREAD = 10_000
-"""How far apart the first terms and rounds of two members may be that repair the same record and do not know of each
-other, since the network keeps them apart."""
+"""Range of the random gap between the first terms and rounds of two members that repair the same record without
+knowing of each other, because the network is partitioned."""
 
 
 def repairing(newest: ControlRecord, source: random.Random) -> ControlRecord:
-    """Return the record from which a member takes over that repairs a spoiled one."""
+    """Return the record from which a member that repairs a spoiled one takes over."""
     skipped = UNSEEN + source.randrange(SPREAD)
     floor = max(newest.floor, newest.round.number)
     return replace(newest, term=newest.term + skipped, floor=floor + skipped)
@@ -61,7 +61,7 @@ class SpoiledError(Exception):
     """The store does not hold a record that continues the run.
 
     Args:
-        cause: what it holds instead; for a node that comes, what it ends with if that stands.
+        cause: what it holds instead. A joining node fails with it if the value stays.
     """
 
     def __init__(self, cause: RendezvousError) -> None:
@@ -73,8 +73,8 @@ class Continuity:
     """What one node has seen of its run.
 
     Attributes:
-        newest: the newest record that was believed, or None.
-        member: whether that is known to be of this node's run: its leader has said so, or this node wrote it.
+        newest: the newest record that was accepted, or None.
+        member: whether ``newest`` is known to belong to this node's run: its leader said so, or this node wrote it.
     """
 
     def __init__(self, seal: ValueSeal) -> None:
@@ -84,10 +84,10 @@ class Continuity:
         self._begun = False  # whether the run has formed a round
 
     def judge(self, stored: bytes | None) -> ControlRecord | None:
-        """Return the record that was found in the store; None if there is none, and a run may begin.
+        """Return the record found in the store, or None if there is none and a run may begin.
 
         Raises:
-            SpoiledError: if it is not to be believed.
+            SpoiledError: if the value is not acceptable.
         """
         newest = self.newest if self.member else None
         if stored is None:
@@ -101,30 +101,30 @@ class Continuity:
         except RefusedError as error:
             raise SpoiledError(error) from error
         if newest is not None and record.run != newest.run and record.end is None and not self._begun:
-            self.forget()  # of two runs that began at once, this node's has nothing to lose
+            self.forget()  # two runs began at once, and this node's has formed no round yet
         elif newest is not None and not _continues(record, newest):
             raise SpoiledError(ProtocolError("The control record is of another run, or an old one of this run."))
         self._believe(record)
         return record
 
     def welcomed(self, run: str) -> None:
-        """The leader has accepted this node, and says which run it leads."""
+        """Record that the leader has accepted this node, and which run it leads."""
         self.member = self.member or (self.newest is not None and self.newest.run == run)
 
     def heard(self, term: int, formed: Round, restarts: int) -> None:
-        """The leader has said which round there is; its members are unknown where it said no more than the number."""
+        """Record the round that the leader announced; without members if it announced only the number."""
         newest = self.newest
         if self.member and newest is not None and newest.term == term and newest.round.number < formed.number:
             self.newest = replace(newest, round=formed, restarts=max(newest.restarts, restarts))
             self._begun = True
 
     def wrote(self, record: ControlRecord) -> None:
-        """This node wrote the record: it leads."""
+        """Record that this node wrote the record, and so leads."""
         self._believe(record)
         self.member = True
 
     def forget(self) -> None:
-        """This node comes anew: the run that it was in was not the only one."""
+        """Start over as a new node: there was another run with the same id."""
         self.newest, self.member, self._begun = None, False, False
 
     def _believe(self, record: ControlRecord) -> None:
@@ -140,13 +140,13 @@ def _order(record: ControlRecord) -> tuple[int, int]:
 
 
 class Sight(Enum):
-    """What a leader sees in the store.
+    """What a leader finds in the store.
 
-    - OWN: what it wrote itself.
-    - SUCCEEDED: another node leads its run.
-    - RIVAL: a record of another run, which has not ended.
+    - OWN: a value that it wrote itself.
+    - SUCCEEDED: a record of its run with another leader.
+    - RIVAL: a record of another run that has not ended.
     - SPOILED: anything else.
-    - LOST: the same, after so long without a sight of its own that another node may have led since.
+    - LOST: like SPOILED, but the leader last saw its own value so long ago that another node may have led since.
     """
 
     OWN = "own"
@@ -160,13 +160,13 @@ class Claim:
     """A leader's claim to the record.
 
     Args:
-        record: as it was written for the leader's term.
-        now: when that was.
+        record: the record as written for the leader's term.
+        now: when it was written.
 
     Attributes:
-        stored: the value that the leader knows to be its own last one.
+        stored: the last value that the leader is known to have written.
         pending: a value that it may have written.
-        sure: when the leader last began to look, and found or wrote its own value.
+        sure: start of the last read or write in which the leader found or wrote its own value.
     """
 
     def __init__(self, seal: ValueSeal, record: ControlRecord, dead_after: float, now: float) -> None:
@@ -178,17 +178,17 @@ class Claim:
         self.pending: bytes | None = None
 
     def look(self, stored: bytes | None, now: float) -> Sight:
-        """Judge what the store holds."""
+        """Classify what the store holds."""
         sight = self._sight(stored)
         lost = sight is Sight.SPOILED and now - self.sure > self._doubts_after
         return Sight.LOST if lost else sight
 
     def seen(self, began: float) -> None:
-        """The leader's own value stood in the store when it looked, which it began then."""
+        """Record that a read that began at that time found the leader's own value."""
         self.sure = max(self.sure, began)
 
     def _sight(self, stored: bytes | None) -> Sight:
-        pending = self.pending  # before the other: what was pending may just have become that
+        pending = self.pending  # read before `stored`: another thread may move it there
         if stored is not None and stored in (pending, self.stored):
             return Sight.OWN
         if stored is None:
@@ -199,21 +199,21 @@ class Claim:
             return Sight.SPOILED
         if record.run != self.record.run:
             return Sight.RIVAL if record.end is None else Sight.SPOILED
-        # Of one term there are two leaders only if an old record was put back as a term began: this one yields.
+        # A term has two leaders only if an old record was put back as the term began; this leader yields.
         other = record.leader != self.record.leader
         return Sight.SUCCEEDED if record.term > self.record.term - other else Sight.SPOILED
 
     def rival(self, stored: bytes) -> ControlRecord:
-        """Return the record in which :meth:`look` has seen a rival."""
+        """Return the rival's record that :meth:`look` found."""
         return ControlRecord.parse(self._seal.open(stored))
 
     def propose(self, record: ControlRecord) -> bytes:
-        """Return a record as it is to be written; from now on it may stand there."""
+        """Return the value to write for a record; from now on the store may hold it."""
         self.pending = self._seal.close(record.encode())
         return self.pending
 
     def wrote(self, record: ControlRecord, began: float) -> None:
-        """The record that was proposed last stands there, since after the given time."""
+        """Record that the last proposed record was written, in a write that began at the given time."""
         assert self.pending is not None
         self.seen(began)
         self.record, self.stored, self.pending = record, self.pending, None

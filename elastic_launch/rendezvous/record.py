@@ -1,4 +1,4 @@
-"""The control record: one value per run, changed only by compare-and-set of the whole."""
+"""The control record: one value per run, changed only as a whole by compare-and-set."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node's part in a round.
+    """One node of a round.
 
     Attributes:
-        incarnation: random per agent start; tells two agents of one node id apart.
+        incarnation: random per agent start; distinguishes agents with the same node id.
         workers: number of its workers.
         address, store_port: where its worker store listens if it is the round's first member.
-        role: of its workers.
+        role: the role of its workers.
     """
 
     node_id: str
@@ -35,18 +35,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Who trains together: members in rank order. Number 0 means that no round was formed yet."""
+    """The nodes that train together, in rank order. Number 0 means that no round has been formed yet."""
 
     number: int = 0
     members: tuple[Member, ...] = ()
 
     @property
     def world_size(self) -> int:
-        """Workers of all members."""
+        """Number of workers of all members."""
         return sum(member.workers for member in self.members)
 
     def index(self, node_id: str, incarnation: str) -> int | None:
-        """Rank of a node among the members, or None if it is none."""
+        """Return the node's rank among the members, or None if it is not a member."""
         for rank, member in enumerate(self.members):
             if member.node_id == node_id and member.incarnation == incarnation:
                 return rank
@@ -55,10 +55,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who decides, and where its links listen.
+    """The leader, and where it listens for links.
 
     Attributes:
-        port: 0 once it has left: nobody leads.
+        port: 0 once it has left and no node leads.
     """
 
     node_id: str
@@ -69,7 +69,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How the run ended: the exit code of its nodes and why."""
+    """How the run ended: the exit code of its nodes, and the cause."""
 
     code: int
     cause: str
@@ -77,19 +77,19 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class ControlRecord:
-    """All that a run must not forget.
+    """The persistent state of a run.
 
     Attributes:
-        digest: SHA-256 over what is run; a node with another one is refused.
-        limits: those of the run's first node, or what it was resized to since; they hold for all nodes.
-        term: a leader's reign; nodes ignore whatever comes from a lower one.
-        floor: rounds up to this number may have been formed without a trace here, see ``continuity``.
+        digest: SHA-256 over what is run; a node with a different digest is refused.
+        limits: those of the run's first node, or of the last resize; they apply to all nodes.
+        term: the leader's term; nodes ignore messages from a lower term.
+        floor: rounds up to this number may have been formed without being recorded here, see ``continuity``.
         restarts: restarts charged to the budget so far.
-        last_step: the highest optimizer step at which a round has begun to train, None if none is known.
-        idle: restarts in a row that were not charged, and since which the training has not advanced.
-        nonce: random per write; tells two writers of otherwise equal records apart.
-        first_term: the term in which this run began; above 1 if another one had its id before.
-        run: random per run; tells two runs of one id apart. Empty where the record is in its leader's memory only.
+        last_step: the highest optimizer step at which a round began to train, or None if unknown.
+        idle: consecutive restarts that were not charged and since which training has not advanced.
+        nonce: random per write; distinguishes two writers of otherwise equal records.
+        first_term: the term in which this run began; above 1 if an earlier run had the same id.
+        run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
     """
 
     run_id: str
@@ -110,11 +110,11 @@ class ControlRecord:
 
     @property
     def repaired(self) -> bool:
-        """Whether rounds that this record does not show may be training."""
+        """Whether rounds that are not in this record may be training."""
         return self.floor > self.round.number
 
     def renewed(self) -> ControlRecord:
-        """Return the same record under a fresh nonce, as every write must have."""
+        """Return the record with a fresh nonce, which every write needs."""
         return replace(self, nonce=secrets.token_hex(8))
 
     def encode(self) -> bytes:
@@ -126,7 +126,7 @@ class ControlRecord:
         """Read a record.
 
         Raises:
-            ProtocolError: if data is no record of this schema.
+            ProtocolError: if data is not a record of this schema.
         """
         value = codec.loads(data)
         if value.get("schema") != SCHEMA:

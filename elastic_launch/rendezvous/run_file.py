@@ -1,7 +1,7 @@
-"""Where a run can be reached, as each agent leaves it in its run's directory: the file ``run.json``.
+"""The file ``run.json``, which each agent writes to its run's directory: how to reach the run.
 
-An agent locks the file for as long as it lives, and no lock outlives its process: that tells a run that is there
-from one that was. The file holds no secret. A token that the agent has made itself is beside it, in the file ``token``.
+An agent holds a lock on the file while it lives, and the lock ends with its process; so a locked file means a live
+run. The file contains no secret. If the agent generated a token, it is next to it, in the file ``token``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _log = logging.getLogger(__name__)
 FILE = "run.json"
 
 TOKEN_FILE = "token"
-"""The token of a run that was given none, for its user alone; there as long as the run is."""
+"""File with the generated token of a run that was given none. Only its user can read it; it is removed with the run."""
 
 MAX_BYTES = 65536
-"""Of such a file."""
+"""Largest size of such a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Where a run can be reached.
+    """How to reach a run.
 
     Attributes:
-        endpoint: as ``--rdzv-endpoint`` takes it.
-        node_id: of the agent that wrote this.
-        leader: where the leader's links listened last, empty if that was not known: who finds one there need not ask
+        endpoint: in the format of ``--rdzv-endpoint``.
+        node_id: the node id of the agent that wrote the file.
+        leader: the last known address of the leader's links, or empty. A client that finds the leader there need not ask
             the store.
-        code, cause: how that agent ended, None while it is there.
+        code, cause: how that agent ended; None while it runs.
     """
 
     run_id: str
@@ -57,12 +57,12 @@ class RunAddress:
 
 
 class RunFile:
-    """An agent's file in its run's directory; a directory that cannot be written stops nothing.
+    """An agent's file in its run's directory. Failing to write it is not an error.
 
-    Where nodes share the directory, the last one's file stays; so only a node that belongs to the run may write.
+    If nodes share the directory, the last writer's file stays; so only a node that belongs to the run may write.
 
     Args:
-        token: of a run that nobody else could know it of; None: the user has it, if there is one.
+        token: the token that the agent generated; None if the user supplied it, or if there is none.
     """
 
     def __init__(self, directory: Path, token: Token | None = None) -> None:
@@ -73,7 +73,7 @@ class RunFile:
         self._unwritable = False
 
     def write(self, whereabouts: RunAddress) -> None:
-        """Put the file there in one go, locked, unless it says so already."""
+        """Write the file atomically and locked, unless it already has this content."""
         if self._unwritable or whereabouts == self._written:
             return
         self.close()
@@ -97,12 +97,12 @@ class RunFile:
 
     def _put_token(self, token: Token) -> None:
         path = self._path.with_name(TOKEN_FILE)
-        path.unlink(missing_ok=True)  # of an agent that was killed
+        path.unlink(missing_ok=True)  # left by an agent that was killed
         with open(open_private(path, os.O_WRONLY | os.O_EXCL), "w") as file:
             file.write(token.reveal() + "\n")
 
     def end(self, code: int, cause: str) -> None:
-        """Note how this agent ended, unless another agent's file is there by now."""
+        """Record how this agent ended, unless another agent has replaced the file."""
         mine, self._written = self._written, None
         if mine is not None and _read(self._path) == mine:
             token, self._token = self._token, None
@@ -115,18 +115,18 @@ class RunFile:
     def close(self) -> None:
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            with contextlib.suppress(OSError):  # network file systems may say only now that there was no room
+            with contextlib.suppress(OSError):  # network file systems may report a full disk only now
                 os.close(lock)
 
 
 class FoundRun(NamedTuple):
-    """A run by the file that an agent has left in a directory."""
+    """A run found by the file that one of its agents wrote."""
 
     run: RunAddress
     directory: Path
 
     def token(self) -> Token | None:
-        """The token that the run's agent has made, if it has.
+        """The token that the run's agent generated, or None.
 
         Raises:
             UsageError: if this user may not read it.
@@ -136,15 +136,15 @@ class FoundRun(NamedTuple):
 
 
 def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bool]:
-    """Return the runs whose files are in ``<base>/<depth - 1 directories>/<run id>/run.json``, each once.
+    """Return the runs whose files are ``<base>/<depth - 1 directories>/<run id>/run.json``, each once.
 
-    Those with a live agent on a host whose locks are seen here, if there are any; else all, the newest first.
+    If any has a live agent on a host whose locks are visible here, return only those; else all, the newest first.
 
     Args:
-        run_id: the one that is looked for, or None.
+        run_id: the run to look for, or None for any.
 
     Returns:
-        the runs, and whether they are alive.
+        The runs, and whether they are alive.
     """
     paths = list(base.glob("/".join(["*"] * depth + [FILE])))
     dated = sorted(((_changed(path), path) for path in paths), reverse=True)
@@ -155,7 +155,7 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
 
 
 def _distinct(runs: Iterable[FoundRun]) -> list[FoundRun]:
-    """Several agents of a run on one host have a file each."""
+    """Drop duplicates: several agents of one run on one host have a file each."""
     seen = {(each.run.run_id, each.run.backend, each.run.endpoint): each for each in reversed(list(runs))}
     return list(seen.values())[::-1]
 

@@ -1,7 +1,8 @@
-"""Who holds which snapshot, and who serves his to the next round: what nodes and leader say of it, and one pure rule.
+"""Which node holds which snapshot, and which nodes serve theirs to the next round: the messages, and one pure rule.
 
-A node tells with each stop which snapshot its memory holds. One that leaves after a drain tells also where it serves
-it, and stays until the leader releases it: at once if nobody needs it, else when the next round trains.
+Each time its workers stop, a node reports which snapshot its memory holds. A node that leaves after a drain also
+reports where it serves the snapshot, and stays until the leader releases it: at once if no node needs the snapshot,
+else when the next round trains.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 __all__ = ["MOST_SOURCES", "HeldSnapshot", "Released", "SnapshotSource", "sources_for"]
 
 MOST_SOURCES = 4
-"""Sources that a round is told of; all have the same."""
+"""Most sources that a round receives; all serve the same snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class HeldSnapshot:
     """The newest snapshot in a node's memory.
 
     Attributes:
-        round, step: which one it is, as the ranks agree on it: ordered by both, never by the step alone.
+        round, step: identify the snapshot across ranks. Snapshots are ordered by both, never by the step alone.
         port: where the node serves it to others; 0 if it does not.
     """
 
@@ -30,13 +31,13 @@ class HeldSnapshot:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What snapshots are compared by."""
+        """The key by which snapshots are compared."""
         return self.round, self.step
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """A node that serves a snapshot; see Held."""
+    """A node that serves a snapshot; see :class:`HeldSnapshot`."""
 
     address: str
     port: int
@@ -46,7 +47,7 @@ class SnapshotSource:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """This node left, and nobody needs what it serves any more (leader to node)."""
+    """Order to a node that left: its snapshot is no longer needed (leader to node)."""
 
     term: int
 
@@ -54,11 +55,11 @@ class Released:
 def sources_for(
     members: Iterable[HeldSnapshot | None], leavers: Iterable[tuple[str, HeldSnapshot | None]]
 ) -> tuple[SnapshotSource, ...]:
-    """Return where the members of a round get the newest snapshot from; nothing if one of them has it.
+    """Return the sources of the newest snapshot for the members of a round; none if one of the members has it.
 
     Args:
-        members: what each of them holds.
-        leavers: address of each node that leaves, and what it holds.
+        members: the snapshot that each member holds.
+        leavers: the address of each leaving node, and the snapshot that it holds.
     """
     served = [(address, held) for address, held in leavers if held is not None and held.port]
     newest = max((held.order for _, held in served), default=(0, 0))

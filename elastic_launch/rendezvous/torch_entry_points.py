@@ -1,6 +1,6 @@
 """The entry points of the group ``torchrun.handlers``.
 
-torch loads them whenever its elastic package is imported, in every worker too, so nothing heavy is imported here.
+torch loads them whenever its elastic package is imported, also in every worker, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["c10d_handler_creator", "etcd_handler_creator"]
 
 
 def c10d_handler_creator() -> RendezvousHandlerCreator:
-    """Return what makes a handler for ``--rdzv-backend elastic-c10d``."""
+    """Return the factory of handlers for ``--rdzv-backend elastic-c10d``."""
     return _creator("c10d")
 
 
 def etcd_handler_creator() -> RendezvousHandlerCreator:
-    """Return what makes a handler for ``--rdzv-backend elastic-etcd``."""
+    """Return the factory of handlers for ``--rdzv-backend elastic-etcd``."""
     return _creator("etcd")
 
 

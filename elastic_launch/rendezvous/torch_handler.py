@@ -1,8 +1,8 @@
-"""The rendezvous behind torch's ``RendezvousHandler``, for plain torchrun: elastic-c10d and elastic-etcd.
+"""Implementation of torch's ``RendezvousHandler`` for plain torchrun: elastic-c10d and elastic-etcd.
 
-The agent of this project listens to its membership directly; torchrun's agent asks ``next_rendezvous`` for a round and
-polls ``num_nodes_waiting``, which is above 0 from the moment on at which its workers must be restarted: the leader has
-broken the round, left this node out of it, or is gone.
+This project's agent receives events from its membership directly. torchrun's agent calls ``next_rendezvous`` for a
+round and polls ``num_nodes_waiting``, which rises above 0 once its workers must be restarted: the leader broke the
+round, left this node out of it, or is gone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from elastic_launch.secret import read_token
 __all__ = ["MembershipHandler", "TorchrunHandler"]
 
 END_TIMEOUT = 10.0
-"""Seconds for which a node whose workers have finished waits until the run's end is recorded."""
+"""Seconds that a node whose workers have finished waits for the run's end to be recorded."""
 
 
 class MembershipHandler(RendezvousHandler):
-    """What torch's ``WorkerSpec`` wants to know of the rendezvous of this project's own agent."""
+    """The ``RendezvousHandler`` that torch's ``WorkerSpec`` requires, for this project's own agent."""
 
     def __init__(self, config: LaunchConfig, membership: Membership) -> None:
         self._config = config
@@ -84,18 +84,18 @@ class _NoEvents:
 
 
 class TorchrunHandler(RendezvousHandler):
-    """One node's membership for torchrun's agent.
+    """One node's membership, for torchrun's agent.
 
     Args:
-        params: as torchrun makes them; its configuration takes the keys of ``--rdzv-conf``.
+        params: as created by torchrun; their configuration takes the keys of ``--rdzv-conf``.
         backend: ``c10d`` or ``etcd``.
 
     Raises:
-        UsageError: if they cannot be a rendezvous.
+        UsageError: if the parameters do not describe a valid rendezvous.
     """
 
     def __init__(self, params: RendezvousParameters, backend: str) -> None:
-        # torch's LaunchConfig always adds its `timeout`, which is that of handlers older than c10d.
+        # torch's LaunchConfig always adds a `timeout`, meant for handlers older than c10d.
         conf = {k: Setting(f"--rdzv-conf {k}=", str(v)) for k, v in params.config.items() if k != "timeout"}
         check_keys("--rdzv-conf", conf)
         timing, is_host, reuse = read_timing([conf])
@@ -125,13 +125,13 @@ class TorchrunHandler(RendezvousHandler):
 
     @cached_property
     def _membership(self) -> Membership:
-        """Made when the first round is asked for: a handler that only describes a rendezvous holds nothing open."""
+        """Created with the first round, so that a handler that only describes a rendezvous holds nothing open."""
         way = backend_of(self._config, self._clock, _NoEvents())
         return Membership(self._config, way, self._clock, self._events.put, self._reserve)
 
     @property
     def config(self) -> LaunchConfig:
-        """Where nodes meet, and how many; what they run is not in it."""
+        """Where nodes meet, and how many; without what they run."""
         return self._config
 
     def get_backend(self) -> str:
@@ -142,11 +142,11 @@ class TorchrunHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; torchrun has stopped the workers of the last one before it asks.
+        """Wait for the next round; torchrun calls this after it has stopped the workers of the last one.
 
         Raises:
-            SystemExit: the run has ended with 0, and needs nobody any more.
-            RendezvousClosedError: the run has ended otherwise, or another agent took this one's place.
+            SystemExit: the run has ended with exit code 0.
+            RendezvousClosedError: the run has ended with another code, or another agent replaced this one.
             RendezvousConnectionError: the leader could not be reached, or refuses this node.
             RendezvousTimeoutError: no round was formed within min_wait.
         """
@@ -182,10 +182,10 @@ class TorchrunHandler(RendezvousHandler):
         return self._config.run_id
 
     def shutdown(self) -> bool:
-        """Leave the run; if this node's workers have finished, stay until its end is recorded, within END_TIMEOUT.
+        """Leave the run; if this node's workers have finished, first wait up to END_TIMEOUT for its end to be recorded.
 
-        torch does not say which it is. But it calls this from a ``finally`` that a failure, and nothing else, enters
-        with an exception; and after it has waited for the other nodes' workers.
+        torch does not say whether the workers have finished. But it calls this from a ``finally`` block, which has a
+        pending exception only after a failure, and only after waiting for the other nodes' workers.
         """
         if self._started:
             if self._round and not self._ended and sys.exc_info()[0] is None:
@@ -230,12 +230,12 @@ class TorchrunHandler(RendezvousHandler):
             case CutOff(certain=certain) if certain or self._alone:
                 self._restart_due = True
             case LinkDown(gone=gone) if gone or self._alone:
-                # The leader's workers died with it. A node alone might train beside the others.
+                # The leader's workers died with it. A node alone might train in parallel to the others.
                 self._restart_due = True
             case m.RunEnd(code=code, cause=cause):
                 self._ended = True
                 if code == ExitCode.DONE:
-                    # torch's own error for it, RendezvousGracefulExitError, makes its launcher (2.13) crash.
+                    # torch's own error for this, RendezvousGracefulExitError, crashes its launcher (2.13).
                     raise SystemExit(0)
                 raise RendezvousClosedError(f"The run has ended with {code}: {cause}")
             case RendezvousLost(error=error):
@@ -269,7 +269,7 @@ class TorchrunHandler(RendezvousHandler):
 def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
     if not kind_of(backend).elected:
         return (parse_endpoint(params.endpoint),) if params.endpoint else ()
-    if params.endpoint and params.run_id != "none":  # which torchrun's default is
+    if params.endpoint and params.run_id != "none":  # torchrun's default
         return parse_endpoints(params.endpoint)
     raise UsageError(
         "--rdzv-backend elastic-etcd needs the addresses of the cluster and a name for the run.",

@@ -1,4 +1,4 @@
-"""The store under which the workers of a round meet: bound before anybody reads its address."""
+"""The store through which the workers of a round meet; its socket listens before its address is published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WorkerStore"]
 
 
 class WorkerStore:
-    """Holds a listening socket for the next round; serves on it if this node turns out to be the round's first member.
+    """Holds a listening socket for the next round, and serves on it if this node is the round's first member.
 
     Args:
         address: the address that this node advertises.
@@ -25,7 +25,7 @@ class WorkerStore:
         self._server: TCPStore | None = None
 
     def reserve(self) -> int:
-        """Return the port of the next round's store, listening from now on."""
+        """Return the port of the next round's store; it listens from now on."""
         if self._listener is None:
             self._listener = listen(self.address)
         return int(self._listener.getsockname()[1])
@@ -46,7 +46,7 @@ class WorkerStore:
         return self._server
 
     def stop(self) -> None:
-        """End the present round's server, if this node has it."""
+        """Stop the current round's server, if this node runs it."""
         self._server = None  # the last reference closes it
 
     def close(self) -> None:
