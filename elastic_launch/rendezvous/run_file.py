@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 FILE = "run.json"
 
 TOKEN_FILE = "token"
-"""File with the generated token of a run that was given none. Only its user can read it; it is removed with the run."""
+"""File with the generated token of a run that was given none: readable only by its user, and there while the run is."""
 
 MAX_BYTES = 65536
 """Largest size of such a file."""
@@ -42,8 +42,8 @@ class RunAddress:
     Attributes:
         endpoint: in the format of ``--rdzv-endpoint``.
         node_id: the node id of the agent that wrote the file.
-        leader: the last known address of the leader's links, or empty. A client that finds the leader there need not ask
-            the store.
+        leader: the last known address of the leader's links, or empty. A client that finds the leader there need not
+            ask the store.
         code, cause: how that agent ended; None while it runs.
     """
 

@@ -1,10 +1,10 @@
-"""How a node finds the run's leader, or becomes it.
+"""How a node finds or becomes the run's leader.
 
-``registry``    which backend a configuration asks for
+``registry``    returns the backend that a configuration names
 ``c10d``        the endpoint's host leads and listens there; also the interface of a backend
-``hosting``     why this node does or does not host the run, as text
-``election``    the leader is elected in a store that no node hosts, such as etcd
-``succession``  when a node takes over from the recorded leader
-``rival``       another leader with the same run id
+``hosting``     explains why this node does or does not host the run
+``election``    the leader is elected in an external store, such as etcd
+``succession``  decides when a node takes over from the recorded leader
+``rival``       handles another leader with the same run id
 ``static``      node 0 leads
 """

@@ -1,4 +1,4 @@
-"""Finding the leader, or becoming it. The c10d way: the leader's own links are what listens at the endpoint."""
+"""The interface of a backend, and c10d, where the leader's own links listen at the endpoint."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = ["Backend", "C10dBackend", "FoundLeader", "NodeAddress"]
 _log = logging.getLogger(__name__)
 
 ACK_TIMEOUT = 5.0
-"""Seconds for which the host of an ended run waits until all nodes have heard of the end."""
+"""Seconds that the host of an ended run waits for all nodes to receive the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """What a node is to others.
+    """How other nodes see this node.
 
     Attributes:
-        address: what it advertises.
+        address: the address that it advertises.
         incarnation: random per agent start.
-        endpoint: where nodes find the leader, or None as long as it is not known.
-        hosting: whether that is this node.
+        endpoint: where nodes find the leader, or None while it is unknown.
+        hosting: whether this node hosts the endpoint.
     """
 
     address: str
@@ -56,14 +56,14 @@ class NodeAddress:
 
 @dataclass(frozen=True, slots=True)
 class FoundLeader:
-    """Where the leader's links listen.
+    """Where the leader listens for links.
 
     Attributes:
-        address: a name or an address.
-        what: it is, for messages, as in "the rendezvous endpoint node0:29400".
-        incarnation: of the leader's node, empty if it is not known.
-        given: whether nothing but the user's word leads there, so that what differs there is most likely his mistake.
-        strange: whether something listens there that may be another service.
+        address: a host name or an address.
+        what: a description for messages, such as "the rendezvous endpoint node0:29400".
+        incarnation: that of the leader's node, or empty if unknown.
+        given: whether the address comes only from the user, so that a mismatch there is most likely a user error.
+        strange: whether the listener there may be another service.
         record: the control record, if it was found in a store.
     """
 
@@ -77,40 +77,40 @@ class FoundLeader:
 
 
 class Backend(Protocol):
-    """A way to the leader. All calls may block, within their deadlines, and come from one thread at a time."""
+    """Finds the leader. Calls may block within their deadlines, and come from one thread at a time."""
 
     def open(self) -> NodeAddress:
-        """Find out who this node is and take what it must hold.
+        """Determine this node's address and acquire its resources.
 
         Raises:
-            RendezvousError: if it cannot be.
+            RendezvousError: if that fails.
         """
         ...
 
     def find_leader(self, timeout: float) -> FoundLeader:
-        """Return where the leader should be, or fail within about timeout seconds.
+        """Return where the leader should be, or fail within about ``timeout`` seconds.
 
         Raises:
-            RendezvousError: if it cannot be had now; ``RefusedError`` if trying again is of no use.
+            RendezvousError: if it cannot be found now; ``RefusedError`` if retrying cannot help.
         """
         ...
 
     def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
-        """Take note that a leader cannot be reached.
+        """Record that a leader cannot be reached.
 
         Args:
-            refused: whether its host answered that nobody listens there.
-            silent_for: seconds for which its link was silent already.
-            seen_round: the last round that this node has heard of.
+            refused: whether its host refused the connection.
+            silent_for: seconds for which its link has already been silent.
+            seen_round: the last round that this node knows of.
         """
         ...
 
     def reached(self, order: m.Order) -> None:
-        """Take note that the leader lives: it has said something, and this node obeys it."""
+        """Record that the leader is alive: it sent an order that this node obeys."""
         ...
 
     def unsure_for(self) -> float:
-        """Seconds for which this node, if it is the leader, has not made sure that nobody else leads."""
+        """Seconds since this node, if it leads, last verified that no other node leads."""
         ...
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class C10dBackend:
         self._endpoint = config.endpoint
         self._service: LeaderService | None = None
         self._hosted: FoundLeader | None = None
-        self._taken = False  # the endpoint is this host's, but something else listens there
+        self._taken = False  # the endpoint is on this host, but something else listens there
 
     def open(self) -> NodeAddress:
         config = self._config
@@ -160,7 +160,7 @@ class C10dBackend:
         return NodeAddress(address, incarnation, self._endpoint, hosting=True)
 
     def _listen(self, wanted: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
-        """Listen at the endpoint if it is this host's; return the listener, and whether the port is in use."""
+        """Listen at the endpoint if it is on this host; return the listener, and whether the port is in use."""
         if not hidden:
             return try_listen(wanted)
         try:
@@ -171,14 +171,14 @@ class C10dBackend:
             raise
 
     def _lead(self, listener: socket.socket, address: str, incarnation: str) -> None:
-        """Lead from now on, with links at the endpoint itself."""
+        """Become the leader, with links at the endpoint itself."""
         self._serve(listener, MemoryStore(), address, incarnation)
 
     def _serve(self, links: socket.socket, store: ControlStore, address: str, incarnation: str) -> None:
         config = self._config
         host, port = str(links.getsockname()[0]), int(links.getsockname()[1])
         if host in ANY_ADDRESS:
-            host = "127.0.0.1"  # a host may have no address of IPv6, not even loopback's
+            host = "127.0.0.1"  # a host may have no IPv6 address, not even loopback
         leader = Leader(config.node_id, incarnation, address, port)
         record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
         store.compare_and_set(None, record.encode(), config.timing.read_timeout)
@@ -198,7 +198,7 @@ class C10dBackend:
     def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool, hidden: str) -> None:
         config = self._config
         if config.endpoint is None or config.limits.max_nodes == 1:
-            return  # nobody else is to come, or the command for them is printed
+            return  # no other node is expected, or the command for them is printed
         said = said_rank(config.node_rank, os.environ)
         level, text = explain(
             wanted,
@@ -212,7 +212,7 @@ class C10dBackend:
         _log.log(level, "%s", text)
 
     def _own_endpoint(self) -> Endpoint:
-        """No endpoint was given: any free port, on a routable address if others are to come."""
+        """Choose an endpoint if none was given: any free port, on a routable address if other nodes are expected."""
         if not self._config.announce:
             return Endpoint(self._config.local_addr or "127.0.0.1", 0)
         host = self._config.local_addr or routable_address()
@@ -231,13 +231,13 @@ class C10dBackend:
         return FoundLeader(self._endpoint.host, self._endpoint.port, where, given=True, strange=self._taken)
 
     def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
-        """Nothing follows: only an agent at the endpoint can lead."""
+        """Do nothing: only an agent at the endpoint can lead."""
 
     def reached(self, order: m.Order) -> None:
         self._taken = False
 
     def unsure_for(self) -> float:
-        return 0.0  # nobody else can lead
+        return 0.0  # no other node can lead
 
     def close(self) -> None:
         if self._service is not None:

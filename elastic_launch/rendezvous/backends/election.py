@@ -1,12 +1,12 @@
-"""Electing the leader in a store that no node hosts: whoever writes itself into the record leads.
+"""Leader election in an external store: the node that writes itself into the record leads.
 
-The first node to come writes the first record. When the leader's process is gone, or it is silent, any node raises the
-term by compare-and-set and leads on; of several that try, one succeeds, and the others find its record. A leader
-watches the record, and steps down as soon as another term stands there.
+The first node writes the first record. When the leader's process is gone, or the leader is silent, any node may raise
+the term by compare-and-set and take over; if several try, one succeeds and the others find its record. A leader
+watches the record and steps down as soon as the record has another term.
 
-The invariant is the record's: one value, changed as a whole, terms only rising. A leader that was paused or cut off can
-neither write (its compare-and-set fails) nor order (nodes ignore lower terms than they have seen). What others write
-into the record is not believed, and repaired; see ``continuity``.
+The record keeps the invariant: it is one value, changed as a whole, and terms only rise. A leader that was paused or
+cut off can neither write (its compare-and-set fails) nor give orders (nodes ignore terms lower than they have seen).
+Values that other clients write into the record are not accepted, and are repaired; see ``continuity``.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ __all__ = ["ElectedBackend", "found_by"]
 _log = logging.getLogger(__name__)
 
 WATCH = 1.0
-"""Seconds for which one look at the record lasts at most: what it takes to stop watching."""
+"""Longest duration of one watch call on the record, in seconds; stopping the watch takes as long."""
 
 RESIGN_TIMEOUT = 1.0
-"""Seconds that a leader which goes has to say so."""
+"""Seconds that a leaving leader has to record that it leaves."""
 
 MOST_DEATHS = 2
-"""Internal errors of its leader after which a node goes."""
+"""Internal errors of its leader after which a node leaves the run."""
 
 
 class ElectedBackend:
-    """A way to the leader by way of the record in a store of its own.
+    """Finds the leader by the record in an external store.
 
     Args:
-        open_store: opens a further view of the store; called for the node, and for a leader's watch and writes.
+        open_store: opens another client of the store; called for the node, and for a leader's watch and its writes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ElectedBackend:
         self._open_store = open_store
         self._store: ControlStore | None = None
         self._address = ""
-        self._links: socket.socket | None = None  # where it leads, or will
+        self._links: socket.socket | None = None  # listens for links while it leads, or once it does
         self._incarnation = secrets.token_hex(6)
         self._succession = Succession(self._incarnation, config.timing.dead_after)
         self._seal = ValueSeal(config.token, config.run_id)
@@ -90,10 +90,10 @@ class ElectedBackend:
         return NodeAddress(self._address, self._incarnation, config.endpoint, hosting=False)
 
     def find_leader(self, timeout: float) -> FoundLeader:
-        """Return where the leader is by the record, or, if there is no leader, write one as the leader.
+        """Return where the leader is by the record; if there is no leader, write a record as the leader.
 
         Raises:
-            RefusedError: if nobody leads, and this node's script is not the record's.
+            RefusedError: if no node leads, and this node's script is not the record's.
         """
         self._count_deaths()
         stored = self._look(timeout)
@@ -149,7 +149,7 @@ class ElectedBackend:
             self._store = None
 
     def _look(self, timeout: float) -> bytes | None:
-        """Load the record; note if that failed, or took so long that it would have but for its patience."""
+        """Load the record; note if that failed or was slow."""
         assert self._store is not None
         began = self._clock.now()
         try:
@@ -161,7 +161,7 @@ class ElectedBackend:
         return value
 
     def _without_record(self, stored: bytes | None, spoiled: SpoiledError, timeout: float) -> FoundLeader:
-        """Go by what this node has seen, if it has; take over from there if no leader has repaired the record."""
+        """Use the newest record that this node has seen, if any; take over from it if no leader repairs the record."""
         newest, now = self._continuity.newest, self._clock.now()
         if newest is None or not self._continuity.member:
             refused = isinstance(spoiled.cause, RefusedError)
@@ -180,13 +180,13 @@ class ElectedBackend:
         return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
 
     def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> FoundLeader:
-        """Begin a new run in the place of an ended one, or return its end, unless a leader takes that end back."""
+        """Begin a new run in the place of an ended one, or return its end, unless a leader reverts that end."""
         assert ended.end is not None
         config, run = self._config, f"run {ended.run_id!r}"
         if config.token is not None and not self._patience.stands(stored, self._clock.now()):
             raise StoreError(f"the record says that {run} has ended; whether a leader contradicts is waited for.")
         if config.reuse:
-            # Terms and rounds go on, so that nothing old can be mistaken.
+            # Terms and rounds continue, so that no old message can be mistaken for a new one.
             term, last, leader = ended.term + 1, Round(ended.round.number), self._candidate()
             begun = ControlRecord(
                 ended.run_id, config.digest(), term, leader, round=last, first_term=term, limits=config.limits
@@ -202,7 +202,7 @@ class ElectedBackend:
         return found_by(ended)
 
     def _candidate(self) -> Leader:
-        """Return this node as leader; the port follows with its listener."""
+        """Return this node as leader; its port is set once it listens."""
         return Leader(self._config.node_id, self._incarnation, self._address, 0)
 
     def _following(self, record: ControlRecord) -> ControlRecord:
@@ -228,16 +228,16 @@ class ElectedBackend:
         *,
         dead: str = "",
     ) -> FoundLeader:
-        """Try to write a record with this node as its leader, and lead; return where the leader is then.
+        """Try to write a record with this node as its leader and to lead; return where the leader is then.
 
         Args:
-            expected: what the store holds, as it was read.
+            expected: the value that was read from the store.
         """
         assert self._store is not None
         with contextlib.ExitStack() as undo:
             watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
-            # Listens while the process lives, also when a write was made without an answer, or a leader steps down:
-            # whoever found nobody listening would take this process, and its workers, for dead.
+            # Listens while the process lives, even after an unanswered write or after stepping down: a node whose
+            # connection is refused would conclude that this process and its workers are dead.
             listener = self._links = self._links or listen(self._address)
             links = undo.enter_context(contextlib.closing(listener.dup()))
             leader = replace(record.leader, port=int(links.getsockname()[1]))
@@ -264,7 +264,7 @@ class ElectedBackend:
             key=link_key(self._config.token, self._config.run_id),
         )
         self._succession.reached()
-        # Several looks in the time after which a leader that cannot see the record is not sure any more.
+        # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
         self._reign = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
@@ -273,7 +273,7 @@ class ElectedBackend:
         return found_by(record)
 
     def _beaten(self, timeout: float) -> FoundLeader:
-        """Another node has written first."""
+        """Handle that another node has written first."""
         assert self._store is not None
         try:
             record = self._continuity.judge(self._store.load(timeout))
@@ -284,10 +284,10 @@ class ElectedBackend:
         return found_by(record)
 
     def _count_deaths(self) -> None:
-        """Note how this node's last reign ended.
+        """Record how this node's last term as leader ended.
 
         Raises:
-            InternalError: if it has died by internal errors too often: another node may do better.
+            InternalError: if its leader has died of internal errors too often: another node may do better.
         """
         reign = self._reign
         if reign is None or reign.counted:
@@ -312,7 +312,7 @@ def found_by(record: ControlRecord) -> FoundLeader:
 def _address(config: LaunchConfig) -> str:
     """Return this host's address on the route to the first endpoint that has one.
 
-    It may be loopback, if the store is on this host; but a proxy of the store may listen there on every host.
+    If the store is on this host, this may be loopback; but a proxy of the store may listen there on every host.
 
     Raises:
         EndpointError: if no endpoint has a route.
@@ -333,11 +333,11 @@ def _address(config: LaunchConfig) -> str:
 
 
 class _LeaderTerm:
-    """A node's leadership: the service, and a thread that ends it when another term stands in the record.
+    """One term of this node as leader: the service, and a thread that ends it when the record has another term.
 
     Attributes:
-        yielded: whether it ended because another run has the record, before its own had formed a round.
-        counted: whether its end was taken note of.
+        yielded: whether it ended because another run owns the record, before its own had formed a round.
+        counted: whether its end has been counted.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class _LeaderTerm:
 
     @property
     def died(self) -> ThreadDied | None:
-        """What has ended it, if that was an internal error."""
+        """The internal error that ended it, if one did."""
         return self._service.died or self._watch_died
 
     @property
@@ -378,12 +378,12 @@ class _LeaderTerm:
         self._thread.start()
 
     def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
+        """Seconds since its term was last seen in the record or written there; infinity if it has ended."""
         return self._clock.now() - self._claimed.sure if self.alive else math.inf
 
     def close(self) -> None:
-        """Stop leading; if the run goes on, say so in the record, so that nobody has to find out."""
-        # First, while it leads: once its links are closed, members look for another leader.
+        """Stop leading; if the run goes on, note it in the record, so that other nodes need not detect it."""
+        # While it still leads: once its links are closed, members look for another leader.
         self._stop.set()
         self._thread.join(3 * WATCH)
         leads = self.alive
@@ -391,7 +391,7 @@ class _LeaderTerm:
         standing = ControlRecord.parse(self._service.committed)
         if leads and standing.end is None:
             resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
-            with contextlib.suppress(StoreError):  # then they find out
+            with contextlib.suppress(StoreError):  # the other nodes detect it by themselves
                 self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
         self._watched.close()
         self._claimed.close()
@@ -411,7 +411,7 @@ class _LeaderTerm:
                 told = False
                 if not self._judge(known):
                     return
-                self._claimed.seen(began)  # it may have waited ever since for changes that cannot arrive
+                self._claimed.seen(began)  # not later: it may have waited since then for changes that cannot arrive
             except StoreError as error:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
@@ -419,7 +419,7 @@ class _LeaderTerm:
                 self._stop.wait(WATCH)
 
     def _judge(self, stored: bytes | None) -> bool:
-        """Look at what the store holds, and repair it if it is spoiled; say whether this node still leads.
+        """Check what the store holds, and repair it if it is spoiled; return whether this node still leads.
 
         Raises:
             StoreError: if the store does not answer.
@@ -427,7 +427,7 @@ class _LeaderTerm:
         sight = self._claimed.look(stored)
         if sight is Sight.OWN:
             return True
-        # What was read may be older than this leader's last write: what is spoiled stands for longer.
+        # The value read may be older than this leader's last write; a spoiled value is still there on a second read.
         if self._watched.load(self._look) != stored:
             return True
         if sight is Sight.SUCCEEDED:
@@ -447,5 +447,5 @@ class _LeaderTerm:
                 return False
         self._claimed.repair(stored, self._look)
         if sight is Sight.RIVAL:
-            self._stop.wait(WATCH)  # should that run's leader live, it writes likewise
+            self._stop.wait(WATCH)  # if that run's leader is alive, it repairs the record, too
         return True

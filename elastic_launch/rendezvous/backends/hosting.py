@@ -1,7 +1,8 @@
-"""Why this node hosts the run or does not, in words; a wrong endpoint is then seen in the log's first lines.
+"""Explain why this node does or does not host the run, so that a wrong endpoint shows in the first lines of the log.
 
-Whether a node hosts is decided by what it can bind (ADR 0005). What the scheduler says of this node decides nothing;
-but where the two disagree, the endpoint may be a slip. Host names are no evidence: network namespaces share them.
+A node hosts if it can bind the endpoint's address (ADR 0005). The rank that the scheduler gives this node has no
+influence; but if the two disagree, the endpoint may be a mistake. Host names prove nothing: network namespaces share
+them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from elastic_launch.rendezvous.wire.addresses import is_loopback
 __all__ = ["explain", "said_rank"]
 
 RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""Variables by which Slurm, and Kubernetes' indexed jobs, number the nodes of a job from 0."""
+"""Variables in which Slurm and Kubernetes' indexed jobs number the nodes of a job from 0."""
 
 Line = tuple[int, str]
 
 
 def said_rank(node_rank: int | None, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the number of this node by flag or scheduler, and who says so; None if nobody does."""
+    """Return this node's rank by flag or scheduler, and which of them set it; None if neither does."""
     if node_rank is not None:
         return node_rank, f"--node-rank {node_rank}"
     for name in RANKS:
@@ -40,15 +41,15 @@ def explain(
     nodes: int,
     hidden: str = "",
 ) -> Line:
-    """Return the level and the text of the line that says why this node hosts the run or does not.
+    """Return the level and text of the log line on why this node does or does not host the run.
 
     Args:
         wanted: the endpoint.
         said: see :func:`said_rank`.
-        taken: whether the endpoint is an address of this host, whose port is in use.
-        is_host: what the user says.
-        nodes: that the run may have.
-        hidden: what this node advertises, if it knows the endpoint's name by loopback only.
+        taken: whether the endpoint is an address of this host and its port is in use.
+        is_host: the user's setting.
+        nodes: the number of nodes that the run may have.
+        hidden: the address that this node advertises, if it resolves the endpoint's name to loopback only.
     """
     if hosts:
         why = "as it is told" if is_host else f"{wanted.host} is an address of this host, and the port was free"
@@ -75,7 +76,7 @@ def explain(
 
 
 def _also(said: tuple[int, str] | None, *, first: bool) -> str:
-    """What the scheduler says, where it makes one look twice."""
+    """Return the scheduler's rank as text, if it is surprising."""
     if said is None or (said[0] == 0) is not first:
         return ""
     return f" (although {said[1]} says that it is {'the' if first else 'not the'} first)"

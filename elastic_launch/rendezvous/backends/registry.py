@@ -1,4 +1,4 @@
-"""Backends by what distinguishes them."""
+"""Backends, by kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backend_of"]
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
     """Return the backend that the configuration names."""
-    # Imported where they are used: they cost time that other runs need not spend.
+    # Imported here because importing them takes time that other runs need not spend.
     if config.kind.fixed_ranks:
         from elastic_launch.rendezvous.backends.static import StaticBackend
 

@@ -1,8 +1,8 @@
-"""Two runs with one id whose leaders both write the record: one of them has to end, or both repair it for ever.
+"""Two runs with the same id whose leaders both write the record: one has to end, or both repair it forever.
 
-This happens if the record was deleted while one run trained, and another one began. A record of another run proves
-nothing, since anything may have written it. So the other leader is asked, by the links' protocol, and with the token if
-there is one.
+This happens if the record was deleted while one run trained, and another run began. A record of another run proves
+nothing, since any client may have written it. So this leader connects to the other one by the links' protocol, with
+the token if there is one.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["SIGHTINGS", "Rivals"]
 _log = logging.getLogger(__name__)
 
 SIGHTINGS = 8
-"""Writes of another run that a leader repairs, about one in a second, before it asks that run's leader."""
+"""Writes of another run that a leader repairs, about one per second, before it asks that run's leader."""
 
 
 LINGER = 1.0
-"""Seconds for which the end of a leader waits for an answer."""
+"""Seconds that a leader that ends waits for an answer."""
 
 
 class Rivals:
-    """What one leader has seen of another run with its id.
+    """What one leader has seen of another run with the same id.
 
     Args:
-        run: number of this leader's run.
-        incarnation: of this leader.
+        run: the number of this leader's run.
+        incarnation: that of this leader.
 
     Attributes:
-        lost_to: why this leader's run has to end; empty while it need not.
+        lost_to: why this leader's run has to end; empty if it need not.
     """
 
     def __init__(self, run: str, incarnation: str, token: Token | None) -> None:
@@ -49,7 +49,7 @@ class Rivals:
         self._told = False
 
     def saw(self, rival: ControlRecord) -> None:
-        """The record of another run stands in the store."""
+        """Record that the store holds the record of another run."""
         run, nonces = self._seen if self._seen[0] == rival.run else (rival.run, set())
         nonces.add(rival.nonce)
         self._seen = (run, nonces)
@@ -61,14 +61,14 @@ class Rivals:
             self._asking.start()
 
     def close(self) -> None:
-        """Wait a moment for an answer that is awaited; its thread ends by itself."""
+        """Wait briefly for a pending answer; its thread ends by itself."""
         if self._asking is not None:
             self._asking.join(LINGER)
 
     def _ask(self, rival: ControlRecord) -> None:
         where = Endpoint(rival.leader.address, rival.leader.port)
         try:
-            # Its links answer as those of a leader that is the endpoint do.
+            # Its links answer like those of a c10d leader at its endpoint.
             with AdminClient(Address(rival.run_id, "c10d", (where,), self._token)) as link:
                 status = link.status()
         except ElasticLaunchError as error:

@@ -1,7 +1,7 @@
-"""The static backend's way to the leader: node 0 leads, and says where in the store under which the workers meet, too.
+"""The static backend: node 0 leads, and publishes its address in the store through which the workers also meet.
 
-That store is torch's, at the address that users give, and has no access control. So it is believed in nothing but the
-leader's address, which carries a MAC if the run has a token, and the leader writes it anew if it was changed.
+That store is torch's, at the address that users give, and has no access control. So nodes use it only for the leader's
+address, which carries a MAC if the run has a token, and which the leader rewrites if it was changed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["LeaderAddress", "StaticBackend", "published_leader"]
 _log = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds between two looks at what is published."""
+"""Seconds between two reads of the published address."""
 
 PATIENCE = 3 * LOOK
-"""Seconds for which a node that comes takes what is wrong in the store for somebody else's writing."""
+"""Seconds for which a joining node treats a wrong value in the store as another client's write."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderAddress:
-    """What the store says of the leader."""
+    """What the store says about the leader."""
 
     run_id: str
     incarnation: str
@@ -49,12 +49,12 @@ class LeaderAddress:
 
 
 def published_leader(endpoint: Endpoint, run_id: str, token: Token | None, timeout: float) -> LeaderAddress:
-    """Return what the store at the endpoint says of the leader.
+    """Return what the store at the endpoint says about the leader.
 
     Raises:
         EndpointError: if there is no store.
-        StoreError: if it says nothing, or what cannot be understood.
-        RefusedError: if it says so under another run's id or token; anybody may have written that.
+        StoreError: if it has no value, or one that cannot be parsed.
+        RefusedError: if the value has another run's id or token; any client may have written it.
     """
     with contextlib.closing(connect_store(endpoint, timeout)) as store:
         value = store.leader(timeout)
@@ -73,7 +73,7 @@ def published_leader(endpoint: Endpoint, run_id: str, token: Token | None, timeo
 
 
 class StaticBackend(C10dBackend):
-    """See the module."""
+    """The static backend; see the module."""
 
     def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
         super().__init__(config, clock, events)
@@ -94,7 +94,7 @@ class StaticBackend(C10dBackend):
             undo.callback(listener.close)
             links = undo.enter_context(contextlib.closing(listen(address)))
             host = str(listener.getsockname()[0])
-            # A host may have no address of IPv6, not even loopback's.
+            # A host may have no IPv6 address, not even loopback.
             store = self._store = host_store(listener, "127.0.0.1" if host in ANY_ADDRESS else host, timeout)
             self._serve(links, _RoundStore(store), address, incarnation)
             undo.pop_all()
@@ -131,9 +131,9 @@ class StaticBackend(C10dBackend):
 
 
 class _RoundStore(MemoryStore):
-    """The control record in memory; before a round is written, what workers of the last one left is removed.
+    """The control record in memory; before a round is written, it removes what workers of the last one left.
 
-    Whoever was in the last round has stopped by then, and nobody of the next one has started.
+    By then all members of the last round have stopped, and no worker of the next one has started.
     """
 
     def __init__(self, served: StaticStore) -> None:
@@ -150,7 +150,7 @@ class _RoundStore(MemoryStore):
 
 
 class _Publisher:
-    """Writes where the leader is, and again whenever that was changed or deleted."""
+    """Publishes the leader's address, and again whenever it was changed or deleted."""
 
     def __init__(self, store: StaticStore, value: bytes, timeout: float) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""When a node takes over from the leader that the record names: pure decisions."""
+"""Decide when a node takes over from the leader that the record names: pure decisions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REFUSED_FOR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """That the term is to be raised.
+    """The decision to raise the term.
 
     Attributes:
         cause: why, in words.
-        dead: incarnation of the node whose process is known to be gone, or empty.
+        dead: incarnation of the node whose process is known to be dead, or empty.
     """
 
     cause: str
@@ -27,12 +27,12 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """That a leader cannot be reached.
+    """A leader cannot be reached.
 
     Attributes:
-        since: when that was first seen.
-        refused_since: since when its host says, without a break, that nobody listens, or None.
-        round: the last round that is known to be its work.
+        since: when that was first noticed.
+        refused_since: since when its host has refused connections without a break, or None.
+        round: the last round that it is known to have formed.
     """
 
     term: int
@@ -42,7 +42,7 @@ class _Doubt:
 
 
 class Succession:
-    """What one node thinks of the leader's life.
+    """What one node knows about whether the leader is alive.
 
     Args:
         incarnation: the node's own.
@@ -53,30 +53,30 @@ class Succession:
         self._incarnation = incarnation
         self._dead_after = dead_after
         self._doubt: _Doubt | None = None
-        self._blind = False  # whether the store was out of reach since the leader was last tried
+        self._blind = False  # whether the store was unreachable since the last attempt to reach the leader
 
     def looked(self, seconds: float, *, failed: bool) -> None:
-        """Take note that the store was asked: whether in vain, or for so long that it was but for its patience."""
+        """Record a read of the store: whether it failed, and how long it took; a slow one counts as failed."""
         self._blind = self._blind or failed or seconds > REFUSED_FOR
 
     def unreachable(
         self, record: ControlRecord, now: float, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0
     ) -> None:
-        """Take note that a record's leader cannot be reached; see ``Backend.unreachable``."""
+        """Record that a record's leader cannot be reached; see ``Backend.unreachable``."""
         self._blind = False
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             doubt = _Doubt(record.term, now - silent_for, None, max(record.round.number, seen_round))
-        # One refusal between timeouts may be a firewall's. However they take turns, dead_after counts from the first.
+        # A single refusal between timeouts may come from a firewall. In any mix, dead_after counts from the first.
         since = (now if doubt.refused_since is None else doubt.refused_since) if refused else None
         self._doubt = replace(doubt, refused_since=since)
 
     def reached(self) -> None:
-        """Take note that the leader has answered, or that this node leads."""
+        """Record that the leader has answered, or that this node leads."""
         self._doubt = None
 
     def decide(self, record: ControlRecord, now: float, *, leading: bool) -> Takeover | None:
-        """Return why this node is to take over from the record's leader, or None if it is not to.
+        """Return why this node must take over from the record's leader, or None if it must not.
 
         Args:
             leading: whether this node leads, as far as it knows.
@@ -86,15 +86,15 @@ class Succession:
         if record.leader.incarnation == self._incarnation:
             return None if leading else Takeover("this node led before")
         if not record.leader.port:
-            # It said so when its workers had ended.
+            # The leader recorded that after its workers had ended.
             return Takeover(f"leader {record.leader.node_id} left", record.leader.incarnation)
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             return None
         if self._blind:
-            return None  # the cut was this node's own, perhaps; the leader is to be tried again now that it has ended
+            return None  # perhaps this node was cut off; now that the store answers, try the leader again
         if doubt.refused_since is None and record.round.number > doubt.round:
-            # It has formed a round of others since: it was this node that could not be reached.
+            # The leader has since formed a round of other nodes, so this node was the unreachable one.
             self._doubt = replace(doubt, since=now, round=record.round.number)
             return None
         waited = now - doubt.since

@@ -1,18 +1,18 @@
-"""The leader decides which nodes train together.
+"""The leader, which decides which nodes train together.
 
-``phases``          the phases of a run, and what moves it from one to the next
+``phases``          the phases of a run and their transitions
 ``machine``         the pure state machine: an event in, instructions out
 ``rounds``          how rounds drain, break and end; ``forming`` forms them
-``state``           what the machine knows in every phase
+``state``           the machine's state in every phase
 ``types``           nodes and instructions
 ``admission``       which nodes may take part
 ``ranks``           the members of a round and their order
-``resizing``        when a running round is interrupted for waiting nodes
-``resize_payoff``   whether that pays
+``resizing``        when to interrupt a running round for waiting nodes
+``resize_payoff``   whether a resize saves more time than it costs
 ``verdict``         the root cause of a broken round
-``restart_budget``  what a broken round costs, and when the run ends with it
+``restart_budget``  what a broken round costs, and whether it ends the run
 ``leavers``         nodes that have left and still serve their snapshot
-``outlook``         what comes next, as text for people
+``outlook``         what happens next, as text for users
 ``service``         the machine's input and output: links, clock and control store
 ``link``            the leader's end of a link to a node
 """

@@ -1,4 +1,4 @@
-"""Whether a node fits the run; what differs if it does not, or if it does."""
+"""Whether a node may join the run, and how its configuration differs from the run's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic_launch.system.plain_text import clipped, one_line
 __all__ = ["LONGEST_COMMAND", "differences", "refusal"]
 
 LONGEST_COMMAND = 4096
-"""Bytes of the command's JSON that a hello shows, and that are compared."""
+"""Bytes of the command's JSON that a hello carries and that are compared."""
 
 SHOWN = 5
-"""Differences between two commands that are shown at most."""
+"""Most differences between two commands that are shown."""
 
 SHOWN_BYTES = 200
-"""Bytes of each part of a difference that are shown at most."""
+"""Most bytes that are shown of each part of a difference."""
 
 COMPARED = 256
-"""Arguments that are compared at most: the time that it takes grows with their square."""
+"""Most arguments that are compared: the time grows with their square."""
 
 
 def refusal(hello: Hello, record: ControlRecord, command: str) -> tuple[str, str] | None:
-    """Return why the node cannot take part and what to do about it, or None if it fits."""
+    """Return why the node cannot join and what to do about it, or None if it can."""
     if hello.version != PROTOCOL_VERSION:
         return (
             f"node {hello.node_id} speaks version {hello.version} of the protocol, "
@@ -52,18 +52,18 @@ def refusal(hello: Hello, record: ControlRecord, command: str) -> tuple[str, str
 
 
 def differences(ours: str, theirs: str) -> tuple[str, tuple[str, ...]]:
-    """Compare two commands of one run, as a shell would take them.
+    """Compare two commands of one run, written as for a shell.
 
     Returns:
-        In which arguments theirs differs, in words; and which parts of ours these are, equal for nodes that differ in
-        the same arguments. Both are empty if the commands are equal.
+        The arguments in which theirs differs, as text; and the corresponding parts of ours, which are equal for nodes
+        that differ in the same arguments. Both are empty if the commands are equal.
     """
     ours, theirs = clipped(ours, LONGEST_COMMAND), clipped(theirs, LONGEST_COMMAND)
     if ours == theirs:
         return "", ()
     try:
         mine, other = shlex.split(ours)[:COMPARED], shlex.split(theirs)[:COMPARED]
-    except ValueError:  # a long one is cut anywhere
+    except ValueError:  # a long command is cut at any point
         return "they are too long to be shown", ()
     if mine == other:
         return "they are too long to be shown", ()
@@ -72,7 +72,7 @@ def differences(ours: str, theirs: str) -> tuple[str, tuple[str, ...]]:
         if kind == "equal":
             continue
         if low and mine[low - 1].startswith("-") and kind == "replace":
-            low, first = low - 1, first - 1  # the flag whose value it is
+            low, first = low - 1, first - 1  # include the flag that it is the value of
         found.append((shlex.join(mine[low:high]), shlex.join(other[first:last])))
     parts = [_in_words(*pair) for pair in found[:SHOWN]]
     if len(found) > SHOWN:

@@ -1,4 +1,4 @@
-"""How the next round is formed of the nodes that wait for it."""
+"""Forming the next round from the nodes that wait for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["gather"]
 
 
 def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
-    """Form the next round as soon as all nodes are there that it may expect; return the phase that follows."""
+    """Form the next round once all expected nodes are there; return the phase that follows."""
     if isinstance(phase, Gathering) and phase.ends:
         return _end(state, phase, ExitCode.TERMINATED, phase.ends, now)
     there = waiting(state.nodes)
@@ -58,7 +58,7 @@ def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, n
 
 
 def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
-    """Who waits for the next round. After the first one no node waits for imports if enough others are there."""
+    """Return the nodes for the next round. After the first round, nodes that still import are left out if enough remain."""
     ready = prepared(state.nodes)
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
 
@@ -74,7 +74,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     budget = state.budget
     state.commit(replace(state.record, round=formed, restarts=budget.spent, idle=budget.idle, last_step=budget.mark))
     served = sources(state.nodes, chosen)
-    # One for all: it is encoded once.
+    # One object for all members, so that it is encoded once.
     order = m.Form(state.record.term, formed, budget.spent, cause, served, state.limits.max_restarts)
     for node in chosen:
         node.active, node.joined, node.ready, node.done = True, False, False, False

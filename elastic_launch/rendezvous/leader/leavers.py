@@ -11,17 +11,17 @@ __all__ = ["is_needed", "no_longer_needed", "sources"]
 
 
 def no_longer_needed(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return who is to be released when nobody needs a snapshot any more."""
+    """Return the nodes to release once no node needs a snapshot any more."""
     return [x for x in nodes.values() if x.leaving and not x.active and _serves(x) and not x.released]
 
 
 def is_needed(nodes: Mapping[str, Node], incarnation: str) -> bool:
-    """Whether the leader whose node has that incarnation, and leaves, is needed until the next round trains."""
+    """Whether a leader whose own node, with that incarnation, leaves is needed until the next round trains."""
     return any(_serves(node) for node in nodes.values() if node.hello.incarnation == incarnation)
 
 
 def sources(nodes: Mapping[str, Node], members: Iterable[Node]) -> tuple[SnapshotSource, ...]:
-    """Return where the members of the next round get the newest snapshot from."""
+    """Return the sources of the newest snapshot for the members of the next round."""
     leavers = [(node.hello.address, node.held) for node in nodes.values() if node.leaving]
     return sources_for([node.held for node in members], leavers)
 

@@ -11,18 +11,18 @@ from elastic_launch.rendezvous.wire.authentication import Channel
 __all__ = ["MAX_UNSENT", "Link"]
 
 MAX_UNSENT = 64 * 1024 * 1024
-"""Bytes that may wait for a node that does not read, before its link is closed."""
+"""Bytes that may be queued for a node that does not read before its link is closed."""
 
 
 @dataclass
 class Link:
-    """A connection that came in.
+    """An incoming connection.
 
     Attributes:
-        peer: the address it came from.
-        opened: when, by the leader's clock.
-        greeted: whether it has said hello, or who calls.
-        closing: nothing that comes over it counts any more; closed once all is sent.
+        peer: the remote address.
+        opened: when it was opened, by the leader's clock.
+        greeted: whether a :class:`Hello` or a :class:`Caller` has been received.
+        closing: further input is ignored, and the link is closed once all output is sent.
     """
 
     sock: socket.socket
@@ -33,7 +33,7 @@ class Link:
     closing: bool = False
 
     def flush(self) -> bool:
-        """Send what can be sent without waiting; return whether the link is still good."""
+        """Send what can be sent without blocking; return whether the link still works."""
         unsent = self.channel.unsent
         try:
             while unsent:
@@ -47,6 +47,6 @@ class Link:
         return len(unsent) <= MAX_UNSENT
 
     def _half_close(self) -> None:
-        """Say goodbye without losing what was sent: the node closes its side when it has read all."""
+        """Close the sending side without losing output: the node closes its side when it has read everything."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)

@@ -1,18 +1,19 @@
-"""The leader: decides who trains together, as a pure state machine.
+"""The leader's pure state machine, which decides which nodes train together.
 
-Reports, closed links and turns of the clock go in; instructions come out, to be carried out in order. If a ``Commit``
-fails (somebody else's record stands there), the instructions behind it must be dropped and the leader with them.
+Its input is reports, closed links and clock ticks; its output is instructions, to be carried out in order. If a
+``Commit`` fails because the store holds another leader's record, the instructions after it must be dropped, and the
+leader must stop.
 
 Invariants, checked by the stateful tests after every event:
 
 - a round number is committed once, and rounds are ordered by number;
-- the members of a round are distinct, their ranks a permutation, their number within the limits;
-- a round is formed only when every member of the one before has stopped or is dead;
+- the members of a round are distinct, their ranks are a permutation, and their number is within the limits;
+- a round is formed only when every member of the previous one has stopped or is dead;
 - a round is drained only if the workers of all its members can be, and ends so only when all of them have stopped;
 - a round is charged once, and only for crash, hang and out of memory, or if the training does not advance;
-- nothing is ordered that the record does not hold yet.
+- no order is sent before the record contains what it says.
 
-What phases a run has, and what moves it from one to the next: :mod:`elastic_launch.rendezvous.leader.phases`.
+For the phases of a run and their transitions, see :mod:`elastic_launch.rendezvous.leader.phases`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from elastic_launch.system.plain_text import clipped, one_line
 __all__ = ["TURN_CAP", "LeaderMachine"]
 
 TURN_CAP = 2.0
-"""A gap between two of the leader's own turns counts as so much silence of a node at most: who slept evicts nobody."""
+"""Most seconds of silence that a gap between the leader's own turns counts: a suspended leader evicts no node."""
 
 
 MOST_COMPARED = 64
-"""Kinds of difference between nodes and the run that the user is told at most."""
+"""Most kinds of difference between nodes and the run that are reported to the user."""
 
 
 class LeaderMachine:
-    """A leader's reign: who is there and what they say; what follows for the rounds is up to its :class:`Rounds`.
+    """One term of a leader: tracks nodes and their reports; its :class:`Rounds` decides what follows for the rounds.
 
     Args:
         record: the record as committed when this leader took its term.
-        timing: the run's.
-        command: this node's, as a shell would take it, which those of other nodes are compared with.
+        timing: the run's timing.
+        command: this node's command, written as for a shell; other nodes' commands are compared with it.
         now: the leader's monotonic clock, in seconds, here and in all methods.
-        dead: incarnations of nodes whose process is known to be gone.
+        dead: incarnations of nodes whose process is known to be dead.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class LeaderMachine:
         self._awake = now
         self._arrivals = 0
         self._incarnations: dict[str, list[str]] = {}
-        self._compared: set[tuple[tuple[str, ...], str]] = set()  # in what nodes were found to differ
+        self._compared: set[tuple[tuple[str, ...], str]] = set()  # differences found so far
 
     @property
     def record(self) -> ControlRecord:
-        """The run's record, with what is to be committed."""
+        """The run's record, including what is about to be committed."""
         return self._state.record
 
     @property
@@ -79,12 +80,12 @@ class LeaderMachine:
 
     @property
     def running(self) -> bool:
-        """Whether a round trains; it may be draining."""
+        """Whether a round is training; it may be draining."""
         return self._rounds.running
 
     @property
     def draining(self) -> bool:
-        """Whether the present round is being drained."""
+        """Whether the current round is being drained."""
         return isinstance(self._rounds.phase, Draining)
 
     @property
@@ -94,18 +95,18 @@ class LeaderMachine:
 
     @property
     def limits(self) -> Limits:
-        """The run's limits as they are now."""
+        """The run's current limits."""
         return self._state.limits
 
     @property
     def outlook(self) -> str:
-        """What comes next, in words."""
+        """What happens next, as text."""
         return self._rounds.outlook
 
-    # What comes in.
+    # Input.
 
     def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
-        """A node said hello on a new link."""
+        """Handle a node's hello on a new link."""
         self._wake(now)
         reason = refusal(hello, self.record, self._command)
         if reason is not None:
@@ -119,7 +120,7 @@ class LeaderMachine:
         if self._is_replaced(hello):
             self._evict_for_good(link, hello.node_id)
             return self._flush()
-        # A node that comes to a successor of its leader was told before.
+        # A node that comes from the previous leader already knows how it differs.
         comes = hello.seen_term == 0 or hello.seen_term > self.record.term
         self._learn(hello)
         if comes:
@@ -135,14 +136,14 @@ class LeaderMachine:
         return self._flush()
 
     def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
-        """A node reported; any report is a sign of life."""
+        """Handle a node's report; any report is a sign of life."""
         self._wake(now)
         node = self.node_at(link)
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
         if isinstance(report, m.Beat | m.Progress):
-            return []  # what is due by the clock is left to the next turn: beats are as many as nodes, each second
+            return []  # timers are left to the next turn: every node sends a beat each second
         current = self.record.round.number
         match report:
             case m.Joined(round=number) if node.active and number == current:
@@ -170,7 +171,7 @@ class LeaderMachine:
         return self._flush()
 
     def closed(self, link: int, now: float) -> list[Instruction]:
-        """A link was closed by its node, or by the death of its process."""
+        """Handle a link that was closed by its node, or by the death of its process."""
         self._wake(now)
         node = self.node_at(link)
         self._owners.pop(link, None)
@@ -184,7 +185,7 @@ class LeaderMachine:
         return self._flush()
 
     def turn(self, now: float) -> list[Instruction]:
-        """Time passed; to be called after all that was received has been handled, at the latest after :meth:`wait`."""
+        """Handle timers; call this after handling all that was received, and no later than :meth:`wait` says."""
         self._wake(now)
         turned, self._state.turned = self._state.turned, now
         if self.ended:
@@ -206,39 +207,39 @@ class LeaderMachine:
         return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
 
     def _wake(self, now: float) -> None:
-        """Put deadlines off by what this process was stopped: whatever would have met them waits to be read."""
+        """Extend deadlines by the time this process was suspended: reports that would meet them are still unread."""
         slept = now - self._awake - max(TURN_CAP, 2 * self.timing.beat)
         self._awake = now
         if slept > 0:
             self._state.began += slept
             put_off(self._rounds.phase, slept)
 
-    # What users ask for.
+    # Users' requests.
 
     def depart(self, node_id: str, reason: str, seconds: float | None) -> list[Instruction]:
-        """Tell a node that is there to leave after a drain; seconds None: however long it takes."""
+        """Order a connected node to leave after a drain; seconds None means no limit."""
         limit = MOST_SECONDS if seconds is None else seconds
         self._send(self.nodes[node_id].link, m.Depart(self.record.term, reason, limit))
         return self._flush()
 
     def stop(self, reason: str, seconds: float | None, now: float) -> list[Instruction]:
-        """Drain the round, if there is one, and end the run with 143."""
+        """Drain the round, if there is one, and end the run with exit code 143."""
         self._rounds.stop(reason, seconds, now)
         return self._flush()
 
     def save(self) -> list[Instruction]:
-        """Have the present round write a checkpoint; its first member is to be there."""
+        """Have the current round write a checkpoint; its first member must be connected."""
         number, first = self.record.round.number, self.record.round.members[0]
         self._send(self.nodes[first.node_id].link, m.SaveNow(self.record.term, number))
         return self._flush()
 
     def resize(self, min_nodes: int, max_nodes: int, now: float) -> list[Instruction]:
-        """Change how many nodes the run may have; a round that has too many or could have more is drained for it.
+        """Change how many nodes the run may have; a round that has too many or could have more is drained.
 
-        Whoever asks for it wants it: nobody reckons whether it pays.
+        The resize is carried out whether or not it saves time.
 
         Raises:
-            UsageError: if there is no such number of nodes.
+            UsageError: if the numbers are invalid.
         """
         was, limits = self.limits, self.limits.resized(min_nodes, max_nodes)
         self._state.resizing.wanted = True
@@ -249,26 +250,26 @@ class LeaderMachine:
         return self._flush()
 
     def too_large(self, standing: ControlRecord, cause: str, now: float) -> list[Instruction]:
-        """The store holds ``standing`` and will never take the last commit: the run ends, as every round would fail."""
-        # The members are left out of the last record, which must fit.
+        """End the run: the store holds ``standing`` and will never accept the last commit; every round would fail."""
+        # The last record must fit, so it has no members.
         self._state.record = replace(standing, round=Round(standing.round.number))
         self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
         return self._flush()
 
     def give_way(self, cause: str, now: float) -> list[Instruction]:
-        """The run cannot go on beside another one: it ends."""
+        """End the run, which cannot continue beside another one."""
         if not self.ended:
             self._rounds.end(ExitCode.RENDEZVOUS, cause, now)
         return self._flush()
 
     def end_order(self) -> m.RunEnd:
-        """What nodes are told of the run's end, which is recorded."""
+        """The order that tells nodes of the run's recorded end."""
         return self._state.end_order(last_failure(self._rounds.phase))
 
-    # Members come and go.
+    # Membership.
 
     def _learn(self, hello: m.Hello) -> None:
-        """Take over what a member of an earlier reign knows: the record may have died with its host."""
+        """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         self._state.budget.spent = max(self.restarts, hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
@@ -276,7 +277,7 @@ class LeaderMachine:
             self._state.commit(replace(self.record, term=hello.seen_term + 1))
 
     def _compare(self, link: int, hello: m.Hello) -> None:
-        """Tell a node that comes in what it differs from the run, and the user if no other node differed so before."""
+        """Tell a joining node how it differs from the run, and the user if no node has differed in that way before."""
         arguments, places = differences(self._command, hello.command)
         limits = ""
         if hello.limits != str(self.limits):
@@ -291,7 +292,7 @@ class LeaderMachine:
             self._emit(event)
 
     def _is_replaced(self, hello: m.Hello) -> bool:
-        """Whether a newer incarnation of the node id has been here."""
+        """Whether a newer incarnation of the node id has joined."""
         seen = self._incarnations.setdefault(hello.node_id, [])
         if hello.incarnation not in seen:
             seen.append(hello.incarnation)
@@ -309,7 +310,7 @@ class LeaderMachine:
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
-        # Who comes from the leader before has not heard that the round broke: it is told, and stops like the others.
+        # A node that comes from the previous leader does not know that the round broke: it receives the order to stop.
         if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
             self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
             self._close(link)
@@ -336,7 +337,7 @@ class LeaderMachine:
             self._send(link, m.Notice(self.record.term, self.outlook))
 
     def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
-        """A known node comes back before its old link was seen to close; what it holds now is what counts."""
+        """Handle a known node that returns before its old link was seen to close; only what it holds now counts."""
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing

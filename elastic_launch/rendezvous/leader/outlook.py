@@ -1,4 +1,4 @@
-"""What comes next in a run, in words for people."""
+"""What happens next in a run, as text for users."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["outlook"]
 
 
 def outlook(phase: Phase, nodes: Collection[Node], limits: Limits, join_settle: float, pays: Callable[[], bool]) -> str:
-    """Say what comes next.
+    """Return what happens next, as text.
 
     Args:
-        nodes: those that the leader has a link to.
-        pays: whether a resize for those that wait would pay.
+        nodes: the nodes that the leader has a link to.
+        pays: whether a resize for the waiting nodes would pay off.
     """
     match phase:
         case Ended():
@@ -33,7 +33,7 @@ def outlook(phase: Phase, nodes: Collection[Node], limits: Limits, join_settle: 
             first, ends = phase.after is None, phase.ends
         case Parked():
             first, ends = phase.after is None, ""
-    # A node that still stops its workers for a broken round counts: it will be there for the next one.
+    # A node that is still stopping its workers after a broken round counts: it will join the next one.
     waiting = sum(not node.leaving for node in nodes)
     if ends:
         return "the run ends"

@@ -1,4 +1,4 @@
-"""The phases of a run as its leader sees them: what each one holds, and what moves the run to another.
+"""The phases of a run as its leader sees them: the state of each phase, and the transitions between them.
 
 ==========  ====================================================================  ==================================
 Phase       Moves when                                                            To
@@ -22,13 +22,13 @@ Ending      all members have stopped, or :data:`LATE` is over                   
 any         another run stands in the way, or the record cannot be written        Ended (rendezvous)
 ==========  ====================================================================  ==================================
 
-A final failure of the last round that is reported late moves a run that is Gathering or Parked after it to Ending, too.
+A final failure of the last round that is reported late also moves a run that is Gathering or Parked to Ending.
 The first phase is Running if the leader took over a round, else Gathering, or Ended if the record says so. Workers may
-live while a run is Running, Draining, Broken or Ending; a node without workers waits in any phase. ``rounds`` has the
-moves, ``forming`` those of a run that is Gathering or Parked.
+be alive while a run is Running, Draining, Broken or Ending; a node without workers waits in any phase. ``rounds``
+implements the transitions, ``forming`` those out of Gathering and Parked.
 """
 
-# Every match on the phase is total: a new phase must be handled everywhere.
+# Every match on the phase is exhaustive: a new phase must be handled everywhere.
 # mypy: enable-error-code="exhaustive-match"
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ __all__ = [
 ]
 
 COLLECT = 0.2
-"""Seconds for which reports about a broken round are collected before it is judged, unless all are in before."""
+"""Seconds for which reports about a broken round are collected before it is judged, unless all arrive earlier."""
 
 LATE = 3.0
-"""Seconds for which a run that ends by a failure waits for nodes that still stop their workers, and what these say.
+"""Seconds for which a run that ends by a failure waits for nodes that are still stopping workers, and their reports.
 
-Their agents wait for these anyway, and no round waits for it.
+Their agents wait for the workers anyway, and no round is delayed by it.
 """
 
 NOT_REPORTED = "no node has reported a checkpoint of it"
-"""Why a state counts as not saved, where no node says why it is not."""
+"""The reason given for an unsaved state if no node reported one."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetDecision:
-    """What follows from a broken round.
+    """The consequences of a broken round.
 
     Attributes:
-        kind: what counts of all that was reported.
-        charged: it cost a restart.
-        idle: restarts in a row without progress, if it is charged for that; else 0.
+        kind: the kind that counts among all that was reported.
+        charged: whether it costs a restart.
+        idle: consecutive restarts without progress, if it is charged for that; else 0.
         delay: seconds until the next round may form.
-        ends: why the run ends here, in words; empty if it goes on.
+        ends: why the run ends here, as text; empty if it continues.
     """
 
     kind: Kind
@@ -89,13 +89,13 @@ class BudgetDecision:
 
 @dataclass(slots=True)
 class Running:
-    """A round trains.
+    """A round is training.
 
     Attributes:
         formed_at: when it was formed, or taken over from another leader.
         taken_over: another leader formed it.
-        fetching: members may still need what leavers serve.
-        begun: the step at which it began to train; None if it has not said so.
+        fetching: members may still need a snapshot that leaving nodes serve.
+        begun: the step at which it began to train; None if not reported.
     """
 
     formed_at: float
@@ -109,12 +109,12 @@ class Draining:
     """The workers of a round are stopping after the same step.
 
     Attributes:
-        running: the round as it was before.
-        deadline: when it is broken, if some have not stopped by then.
+        running: the round before the drain.
+        deadline: when the round is broken if some workers have not stopped.
         ends: why the run ends with it; empty if another round follows.
         step: optimizer steps done, as far as reported.
-        saved: a node has committed that state to durable storage.
-        unsaved: why one has not that should have.
+        saved: whether a node has committed that state to durable storage.
+        unsaved: why a node that should have committed it has not.
     """
 
     running: Running
@@ -129,7 +129,7 @@ class Draining:
 
     @property
     def kept(self) -> str:
-        """Where the state is, in words."""
+        """Where the state is, as text."""
         return "its state saved" if self.saved else f"its state not saved: {self.unsaved or NOT_REPORTED}"
 
 
@@ -138,15 +138,15 @@ class Broken:
     """A round was broken or drained, and its members are stopping their workers.
 
     Attributes:
-        imposed: what befell its nodes, of what is known the most significant; None if only workers have failed.
-        cause: in words, as known by now.
-        failures: reports that came in, each with the leader's time of its receipt.
+        imposed: the most significant known event that affected its nodes; None if only workers have failed.
+        cause: the cause known so far, as text.
+        failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
-        begun: the step at which it began to train; None if it did not say so.
-        ends: why the run ends when all have stopped, since the user wants it; empty if another round follows.
-        judged_at: since when it is known what it costs; None: not yet.
+        begun: the step at which it began to train; None if not reported.
+        ends: why the run ends when all have stopped, at the user's request; empty if another round follows.
+        judged_at: when its cost was decided; None if not yet.
         not_before: when the next round may form.
-        failure: the failure that a run's end is to show.
+        failure: the failure that the end of the run shows.
     """
 
     at: float
@@ -163,11 +163,11 @@ class Broken:
 
 @dataclass(slots=True)
 class Gathering:
-    """No worker is left, and the next round forms as soon as all nodes are there that it may expect.
+    """No worker is left, and the next round forms once all expected nodes are there.
 
     Attributes:
-        after: the round before; None before the first one.
-        ends: why the run ends instead, once the nodes of the leader before are known; empty if it does not.
+        after: the previous round; None before the first one.
+        ends: why the run ends instead, once the previous leader's nodes are known; empty if it does not.
     """
 
     after: Broken | None = None
@@ -184,10 +184,10 @@ class Parked:
 
 @dataclass(slots=True)
 class Ending:
-    """The run ends by a ruling about its last round, as soon as its members have stopped.
+    """The run ends as decided for its last round, once its members have stopped.
 
     Attributes:
-        since: when that was known.
+        since: when that was decided.
     """
 
     after: Broken
@@ -197,7 +197,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The record holds the run's end; ``failure`` is what it shows of it, if one caused it."""
+    """The record contains the run's end; ``failure`` is the failure that it shows, if one caused it."""
 
     failure: Failure | None = None
 
@@ -206,7 +206,7 @@ Phase = Gathering | Parked | Running | Draining | Broken | Ending | Ended
 
 
 def broken_round(phase: Phase) -> Broken | None:
-    """Return the last round if it is over and no other was formed yet."""
+    """Return the last round if it is over and no other has been formed yet."""
     match phase:
         case Broken():
             return phase
@@ -225,14 +225,14 @@ def last_failure(phase: Phase) -> Failure | None:
 
 
 def over(phase: Running | Draining, at: float, imposed: Kind | None, cause: str, ends: str = "") -> Broken:
-    """Return what becomes of a round that ends at a moment for a cause."""
+    """Return the phase that follows a round that ended at time ``at`` for a cause."""
     if isinstance(phase, Draining):
         return over(phase.running, at, imposed, cause, ends or phase.ends)
     return Broken(at, imposed, cause, lasted=at - phase.formed_at, begun=phase.begun, ends=ends)
 
 
 def put_off(phase: Phase, seconds: float) -> None:
-    """Shift the moments that deadlines count from: the leader's process was stopped for so long."""
+    """Shift the start of all deadlines by the seconds for which the leader's process was suspended."""
     if (broken := broken_round(phase)) is not None:
         broken.at += seconds
         if broken.judged_at is not None:

@@ -1,4 +1,4 @@
-"""Who is in the next round, and in which order."""
+"""The members of the next round, and their order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Candidate:
     """A node that waits for the next round.
 
     Attributes:
-        last_rank: its rank in the last round, None for a newcomer.
-        wanted_rank: the rank it asks for, or None.
-        arrival: rises with each arrival.
+        last_rank: its rank in the last round, or None for a newcomer.
+        wanted_rank: the rank that it asks for, or None.
+        arrival: a number that increases with each arrival.
     """
 
     node_id: str
@@ -28,10 +28,10 @@ class Candidate:
 
 
 def choose(nodes: Sequence[Node], last: Round, limit: int) -> list[Node]:
-    """Return the members of the next round in rank order, at most limit of the nodes.
+    """Return the members of the next round in rank order, at most ``limit`` of the nodes.
 
     Args:
-        last: the round before; an agent that was started anew since then is a newcomer.
+        last: the previous round; an agent that was restarted since then is a newcomer.
     """
     ranks = {(member.node_id, member.incarnation): rank for rank, member in enumerate(last.members)}
     candidates = [
@@ -48,11 +48,11 @@ def choose(nodes: Sequence[Node], last: Round, limit: int) -> list[Node]:
 
 
 def rank_nodes(candidates: Sequence[Candidate], limit: int) -> list[str]:
-    """Return the node ids of the next round in rank order, at most limit of them.
+    """Return the node ids of the next round in rank order, at most ``limit`` of them.
 
-    Survivors keep their order, newcomers come last in order of arrival, and so are the first to be left out when there
-    are too many; then whoever wants a rank that exists gets it, the earlier in that order first, and the others fill
-    the gaps.
+    Survivors keep their order. Newcomers follow in order of arrival, so they are the first to be left out if there are
+    too many nodes. Then each node that asks for an existing rank gets it, earlier nodes in that order first, and the
+    others fill the gaps.
     """
     order = sorted(
         candidates,
@@ -66,7 +66,7 @@ def rank_nodes(candidates: Sequence[Candidate], limit: int) -> list[str]:
             seats[wanted] = candidate.node_id
         else:
             unseated.append(candidate)
-    # Asking for a rank beyond this round's size still says who comes before whom.
+    # A requested rank beyond this round's size still determines the order.
     rest = iter(sorted(unseated, key=lambda c: _beyond(c, len(order))))
     return [seat if seat is not None else next(rest).node_id for seat in seats]
 

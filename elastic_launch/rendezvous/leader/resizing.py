@@ -1,4 +1,4 @@
-"""Whether the running round is to become larger for nodes that wait, and who waits in vain."""
+"""Whether to enlarge the running round for waiting nodes, and which nodes wait without effect."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ __all__ = ["Resizing", "prepared", "waiting"]
 
 
 def waiting(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return who waits for a round."""
+    """Return the nodes that wait for a round."""
     return [node for node in nodes.values() if not node.active and not node.leaving]
 
 
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return those of the waiting whose workers would begin at once: the others would stand still for their imports."""
+    """Return the waiting nodes whose workers could begin at once, without waiting for imports."""
     return [node for node in waiting(nodes) if not node.importing]
 
 
 class Resizing:
-    """What a leader reckons before it drains a round for a larger one.
+    """Decides whether the leader drains a round for a larger one.
 
     Args:
-        nodes: the leader's, by node id, as they are at each call.
+        nodes: the leader's live mapping of nodes by node id.
 
     Attributes:
-        wanted: whether somebody has ordered the size that the running round is to get.
+        wanted: whether a user ordered the size that the running round is to get.
     """
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.prices = ResizePayoff()
         self.wanted = False
         self._nodes = nodes
-        self._skipped: tuple[str, ...] = ()  # who was told that no resize is made for it
+        self._skipped: tuple[str, ...] = ()  # nodes that were informed that no resize is made for them
 
     def formed(self, resize_at: float | None) -> None:
-        """A round was formed; for a resize that was ordered then, if it is one."""
+        """Record that a round was formed; ``resize_at`` is when its resize was ordered, if it is the result of one."""
         self.prices.formed(resize_at)
         self._skipped, self.wanted = (), False
 
     def has_room(self, everybody: int, max_nodes: int) -> bool:
-        """Whether a running round of so many members should be resized: not when some are done already.
+        """Whether a running round of ``everybody`` members may be resized: not once some members are done.
 
-        Nor before a new leader has all members back: the round could not be drained.
+        Nor before all members have returned to a new leader: until then the round cannot be drained.
         """
         members = [node for node in self._nodes.values() if node.active]
         finishing = any(node.done for node in members)
         return bool(prepared(self._nodes)) and len(members) == everybody and everybody < max_nodes and not finishing
 
     def pays(self, max_nodes: int, now: float) -> bool:
-        """Whether a resize pays, or is wanted whatever it costs."""
+        """Whether a resize pays off, or was ordered regardless of its cost."""
         return self.wanted or self.prices.pays(*self._sizes(max_nodes), now)
 
     def skip(self, max_nodes: int, now: float) -> ResizeSkipped | None:
-        """Return what is to be said of a resize that does not pay; None if all who wait have been told."""
+        """Return the event for a resize that does not pay off; None if all waiting nodes have been informed."""
         names = tuple(sorted(node.hello.node_id for node in prepared(self._nodes)))
         if set(names) <= set(self._skipped):
             return None
@@ -66,7 +66,7 @@ class Resizing:
         return ResizeSkipped(names, round(remaining, 3), round(saves, 3), round(cost, 3))
 
     def _sizes(self, max_nodes: int) -> tuple[int, int]:
-        """Workers of the running round, and of one that is resized for the nodes that wait."""
+        """Workers of the running round, and of a round resized for the waiting nodes."""
         members = [node.hello.workers for node in self._nodes.values() if node.active]
         joining = sorted(prepared(self._nodes), key=lambda node: node.arrival)[: max_nodes - len(members)]
         return sum(members), sum(members) + sum(node.hello.workers for node in joining)

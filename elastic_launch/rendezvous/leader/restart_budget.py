@@ -12,16 +12,16 @@ from elastic_launch.rendezvous.wire.messages import Failure
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
 
 FREE = 3
-"""Restarts in a row without progress that are free, and one more for each node that the run may have."""
+"""Consecutive restarts without progress that are free; plus one for each node that the run may have."""
 
 LONG = 60.0
-"""Seconds from which a round of a script that says nothing of its steps counts as progress."""
+"""Seconds from which a round counts as progress if its script does not report steps."""
 
 EARLY = 10.0
-"""Seconds within which a worker that fails without a step failed soon; from the second in a row on there is a delay."""
+"""Seconds within which a worker that fails without a step failed early; the second such failure in a row adds a delay."""
 
 LONGEST_DELAY = 30.0
-"""Seconds that the next round waits at most."""
+"""Longest delay of the next round, in seconds."""
 
 
 class RestartBudget:
@@ -29,9 +29,9 @@ class RestartBudget:
 
     Args:
         spent: restarts charged so far.
-        most: that are allowed.
-        idle: restarts in a row without progress.
-        mark: the highest step at which a round has begun to train; None if none is known.
+        most: restarts that are allowed.
+        idle: consecutive restarts without progress.
+        mark: the highest step at which a round began to train; None if unknown.
     """
 
     def __init__(self, spent: int, most: int, idle: int = 0, mark: int | None = None) -> None:
@@ -39,16 +39,16 @@ class RestartBudget:
         self.idle = idle
         self.mark = mark
         self._most = most
-        self._soon = 0  # failures in a row soon after the start
-        self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done by then
+        self._soon = 0  # consecutive failures soon after the start
+        self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done before it
 
     def rule(self, broken: Broken, *, lasted: float, begun: int | None, nodes: int = 1) -> BudgetDecision:
-        """Judge a broken round and charge it; a charge is one restart, whatever number of workers failed.
+        """Judge a broken round and charge it; a charge is one restart, however many workers failed.
 
         Args:
             lasted: seconds from its forming to its end.
-            begun: the step at which it began to train; None if it said of none.
-            nodes: that the run may have.
+            begun: the step at which it began to train; None if not reported.
+            nodes: the number of nodes that the run may have.
         """
         kind = judge(broken.imposed, broken.failures)
         failure = root_cause(broken.failures)
@@ -79,12 +79,12 @@ class RestartBudget:
         return BudgetDecision(kind, charged=True, idle=idle, delay=delay)
 
     def end(self, kind: Kind) -> BudgetDecision:
-        """Return what follows from a failure after which no restart makes sense."""
+        """Return the decision for a failure after which a restart cannot help."""
         said = "a worker said so" if kind is Kind.FATAL else "the script cannot run as it is"
         return BudgetDecision(kind, ends=f"a restart is of no use ({said})")
 
     def verdict(self, ruling: BudgetDecision, broken: Broken) -> tuple[int, str]:
-        """Return the exit code and the cause of a run that ends by a ruling, as known by now."""
+        """Return the exit code and the cause, as known so far, of a run that ends by a decision."""
         cause = f"{ruling.ends}: {broken.cause}"
         if ruling.kind is Kind.FATAL:
             return ExitCode.DO_NOT_RETRY, cause
@@ -95,24 +95,24 @@ class RestartBudget:
         return exit_code(root_cause(broken.failures), self._most), cause
 
     def spares(self, kind: Kind, *, lasted: float, begun: int | None, nodes: int = 1) -> bool:
-        """Whether it would be free if a round ended now for what befell its nodes; see :meth:`rule`."""
+        """Whether a round that ended now for an event on its nodes would be free; see :meth:`rule`."""
         return kind is Kind.MEMBERSHIP or self._gained(lasted, begun) or self.idle < FREE + nodes
 
     def _repeated(self, failure: Failure, begun: int) -> bool:
-        """Whether a restart has failed by the same numbers, no new step done: once it may have been a flipped bit."""
+        """Whether a restart failed with the same numbers and no new step; a single failure may be a flipped bit."""
         before, reached = self._repeats, begun + max(0, failure.trained)
         if failure.repeats or reached > self._reached:
             self._repeats, self._reached = failure.repeats, reached
         return bool(failure.repeats) and failure.repeats == before
 
     def _gained(self, lasted: float, begun: int | None) -> bool:
-        """Whether the training advances: a round has begun at a higher step than any before."""
+        """Whether the training advances: the round began at a higher step than any before."""
         if begun is None:
             return self.mark is None and lasted >= LONG
         return self.mark is None or begun > self.mark
 
 
 def _failed_soon(failure: Failure) -> bool:
-    """Whether a worker failed soon after its start, and may do so again; SIGKILL comes from outside."""
+    """Whether a worker failed soon after its start and may do so again; SIGKILL comes from outside."""
     killed = failure.exit_code == -signal.SIGKILL and failure.kind == Kind.CRASH.text
     return failure.ran <= EARLY and failure.trained <= 0 and not killed

@@ -1,6 +1,6 @@
-"""How a leader's rounds are formed, drained, broken and ended: its phase, and each move from one to the next."""
+"""How a leader forms, drains, breaks and ends rounds: its phase, and the transitions between phases."""
 
-# Every match on the phase is total: a new phase must be handled everywhere.
+# Every match on the phase is exhaustive: a new phase must be handled everywhere.
 # mypy: enable-error-code="exhaustive-match"
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = ["MOST_SECONDS", "Rounds"]
 
 MOST_SECONDS = 86400.0
-"""A drain's limit of so much, or more, is none."""
+"""A drain's limit of this many seconds or more counts as no limit."""
 
 
 class Rounds:
-    """A leader's rounds; :class:`elastic_launch.rendezvous.leader.machine.LeaderMachine` tells it what happens.
+    """A leader's rounds; :class:`elastic_launch.rendezvous.leader.machine.LeaderMachine` reports events to it.
 
     Attributes:
         phase: see :mod:`elastic_launch.rendezvous.leader.phases`.
@@ -65,20 +65,20 @@ class Rounds:
 
     @property
     def outlook(self) -> str:
-        """What comes next, in words."""
+        """What happens next, as text."""
         state, most = self._state, self._state.limits.max_nodes
         nodes, settle = state.nodes.values(), state.timing.join_settle
         return outlook(self.phase, nodes, state.limits, settle, lambda: state.resizing.pays(most, state.turned))
 
     @property
     def running(self) -> bool:
-        """Whether a round trains; it may be draining."""
+        """Whether a round is training; it may be draining."""
         return isinstance(self.phase, Running | Draining)
 
-    # What happens to the members of a round.
+    # Events of a round's members.
 
     def ready(self, report: m.Ready, now: float) -> None:
-        """The workers of a member train; they may not have heard yet that the round is over."""
+        """Handle that a member's workers train; they may not know yet that the round is over."""
         match self.phase:
             case Running() | Broken() as said:
                 self._begun(said, report.step)
@@ -95,7 +95,7 @@ class Rounds:
             said.begun = max(step, -1 if said.begun is None else said.begun)
 
     def failed(self, node: Node, failure: m.Failure, now: float) -> None:
-        """A worker of the present round has failed."""
+        """Handle the failure of a worker of the current round."""
         match self.phase:
             case Running() | Draining():
                 if node.active:
@@ -109,7 +109,7 @@ class Rounds:
                 pass
 
     def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
-        """The workers of a member of the present round are reaped."""
+        """Handle that a member of the current round has reaped its workers."""
         match self.phase:
             case Running() | Draining():
                 if node.active:
@@ -123,7 +123,7 @@ class Rounds:
             self.break_round(phase, Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
             return
         if isinstance(phase, Running):
-            # The ranks agree among themselves: a worker was asked to stop, not its agent.
+            # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
             node.active = False
             cause = f"a worker on node {node.hello.node_id} was told to stop"
             phase = self._drain(phase, Kind.PREEMPTION, cause, None, now)
@@ -132,11 +132,11 @@ class Rounds:
         phase.unsaved = phase.unsaved or report.unsaved
 
     def leaves(self, node: Node, reason: str, seconds: float, now: float) -> None:
-        """A node leaves, with so many seconds for a drain."""
+        """Handle that a node leaves, with so many seconds for a drain."""
         if node.leaving:
             return
         node.leaving = True
-        # Whoever started its workers under a leader that goes would start them in vain.
+        # Workers started under a leader that is about to leave would be started for nothing.
         self._state.departing = self._state.departing or node.hello.incarnation == self._state.record.leader.incarnation
         cause = f"node {node.hello.node_id} leaves ({reason})"
         broke = 0
@@ -147,18 +147,18 @@ class Rounds:
                     self._stop_round(self.phase, Kind.PREEMPTION, cause, seconds, now)
             case Broken():
                 if node.active:
-                    # Others crashed because its workers were ended before it could say so.
+                    # Other workers crashed because this node's workers were ended before it could report that it leaves.
                     self._impose(self.phase, Kind.PREEMPTION, cause)
             case Gathering() | Parked() | Ending() | Ended():
                 pass
         self._state.emit(NodeLeft(node.hello.node_id, reason, broke, self.outlook))
 
     def lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
-        """A node is gone."""
+        """Handle the loss of a node."""
         del self._state.nodes[node.hello.node_id]
         trains = self.running and node.active
         if node.leaving and not trains:
-            return  # it has said so, and no other node waits for it
+            return  # it announced that it leaves, and no other node waits for it
         text = f"node {node.hello.node_id} lost: {cause}"
         match self.phase:
             case Running() | Draining():
@@ -173,7 +173,7 @@ class Rounds:
         self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
 
     def comes_without_workers(self, cause: str, now: float) -> None:
-        """A member of the present round is there, but its workers are not."""
+        """Handle that a member of the current round is connected without its workers."""
         match self.phase:
             case Running() | Draining():
                 self.break_round(self.phase, Kind.NODE_LOSS, cause, now)
@@ -181,7 +181,7 @@ class Rounds:
                 pass
 
     def tell_again(self, node: Node, now: float) -> None:
-        """Repeat to a member what was ordered of its round: it may have been lost with its old link."""
+        """Repeat the orders for a member's round: they may have been lost with its old link."""
         match self.phase:
             case Running():
                 if any(other.done for other in self._state.nodes.values() if other.active):
@@ -195,10 +195,10 @@ class Rounds:
             case Gathering() | Parked() | Ended():
                 pass
 
-    # What users want.
+    # Users' requests.
 
     def stop(self, reason: str, seconds: float | None, now: float) -> None:
-        """Drain the round, if there is one, and end the run with 143."""
+        """Drain the round, if there is one, and end the run with exit code 143."""
         ends = f"stopped by {reason}"
         match self.phase:
             case Running():
@@ -223,13 +223,13 @@ class Rounds:
         self.phase = Ended(failure)
         self._state.end(code, cause, failure, now)
 
-    # From Running and Draining.
+    # Transitions from Running and Draining.
 
     def _stop_round(
         self, phase: Running | Draining, kind: Kind, cause: str, seconds: float | None, now: float, ends: str = ""
     ) -> None:
-        """Drain the round if all can within the seconds (None: however long it takes), else break it."""
-        in_time = seconds is None or seconds > 0  # and no NaN
+        """Drain the round if all members can within ``seconds`` (None: no limit), else break it."""
+        in_time = seconds is None or seconds > 0  # False for NaN
         deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if isinstance(phase, Draining) and in_time:
             if ends:
@@ -265,7 +265,7 @@ class Rounds:
         self._state.send(node.link, order)
 
     def break_round(self, phase: Running | Draining, kind: Kind, cause: str, now: float, ends: str = "") -> None:
-        """End the round for what befell its nodes."""
+        """Break the round because of an event on its nodes."""
         broken = over(phase, now, kind, cause, ends)
         nodes = self._state.limits.max_nodes
         free = self._state.budget.spares(kind, lasted=broken.lasted, begun=broken.begun, nodes=nodes)
@@ -284,16 +284,16 @@ class Rounds:
         kind = judge(broken.imposed, broken.failures) if kind is None else kind
         self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause))
 
-    # What is found out about a round that is over.
+    # Findings about a round that is over.
 
     def _impose(self, broken: Broken, kind: Kind, cause: str) -> None:
-        """Something befell a node of the broken round: that is what made workers elsewhere fail."""
+        """Record an event on a node of the broken round, which made workers elsewhere fail."""
         if broken.judged_at is None and (broken.imposed is None or broken.imposed > kind):
             broken.imposed = kind
             self._found(broken, kind, cause)
 
     def _also_failed(self, broken: Broken, failure: m.Failure, now: float) -> None:
-        """A further worker of the broken round had failed; it may be the root cause."""
+        """Record that another worker of the broken round failed; it may be the root cause."""
         broken.failures.append((now, failure))
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
@@ -311,13 +311,13 @@ class Rounds:
             event = CauseFound(self._state.record.round.number, kind.text, cause)
             self._state.emit(event)
             for node in self._state.nodes.values():
-                if node.hello.incarnation != self._state.record.leader.incarnation:  # which tells the event
+                if node.hello.incarnation != self._state.record.leader.incarnation:  # the leader's own node has the event
                     self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
 
-    # What has become possible or due.
+    # Timers and pending transitions.
 
     def consider(self, now: float) -> None:
-        """Do what has become possible or due."""
+        """Carry out what has become possible or due."""
         if now - self._state.began >= self._state.timing.dead_after:
             self._state.owed.discard("")
         match self.phase:
@@ -339,7 +339,7 @@ class Rounds:
                 pass
 
     def due(self) -> list[float]:
-        """When the phase is to be considered at the latest, whatever happens; what is past does not count."""
+        """Times at which the phase must be considered at the latest; those in the past do not count."""
         timing = self._state.timing
         match self.phase:
             case Running():
@@ -367,7 +367,7 @@ class Rounds:
         if not running.fetching:
             self._state.release()
         if len(members) < size and (lost := self._lost(running, now)):
-            # Only a leader that took over a running round can miss members: these are dead, or never came to it.
+            # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             self.break_round(running, Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
             self.consider(now)
         elif len(members) == size and all(node.done for node in members):
@@ -390,7 +390,7 @@ class Rounds:
             self.consider(now)
 
     def _lost(self, running: Running, now: float) -> list[Member]:
-        """Members of the running round that are not here, and need not be waited for."""
+        """Members of the running round that are not connected and need not be waited for."""
         overdue = now - running.formed_at >= self._state.timing.dead_after
         here = {node.hello.node_id for node in self._state.members()}
         members = self._state.record.round.members
@@ -400,7 +400,7 @@ class Rounds:
         return self._state.resizing.has_room(len(self._state.record.round.members), self._state.limits.max_nodes)
 
     def _skip_resize(self, now: float) -> None:
-        """Say to the user, and to those who wait, that they wait in vain."""
+        """Inform the user and the waiting nodes that the running round is not resized for them."""
         event = self._state.resizing.skip(self._state.limits.max_nodes, now)
         if event is not None:
             self._state.emit(event)
@@ -431,11 +431,11 @@ class Rounds:
                 cause = f"node {', '.join(sorted(self._state.owed))} did not come to the new leader"
                 self._impose(broken, Kind.NODE_LOSS, cause)
             self._state.owed.clear()
-        # A member that died with the leader before makes the others crash: who is missing must be known first.
+        # A member that died with the previous leader makes the others crash: first find out which are missing.
         if broken.judged_at is None and not self._state.owed and (not active or now - broken.at >= COLLECT):
             self._judge(broken, now)
         if self.phase is not broken:
-            self.consider(now)  # it is the last
+            self.consider(now)  # this was the last one
             return
         for node in [node for node in active if now >= self._due_back(node, broken)]:
             limit = self._due_back(node, broken) - broken.at
@@ -453,15 +453,15 @@ class Rounds:
             self._state.release()
 
     def _due_back(self, node: Node, broken: Broken) -> float:
-        """When a member must have stopped its workers: it may give them all of its shutdown timeout."""
+        """When a member must have stopped its workers, which may take its whole shutdown timeout."""
         grace = node.hello.shutdown_timeout
-        # What a node says may be anything.
+        # A node may send any value.
         return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
     def _judge(self, broken: Broken, now: float) -> None:
         broken.judged_at = now
         if broken.ends:
-            return  # no further round is wanted
+            return  # no other round follows
         ruling = self._state.budget.rule(
             broken, lasted=broken.lasted, begun=broken.begun, nodes=self._state.limits.max_nodes
         )

@@ -1,4 +1,4 @@
-"""The leader's input and output: one thread that owns the links, the clock and the store, and asks the machine."""
+"""The leader's input and output: one thread that owns the links, the clock and the store, and runs the machine."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ HELLO_TIMEOUT = 10.0
 """Seconds within which a new connection must say hello."""
 
 MAX_STRANGERS = 512
-"""Links that have not said hello yet. One more closes the oldest of them, so that a flood keeps out no node that speaks
-at once."""
+"""Most links without a hello. One more closes the oldest of them, so that a flood of connections does not keep out a
+node that says hello at once."""
 
 STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
-"""Bytes that are held of an unfinished line, before a hello and after it."""
+"""Most bytes buffered of an unfinished line, before and after the hello."""
 
 MAX_RECORD = codec.MAX_BYTES - 64 * 1024
-"""Bytes of the largest record: with what else the order to form has, its members must still fit into one line."""
+"""Bytes of the largest record: the order to form has its members and more, and must fit into one line."""
 
 DRAIN_LINGER = 2.0
-"""Seconds for which a leader that leaves waits for a drain to end; its own node has ended by then."""
+"""Seconds that a leaving leader waits for a drain to end; its own node has ended by then."""
 
 
 class LeaderService:
-    """Leads a run until it is closed or deposed.
+    """Leads a run until closed or deposed.
 
     Args:
-        listener: where the links come in; taken over.
+        listener: the listening socket for links; this object takes ownership of it.
         record: the record as committed for this leader's term; ``store`` holds it.
-        dead: as of :class:`LeaderMachine`.
-        key: of the links, derived from the run's token; None without one.
+        dead: see :class:`LeaderMachine`.
+        key: the key of the links, derived from the run's token; None without a token.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LeaderService:
         self._key = key
         self._once = LogOnce(_log)
         self._links: dict[int, Link] = {}
-        self._strangers: dict[int, None] = {}  # links without a hello, the oldest first
+        self._strangers: dict[int, None] = {}  # links without a hello, oldest first
         self._deaf = False
         self._next_link = 1
         self._selector = selectors.DefaultSelector()
@@ -113,21 +113,21 @@ class LeaderService:
 
     @property
     def died(self) -> ThreadDied | None:
-        """What has ended it, if that was an internal error."""
+        """The internal error that ended it, if one did."""
         return self._died
 
     @property
     def restarts(self) -> int:
-        """Restarts charged, also those that could not be recorded any more."""
+        """Restarts charged, including those that could no longer be recorded."""
         return self._machine.restarts
 
     @property
     def committed(self) -> bytes:
-        """The record as this leader wrote it last; to be asked when it leads no longer."""
+        """The record as this leader last wrote it; call this only once it no longer leads."""
         return self._committed
 
     def depose(self, reason: str) -> None:
-        """Stop leading at once: somebody else does."""
+        """Stop leading at once, because another node leads."""
         _log.warning("this node leads no longer: %s", reason)
         self._deposed = True
         self._stop.set()
@@ -135,29 +135,29 @@ class LeaderService:
             self._wake_out.send(b"x")
 
     def give_way(self, cause: str) -> None:
-        """End the run with 95, since it cannot go on beside another one."""
+        """End the run with exit code 95, since it cannot continue beside another one."""
         self._given_way = cause
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
 
     def close(self, linger: float) -> None:
-        """Stop leading; if the run has ended, wait up to linger seconds for the nodes to hear of it.
+        """Stop leading; if the run has ended, wait up to ``linger`` seconds for the nodes to receive its end.
 
-        If its round is being drained, as when the leader's own node leaves, wait for the others' last reports: who
-        comes after this leader would take the round for broken.
+        If its round is being drained, for example because the leader's own node leaves, wait for the other nodes' last
+        reports: the next leader would consider the round broken.
 
-        Up to here the port of a leader that stepped down is kept: who is refused there takes the process for dead.
+        A leader that stepped down keeps its port until now: nodes that are refused there consider the process dead.
         """
         self._linger = linger
         self._stop.set()
         with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")  # the thread may have ended by itself
+            self._wake_out.send(b"x")  # suppressed: the thread may have ended by itself
         self._thread.join(linger + 5)
         self._listener.close()
         self._wake_out.close()
 
     def _failed(self, died: ThreadDied) -> None:
-        self._died = died  # its links are closed, so its own node looks for the leader, and learns of it
+        self._died = died  # its links are closed, so its own node searches for the leader and finds this
 
     def _run(self) -> None:
         try:
@@ -180,7 +180,7 @@ class LeaderService:
             if self._stop.is_set():
                 give_up = give_up if give_up is not None else now + self._patience()
                 settled = not machine.ended and not machine.draining
-                # Strangers may stay for as long as they like: they have no part in the run.
+                # Do not wait for strangers: they are not part of the run.
                 alone = len(self._strangers) == len(self._links)
                 if settled or now >= give_up or alone or self._deposed:
                     self._hear_last_words()
@@ -193,7 +193,7 @@ class LeaderService:
             if self._given_way:
                 self._decided(machine.give_way(self._given_way, now))
             if self._news or now >= next_turn:
-                # Not after every beat: a turn looks at all nodes.
+                # Not after every beat, since a turn visits all nodes.
                 self._news = False
                 self._decided(machine.turn(now))
                 next_turn = now + machine.wait(now)
@@ -202,7 +202,7 @@ class LeaderService:
                 self._pulse(now)
 
     def _patience(self) -> float:
-        """Seconds that nodes have, once this leader is to go, to hear of the run's end or to end a drain."""
+        """Seconds that nodes have, once this leader must stop, to receive the run's end or to finish a drain."""
         return self._linger if self._machine.ended else min(self._linger, DRAIN_LINGER)
 
     def _ready(self, key: selectors.SelectorKey) -> None:
@@ -244,7 +244,7 @@ class LeaderService:
         self._drop(oldest, tell=False)
 
     def _make_room(self) -> None:
-        """No descriptor is left: close the oldest stranger; if there is none, don't listen until the next pulse."""
+        """Handle running out of descriptors: close the oldest stranger, or else do not listen until the next pulse."""
         if self._strangers:
             self._drop(next(iter(self._strangers)), tell=False)
         else:
@@ -283,7 +283,7 @@ class LeaderService:
                 self._handle(number, link, report)
 
     def _reject(self, number: int, link: Link, error: ProtocolError, reason: str, hint: str) -> None:
-        """Tell a node in the open how its token differs. It has proven nothing, so nothing else follows."""
+        """Tell a node, unauthenticated, how its token differs. It has proven nothing, so nothing else follows."""
         self._once.warn("token", "a link from %s was refused: %s", link.peer, error)
         link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, hint)))
         link.closing = True
@@ -311,13 +311,13 @@ class LeaderService:
             self._decided(self._machine.report(number, report, now))
 
     def _decided(self, instructions: list[to_do.Instruction]) -> None:
-        """Carry out what the machine decided, and tell who asked for it."""
+        """Carry out what the machine decided, and answer the callers that asked for it."""
         self._carry_out(self._requests.watch(instructions, self._clock.now()))
 
     def _carry_out(self, instructions: list[to_do.Instruction]) -> None:
-        """Carry out in the order of decision, also when carrying out one (a link that breaks) leads to the next."""
+        """Carry out instructions in the order of decision, even if carrying out one (a link breaks) leads to more."""
         if self._deposed:
-            return  # what follows from a record that is not written must not be ordered
+            return  # orders that depend on an unwritten record must not be sent
         self._queue.extend(instructions)
         if self._carrying:
             return
@@ -345,7 +345,7 @@ class LeaderService:
                 self._events.emit(event)
 
     def _packed(self, order: m.Order) -> bytes:
-        """Encode an order; one that goes to all nodes, as the list of a round's members does, only once."""
+        """Encode an order; an order that goes to all nodes, such as Form, is encoded only once."""
         if self._last_packed[0] is not order:
             self._last_packed = order, m.pack(order)
         return self._last_packed[1]
@@ -390,7 +390,7 @@ class LeaderService:
                 self._drop(number, tell=False)
 
     def _flush(self, number: int) -> None:
-        """Send what can be sent. The link may have been dropped by now, as by what followed from another's end."""
+        """Send what can be sent. The link may already be gone, for example as a consequence of another link's end."""
         link = self._links.get(number)
         if link is None:
             return
@@ -402,7 +402,7 @@ class LeaderService:
             self._selector.modify(link.sock, wanted, number)
 
     def _hear_last_words(self) -> None:
-        """Take in what has come: what this node's own agent said before it closed, others may be waiting for."""
+        """Process what has been received: other nodes may wait for what this node's own agent said before it closed."""
         if not self._deposed:
             for key, _ in self._selector.select(0):
                 self._ready(key)

@@ -1,4 +1,4 @@
-"""What a leader knows in every phase of its run, and what it is about to say."""
+"""The leader's state in every phase of its run, and its pending instructions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["LeaderState"]
 
 
 class LeaderState:
-    """What the leader's parts share. What follows from a decision waits until :meth:`flush`.
+    """State shared by the leader's parts. Instructions are queued until :meth:`flush`.
 
     Attributes:
-        record: with what is about to be committed.
-        nodes: that the leader has a link to, by node id.
+        record: the record, including what is about to be committed.
+        nodes: the nodes that the leader has a link to, by node id.
         began: when this leader's term began.
-        turned: when the last turn of the clock was.
-        last_arrival: when a node last came.
-        owed: members of another leader's round: they may train until they come here, or are silent for long.
+        turned: time of the last turn.
+        last_arrival: when a node last joined.
+        owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
         floor: rounds up to this number may have been formed.
-        departing: this leader's own node leaves.
+        departing: whether this leader's own node leaves.
     """
 
     def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
@@ -40,27 +40,27 @@ class LeaderState:
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
         self.floor = max(record.round.number, record.floor)
         if record.repaired:
-            self.owed.add("")  # members that nobody here knows of may come, for as long as any that is owed
+            self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
         self._out: list[Instruction] = []
 
     @property
     def limits(self) -> Limits:
-        """The run's limits as they are now."""
+        """The run's current limits."""
         return self.record.limits
 
     def members(self) -> list[Node]:
-        """The nodes that have, or may have, workers of the present round."""
+        """The nodes that have, or may have, workers of the current round."""
         return [node for node in self.nodes.values() if node.active]
 
     def release(self) -> None:
-        """Let nodes go that have left, and stayed for what others may need of them."""
+        """Release nodes that have left and stayed to serve their snapshot."""
         for node in no_longer_needed(self.nodes):
             node.released = True
             self.send(node.link, m.Released(self.record.term))
 
     def end(self, code: int, cause: str, failure: m.Failure | None, now: float) -> None:
-        """Record the run's end, and tell all nodes."""
+        """Record the run's end, and inform all nodes."""
         spent = self.budget.spent
         self.commit(replace(self.record, restarts=spent, end=End(int(code), cause)))
         for node in self.nodes.values():
@@ -68,7 +68,7 @@ class LeaderState:
         self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))
 
     def end_order(self, failure: m.Failure | None) -> m.RunEnd:
-        """What nodes are told of the run's end, which is recorded."""
+        """The order that tells nodes of the run's recorded end."""
         end = self.record.end
         assert end is not None
         return m.RunEnd(self.record.term, end.code, end.cause, self.budget.spent, failure if end.code else None)
@@ -87,6 +87,6 @@ class LeaderState:
         self._out.append(Emit(event))
 
     def flush(self) -> list[Instruction]:
-        """Return what is to be done since the last call."""
+        """Return the instructions queued since the last call."""
         out, self._out = self._out, []
         return out

@@ -1,4 +1,4 @@
-"""What the leader's machine says, and what it knows of a node."""
+"""The instructions of the leader's machine, and its state per node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close a link after what was sent over it."""
+    """Close a link once its output has been sent."""
 
     link: int
 
@@ -49,14 +49,14 @@ class Node:
 
     Attributes:
         store_port: where its next worker store listens.
-        active: it has, or may have, workers of the current round.
-        joined, ready, done: these are started; can all be drained; have all finished with 0.
-        importing: its workers could not begin at once.
-        leaving: it said that it leaves.
+        active: whether it has, or may have, workers of the current round.
+        joined, ready, done: whether its workers are started; can all be drained; have all finished with 0.
+        importing: whether its workers could not begin at once.
+        leaving: whether it announced that it leaves.
         silence: seconds without a sign of life.
-        heard: when the last one came, by the leader's clock.
-        held: the newest snapshot in its memory, when it was last without workers.
-        released: it was told that it may go.
+        heard: time of the last sign of life, by the leader's clock.
+        held: the newest snapshot in its memory when it last had no workers.
+        released: whether it was informed that it may exit.
     """
 
     hello: m.Hello

@@ -1,4 +1,4 @@
-"""Judging a broken round: which failure is the root cause, and what kind of end it was."""
+"""The verdict on a broken round: which failure is the root cause, and of which kind it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 class Kind(IntEnum):
     """Why a round was broken.
 
-    What befalls nodes comes first, by precedence: a node that vanishes makes workers elsewhere crash, and so does a
-    resize. Which of several workers' failures counts is :func:`root_cause`'s to say.
+    Events on nodes take precedence: a node that vanishes makes workers elsewhere crash, and so does a resize.
+    :func:`root_cause` decides which of several workers' failures counts.
     """
 
     MEMBERSHIP = 0
@@ -31,17 +31,17 @@ class Kind(IntEnum):
 
     @property
     def text(self) -> str:
-        """The name in messages, events and the workers' environment."""
+        """The name used in messages, events and the workers' environment."""
         return self.name.lower().replace("_", " ")
 
     @property
     def costs(self) -> bool:
-        """Whether the kind is charged to the restart budget whatever the training gains."""
+        """Whether the kind is charged to the restart budget even if the training advances."""
         return self in (Kind.CRASH, Kind.HANG, Kind.OUT_OF_MEMORY)
 
     @property
     def is_fault(self) -> bool:
-        """Whether a worker's own failure lies behind it."""
+        """Whether a worker's own failure caused it."""
         return self >= Kind.FATAL
 
     @property
@@ -54,19 +54,19 @@ _KINDS = {kind.text: kind for kind in Kind}
 
 
 def kind_of(failure: Failure) -> Kind:
-    """Return the failure's kind; one that this version doesn't know counts as a crash."""
+    """Return the failure's kind; a kind unknown to this version counts as a crash."""
     return _KINDS.get(failure.kind, Kind.CRASH)
 
 
 def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
-    """Return the first failure, but none that follows from another while there is one that does not.
+    """Return the first failure, preferring failures that do not follow from another one.
 
-    What says that a retry is of no use goes before all others. A broken connection or a time-out tells of a failure
-    elsewhere, so it comes last, and behind a worker that was ended by a signal, since that breaks connections,
-    and behind one that may have failed.
+    A failure for which a retry cannot help takes precedence over all others. A broken connection or a time-out is
+    the symptom of a failure elsewhere, so it comes last: also after a worker that was ended by a signal, since that
+    breaks connections, and after one that may have failed.
 
     Args:
-        failures: each with the leader's time of its receipt; its age as the node saw it is taken off.
+        failures: each with the leader's time of receipt, from which the failure's age as the node saw it is subtracted.
     """
     if not failures:
         return None
@@ -88,21 +88,21 @@ def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Ki
     """Return the kind that counts for a broken round.
 
     Args:
-        imposed: what befell its nodes, if that broke it: it makes workers crash; None if only workers failed.
+        imposed: the event on its nodes that broke it, which makes workers crash; None if only workers failed.
     """
     failure = root_cause(list(failures)) if imposed is None else None
     return kind_of(failure) if failure is not None else imposed if imposed is not None else Kind.CRASH
 
 
 def words(failure: Failure) -> str:
-    """Return who failed, and how, in one line."""
+    """Return which worker failed, and how, in one line."""
     return f"rank {failure.rank} on node {failure.node_id}: {failure.message}"
 
 
 def exit_code(failure: Failure | None, max_restarts: int) -> int:
-    """Return the run's exit code when a failure finds the budget spent.
+    """Return the run's exit code for a failure when the restart budget is spent.
 
-    With a budget of 0 it is the worker's own code (128 + N for signal N), unless that is one of this program's own.
+    With a budget of 0, it is the worker's own code (128 + N for signal N), unless this program uses that code itself.
     """
     if max_restarts > 0 or failure is None:
         return ExitCode.BUDGET_SPENT
@@ -110,7 +110,7 @@ def exit_code(failure: Failure | None, max_restarts: int) -> int:
 
 
 def own_code(code: int) -> int:
-    """Return what a worker's exit code (-N for signal N) becomes as that of the run."""
+    """Return the run's exit code for a worker's exit code (-N for signal N)."""
     if code < 0:
         return 128 - code
     return ExitCode.TRAINING_FAILED if code in _OURS or not code else code
