@@ -1,4 +1,4 @@
-"""A user's way to a run's leader: finds it by the control record, opens a link, asks, reads the answers."""
+"""The client of a run's leader: finds it by the control record, opens a link, sends a request, reads the answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from elastic_launch.secret import Token
 __all__ = ["Address", "AdminClient", "RunEndedError"]
 
 TIMEOUT = 10.0
-"""Seconds within which store and leader have to answer at first."""
+"""Seconds within which the store and the leader must first answer."""
 
 HINT_ENDPOINT = "Check --rdzv-backend, --rdzv-endpoint and --rdzv-id, and that the run is still there."
 
@@ -41,7 +41,7 @@ class RunEndedError(ElasticLaunchError):
     """The run has ended.
 
     Args:
-        code, cause: as recorded.
+        code, cause: the recorded exit code and cause.
     """
 
     def __init__(self, run_id: str, code: int, cause: str) -> None:
@@ -51,12 +51,12 @@ class RunEndedError(ElasticLaunchError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a run is.
+    """How to reach a run.
 
     Attributes:
-        endpoints: one, or on etcd several members of the cluster.
-        token: the run's, or None.
-        leader: where it may be, if somebody has said so.
+        endpoints: one endpoint, or with etcd several members of the cluster.
+        token: the run's token, or None.
+        leader: where the leader may be, if known.
     """
 
     run_id: str
@@ -70,7 +70,7 @@ class Address:
 
 
 class AdminClient:
-    """A link to a run's leader, which is no node's.
+    """A link to a run's leader that is not a node's link.
 
     Raises:
         RendezvousError: if the leader is not found, does not answer or refuses.
@@ -80,7 +80,7 @@ class AdminClient:
     def __init__(self, address: Address) -> None:
         self._address = address
         if address.leader is not None:
-            with contextlib.suppress(RendezvousError):  # it may have moved, and something else may listen there
+            with contextlib.suppress(RendezvousError):  # the leader may have moved, and something else may listen there
                 self._call(address.leader)
                 return
         self._call(_leader(address))
@@ -119,7 +119,7 @@ class AdminClient:
         self._sock.close()
 
     def status(self) -> a.Status:
-        """How the run stands.
+        """Return the run's status.
 
         Raises:
             RendezvousError: if the leader does not answer.
@@ -130,13 +130,13 @@ class AdminClient:
         return answer.status
 
     def ask(self, request: a.AskDrain | a.AskSave | a.AskResize) -> a.Answer:
-        """Ask for something, and wait until it has happened or can happen no more; raises what :meth:`status` does."""
+        """Send a request, and wait until it is done or can no longer be done; raises the errors of :meth:`status`."""
         answer = self._ask(request)
         assert isinstance(answer, a.Answer)
         return answer
 
     def pause(self, seconds: float) -> None:
-        """Wait, and keep the link: raises what :meth:`status` does if it or the run ends meanwhile."""
+        """Wait and keep the link; raises the errors of :meth:`status` if the link or the run ends meanwhile."""
         deadline = time.monotonic() + seconds
         for order in self._heard_until(deadline):
             self._check(order)
@@ -149,7 +149,7 @@ class AdminClient:
                 return order
 
     def _next(self) -> m.Order:
-        """The next order that is no pulse."""
+        """Return the next order other than a pulse."""
         silent_at = time.monotonic() + self._patience
         while True:
             for order in self._heard_until(silent_at, first=True):
@@ -170,7 +170,7 @@ class AdminClient:
             raise RefusedError(f"The leader refuses: {order.reason}", order.hint)
 
     def _heard_until(self, deadline: float, *, first: bool = False) -> Iterator[m.Order]:
-        """What the leader says until the deadline, or, with ``first``, until it has said something."""
+        """Yield the leader's orders until the deadline or, with ``first``, until the first ones."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._sock, selectors.EVENT_READ)
             while True:
@@ -211,10 +211,10 @@ class AdminClient:
 
 
 def _leader(address: Address) -> Endpoint:
-    """Return where the leader is: at the endpoint itself, or where a store says."""
+    """Return where the leader is: the endpoint itself, or the address in a store."""
     kind = kind_of(address.backend)
     if kind.fixed_ranks:
-        # Imported where it is used: torch takes seconds.
+        # Imported here because torch takes seconds.
         from elastic_launch.rendezvous.backends.static import published_leader
 
         found = published_leader(address.endpoints[0], address.run_id, address.token, TIMEOUT)

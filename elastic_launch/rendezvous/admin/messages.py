@@ -1,7 +1,7 @@
-"""What somebody who is no node asks the leader, and what it answers.
+"""Requests of clients that are not nodes, and the leader's answers.
 
 Such a link opens like a node's, with the same proof of the token. Its first message is a :class:`Caller`, and its
-sender is never counted as a node.
+sender never counts as a node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "Status",
 ]
 
-# Up, to the leader.
+# Requests.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class AskStatus:
-    """How does the run stand? Answered by :class:`LeaderFound`, at once."""
+    """Ask for the run's status. Answered by :class:`LeaderFound`, at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskDrain:
-    """Have a node leave after a drain, or all: the run then stops with its state saved.
+    """Have one node leave after a drain, or all nodes: then the run stops with its state saved.
 
     Attributes:
-        node: its id; empty for all.
-        seconds: after which the round is broken instead; None for no such limit.
+        node: the node's id; empty for all nodes.
+        seconds: time after which the round is broken instead; None for no limit.
     """
 
     node: str = ""
@@ -56,12 +56,12 @@ class AskDrain:
 
 @dataclass(frozen=True, slots=True)
 class AskSave:
-    """Have all ranks write a durable checkpoint now. Answered when it is written."""
+    """Have all ranks write a durable checkpoint now. Answered once it is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskResize:
-    """Change how many nodes the run may have. Answered when the round that fits is formed."""
+    """Change how many nodes the run may have. Answered once a matching round is formed."""
 
     min_nodes: int
     max_nodes: int
@@ -69,16 +69,16 @@ class AskResize:
 
 Request = AskStatus | AskDrain | AskSave | AskResize
 
-# Down, to who asks.
+# Answers.
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        done: whether what was asked for is done.
-        step: optimizer steps in what was saved, if something was.
+        done: whether the request was carried out.
+        step: optimizer steps in the saved state, if a state was saved.
     """
 
     term: int
@@ -89,10 +89,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node, as its leader sees it.
+    """One node as its leader sees it.
 
     Attributes:
-        state: ``training``, ``stopping`` (its workers are being ended), ``waiting``, ``spare`` or ``leaving``.
+        state: ``training``, ``stopping`` (its workers are being stopped), ``waiting``, ``spare`` or ``leaving``.
         silence: seconds since its last sign of life.
     """
 
@@ -105,7 +105,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class LastSave:
-    """The newest state that was reported as kept: optimizer steps in it, and seconds since the report."""
+    """The newest state that was reported as saved: its optimizer steps, and the seconds since the report."""
 
     step: int
     ago: float
@@ -113,7 +113,7 @@ class LastSave:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision of the leader's, in one line, and seconds since then."""
+    """A decision of the leader, in one line, and the seconds since then."""
 
     text: str
     ago: float
@@ -121,13 +121,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a run stands.
+    """The status of a run.
 
     Attributes:
-        next: what comes next, in words.
-        step: optimizer steps done, None until a worker has reported some to this leader.
-        snapshot, checkpoint: kept in memory, and written; None until one was reported to this leader.
-        incidents: the leader's last decisions, the newest last.
+        next: what happens next, as text.
+        step: optimizer steps done; None until a worker has reported some to this leader.
+        snapshot, checkpoint: the newest in memory and on storage; None until one was reported to this leader.
+        incidents: the leader's last decisions, newest last.
     """
 
     run_id: str
@@ -164,4 +164,4 @@ NAMES: dict[str, type[Any]] = {
     "answer": Answer,
     "found": LeaderFound,
 }
-"""The messages by what stands in their ``type``."""
+"""The messages by the value of their ``type`` field."""

@@ -1,6 +1,6 @@
-"""What users ask of a leader, and what became of it: pure, beside the leader's machine, which it asks and watches.
+"""Users' requests to a leader, and their outcome: pure code that calls and watches the leader's machine.
 
-A caller's link is no node's. What takes a while is answered when it has happened, or can happen no more.
+A caller's link is not a node's. A request that takes time is answered once it is done or can no longer be done.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ __all__ = ["DRAIN_REASON", "MAX_CALLERS", "AdminRequests"]
 DRAIN_REASON = "elasticctl drain"
 
 MAX_CALLERS = 64
-"""Callers at once; a further one is sent away."""
+"""Most callers at once; further ones are refused."""
 
 INCIDENTS = 10
-"""Decisions that a leader remembers for callers."""
+"""Number of decisions that a leader keeps for callers."""
 
 LATE = 10.0
-"""Seconds beyond its deadline after which a drain has failed, whatever the node says."""
+"""Seconds past its deadline after which a drain has failed, whatever the node reports."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A caller whose request is not answered yet.
+    """A caller with a pending request.
 
     Attributes:
-        node: for a drain of one: what it was when that was asked.
-        busy: whether its workers were then under a round.
-        until: when it is answered in any case.
-        step: optimizer steps in what was drained since.
-        saved: that state is committed to durable storage.
-        unsaved: why not, if a node says so that should have.
-        broken: why the round broke since.
-        asks_again: the next round is to save, for this one was drained before it had.
+        node: for a drain of one node, that node at the time of the request.
+        busy: whether its workers were in a round then.
+        until: when the request is answered in any case.
+        step: optimizer steps in the state drained since.
+        saved: whether that state is committed to durable storage.
+        unsaved: why not, if a node that should have committed it says so.
+        broken: why the round has broken since.
+        asks_again: whether the next round is to save, because this one was drained before it had.
     """
 
     request: a.Request
@@ -58,7 +58,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Heard:
-    """What nodes have told of the training, with the leader's time."""
+    """The nodes' reports about the training, with the leader's time."""
 
     round: int = 0
     step: int | None = None
@@ -70,7 +70,7 @@ class AdminRequests:
     """The requests to one leader.
 
     Args:
-        machine: the leader's.
+        machine: the leader's machine.
     """
 
     def __init__(self, machine: LeaderMachine) -> None:
@@ -81,13 +81,13 @@ class AdminRequests:
         self._out: list[Instruction] = []
 
     def call(self, link: int, caller: a.Caller) -> list[Instruction]:
-        """Somebody who is no node opened a link."""
+        """Handle a new link of a caller."""
         term, run_id = self._machine.record.term, self._machine.record.run_id
         if caller.version != m.PROTOCOL_VERSION:
             reason = f"elasticctl speaks version {caller.version} of the protocol, the leader {m.PROTOCOL_VERSION}."
             return self._refuse(link, reason, "Use the version of elastic-launch that the run uses.")
         if caller.run_id != run_id:
-            # Which one it is, only those are told that know it: without a token it is all that a request takes.
+            # The run id is not disclosed: without a token, it is all that a request needs.
             return self._refuse(link, f"another run than {caller.run_id!r} is led here.", "Check --rdzv-id.")
         if len(self._callers) >= MAX_CALLERS:
             return self._refuse(link, f"{MAX_CALLERS} others are asking already.", "Try again later.")
@@ -100,11 +100,11 @@ class AdminRequests:
         return self._flush()
 
     def hung_up(self, link: int) -> None:
-        """The link is closed; what was asked goes on."""
+        """Handle a closed link; its request continues."""
         self._callers.pop(link, None)
 
     def ask(self, link: int, request: a.Request, now: float) -> list[Instruction]:
-        """A caller asks; it gets one answer. A request that comes before that is answered replaces it."""
+        """Handle a caller's request, which gets one answer. Another request before the answer replaces it."""
         if link not in self._callers or self._machine.ended:
             return []
         waiting = _Waiting(request)
@@ -124,7 +124,7 @@ class AdminRequests:
         return self._flush()
 
     def heard(self, link: int, report: m.Report, now: float) -> None:
-        """A node reported, of which the machine does not know yet."""
+        """Handle a node's report, before the machine does."""
         node = self._machine.node_at(link)
         number = self._machine.record.round.number
         if node is None or not node.active:
@@ -144,18 +144,18 @@ class AdminRequests:
                     self._heard.checkpoint = step, now
             case m.Saved(round=round_number, step=step) if round_number == number:
                 if not report.error:
-                    self._reached(number, step)  # word of it may come before its turn
+                    self._reached(number, step)  # this report may arrive before that of the step
                     self._heard.checkpoint = step, now
                 if report.asked:
                     self._wrote(report)
 
     def watch(self, instructions: Sequence[Instruction], now: float) -> list[Instruction]:
-        """Return what the machine does together with the answers that follow from it."""
+        """Return the machine's instructions together with the answers that follow from them."""
         self._follow(instructions, now)
         return self._flush()
 
     def status(self, now: float) -> a.Status:
-        """How the run stands."""
+        """Return the run's status."""
         machine, record = self._machine, self._machine.record
         return a.Status(
             run_id=record.run_id,
@@ -175,7 +175,7 @@ class AdminRequests:
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
         )
 
-    # What is asked for.
+    # Requests.
 
     def _depart(self, link: int, waiting: _Waiting, request: a.AskDrain, now: float) -> None:
         node = self._machine.nodes.get(request.node)
@@ -193,7 +193,7 @@ class AdminRequests:
         members = machine.record.round.members
         first = machine.nodes.get(members[0].node_id) if members else None
         if machine.draining:
-            # What it takes is in memory: the next round saves, or the run's end tells whether it did.
+            # The drained state is in memory: the next round saves it, or the run's end shows whether it was saved.
             self._ask_again()
         elif not machine.running or first is None or not first.active:
             self._answer(link, False, f"no round trains, so there is nothing to save; {machine.outlook}")
@@ -218,7 +218,7 @@ class AdminRequests:
         if self._callers.get(link) and (settled or parked) and machine.record.round.number == before:
             self._answer(link, True, f"the run may have {low}:{high} nodes now; {machine.outlook}")
 
-    # What became of it.
+    # Outcomes.
 
     def _follow(self, instructions: Sequence[Instruction], now: float) -> None:
         self._out += instructions
@@ -237,7 +237,7 @@ class AdminRequests:
             waiting.asks_again = isinstance(waiting.request, a.AskSave)
 
     def _can_save(self) -> bool:
-        """Whether a round trains, and its first member can be asked, or never will be."""
+        """Whether a round trains and its first member can be asked to save, or never will be able to."""
         machine, members = self._machine, self._machine.record.round.members
         first = machine.nodes.get(members[0].node_id) if members else None
         return machine.running and not machine.draining and first is not None and (first.ready or first.done)
@@ -263,7 +263,7 @@ class AdminRequests:
                 self._ended(code, cause)
 
     def _departing(self, link: int, waiting: _Waiting, node: Node, now: float) -> None:
-        """Answer who waits for a node's drain, if it is over."""
+        """Answer the caller that waits for a node's drain, if the drain is over."""
         known = self._machine.nodes.get(node.hello.node_id)
         left = known is not node or (node.leaving and not node.active)
         name = f"node {node.hello.node_id}"
@@ -280,7 +280,7 @@ class AdminRequests:
             self._answer(link, not waiting.unsaved, f"{name} left: it {how}; {self._machine.outlook}", waiting.step)
 
     def _leads(self, node: Node) -> bool:
-        """Whether this leader goes with the node, so that it sees no more than the node's own part."""
+        """Whether this leader leaves with the node, so that it sees only the node's own part."""
         return node.hello.incarnation == self._machine.record.leader.incarnation
 
     def _wrote(self, report: m.Saved) -> None:
@@ -314,7 +314,7 @@ class AdminRequests:
 
     def _reached(self, number: int, step: int) -> None:
         heard = self._heard
-        # A later round may go on from an earlier step; within one, nodes tell at different moments.
+        # A later round may continue from an earlier step; within a round, nodes report at different times.
         if number > heard.round:
             heard.round, heard.step, heard.snapshot = number, step, None
         heard.step = max(heard.step or 0, step)
@@ -348,7 +348,7 @@ def _last(save: tuple[int, float] | None, now: float) -> a.LastSave | None:
 
 
 def _before(waiting: _Waiting) -> str:
-    """How the round before ended, as far as that was since the request."""
+    """How the previous round ended, if it ended after the request."""
     if waiting.broken:
         return f"the round before was broken ({waiting.broken}); "
     return "" if waiting.step is None else f"drained after step {waiting.step}; "

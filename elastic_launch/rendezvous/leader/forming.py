@@ -58,7 +58,7 @@ def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, n
 
 
 def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
-    """Return the nodes for the next round. After the first round, nodes that still import are left out if enough remain."""
+    """Return the next round's nodes. After the first round, nodes that still import are left out if enough remain."""
     ready = prepared(state.nodes)
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
 

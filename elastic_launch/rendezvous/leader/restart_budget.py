@@ -18,7 +18,8 @@ LONG = 60.0
 """Seconds from which a round counts as progress if its script does not report steps."""
 
 EARLY = 10.0
-"""Seconds within which a worker that fails without a step failed early; the second such failure in a row adds a delay."""
+"""Seconds within which a failure without a step counts as soon; the second such failure in a row, and later ones,
+delay the next round."""
 
 LONGEST_DELAY = 30.0
 """Longest delay of the next round, in seconds."""

@@ -147,7 +147,7 @@ class Rounds:
                     self._stop_round(self.phase, Kind.PREEMPTION, cause, seconds, now)
             case Broken():
                 if node.active:
-                    # Other workers crashed because this node's workers were ended before it could report that it leaves.
+                    # Other workers crashed because this node's workers ended before it could report that it leaves.
                     self._impose(self.phase, Kind.PREEMPTION, cause)
             case Gathering() | Parked() | Ending() | Ended():
                 pass
@@ -311,7 +311,7 @@ class Rounds:
             event = CauseFound(self._state.record.round.number, kind.text, cause)
             self._state.emit(event)
             for node in self._state.nodes.values():
-                if node.hello.incarnation != self._state.record.leader.incarnation:  # the leader's own node has the event
+                if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
                     self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
 
     # Timers and pending transitions.

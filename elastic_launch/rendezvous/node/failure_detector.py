@@ -1,8 +1,8 @@
-"""How long a node has heard nothing of its leader, and what follows from that: pure arithmetic on the node's own clock.
+"""How long the leader has been silent, and what follows: pure arithmetic on the node's own clock.
 
-Two things are judged, differently. Whether the *leader* is lost: there a gap between the node's own turns counts for
-little, since a node that was itself frozen knows nothing of the others. Whether *this node* may be taken for lost:
-there all time counts, and most of all that for which it was frozen.
+It decides two things. Whether the *leader* is lost: here a gap between the node's own turns counts only up to a
+limit, since a node that was itself frozen knows nothing about the others. Whether the others may consider *this node*
+lost: here all time counts, above all the time for which it was frozen.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 __all__ = ["CUT_OFF", "TURN_CAP", "CutOff", "FailureDetector"]
 
 TURN_CAP = 2.0
-"""A gap between two turns of the node counts as so much silence of the leader at most."""
+"""Most seconds of the leader's silence that a gap between two turns of the node counts."""
 
 CUT_OFF = 0.8
-"""Part of dead_after at which a node counts itself as cut off.
+"""Fraction of dead_after after which a node considers itself cut off.
 
-The rest is the interval of its beats: the leader's count began that much earlier, with the last beat that arrived.
+The rest is the interval of its beats: the leader started counting that much earlier, at the last beat it received.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The others may go on without this node: it was out of their reach for too long, or frozen.
+    """The others may continue without this node: it was unreachable for too long, or frozen.
 
     Attributes:
-        certain: whether the leader must have counted it as dead.
+        certain: whether the leader must consider it dead.
     """
 
     reason: str
@@ -35,11 +35,11 @@ class CutOff:
 
 
 class FailureDetector:
-    """What a node hears of its leader.
+    """Measures how long a node's leader has been silent.
 
     Args:
         dead_after: silence after which a node or leader counts as dead, in seconds.
-        beat: the longest interval of beats, in seconds.
+        beat: the longest interval between beats, in seconds.
     """
 
     def __init__(self, dead_after: float, beat: float) -> None:
@@ -53,14 +53,14 @@ class FailureDetector:
         self.beat = min(beat, (1 - CUT_OFF) * dead_after)
 
     def linked(self, now: float) -> None:
-        """A new link begins: its silence is counted anew."""
+        """Start a new link, with its silence at 0."""
         self._silence, self._turned = 0.0, now
 
     def turn(self, now: float) -> float:
-        """The node's thread turns; to be called before it takes in what has come meanwhile.
+        """Note a turn of the node's thread; call this before it processes what has been received.
 
         Returns:
-            seconds since its last turn.
+            Seconds since its last turn.
         """
         gap = now - self._turned if self._turned is not None else 0.0
         self._silence += min(gap, self._cap)
@@ -68,11 +68,11 @@ class FailureDetector:
         return gap
 
     def heard(self, now: float) -> None:
-        """Something came from the leader, in the turn that began just before."""
+        """Note that the leader sent something, in the turn that just began."""
         self._silence, self._heard = 0.0, now
 
     def formed(self) -> None:
-        """A round begins: that this node is cut off, if it is, was told of the one before."""
+        """Note that a round begins: a cut-off that was reported before belongs to the previous round."""
         self._told = False
 
     @property
@@ -81,16 +81,16 @@ class FailureDetector:
         return self._silence >= self._dead_after
 
     def deaf_for(self, now: float) -> float:
-        """Seconds since the leader was last heard on any link; 0 if it never was."""
+        """Seconds since the leader last sent something on any link; 0 if it never did."""
         return now - self._heard if self._heard is not None else 0.0
 
     def judge(self, now: float, gap: float = 0.0, unsure: float | None = None) -> CutOff | None:
-        """Return, once in each silence and round, that this node may be taken for lost by now, or soon.
+        """Return, once per silence and round, that the others may consider this node lost now or soon.
 
         Args:
             gap: seconds for which the node's thread did not turn.
-            unsure: if this node leads, seconds for which it has not made sure that it still does. What the leader in
-                its own process says proves nothing: another one may have been elected.
+            unsure: if this node leads, seconds since it last verified that it still does. Messages from the leader in
+                its own process prove nothing: another one may have been elected.
         """
         limit = CUT_OFF * self._dead_after
         seconds = max(gap, self.deaf_for(now)) if unsure is None else unsure
@@ -109,16 +109,16 @@ class FailureDetector:
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)
 
     def cut_off(self, now: float) -> bool:
-        """Whether this node may be taken for lost; to be asked from any thread, also before :meth:`judge` noticed."""
+        """Whether the others may consider this node lost; callable from any thread, even before :meth:`judge` says."""
         return self._cut_off or self.deaf_for(now) >= CUT_OFF * self._dead_after
 
     def wait(self, now: float, longest: float) -> float:
-        """Seconds until this node must turn again, at most longest: in time to notice that it is cut off."""
+        """Seconds until the node's next turn, at most ``longest``, so that it notices in time that it is cut off."""
         left = CUT_OFF * self._dead_after - self.deaf_for(now)
         return max(0.0, min(longest, left if left > 0 else longest))
 
     def patience(self, now: float, longest: float) -> float:
-        """How long each of two calls may take, so that being cut off is noticed in time."""
+        """How long each of two calls may take so that the node notices in time that it is cut off."""
         if self._cut_off:
             return longest
         return max(0.1, min(longest, (CUT_OFF * self._dead_after - self.deaf_for(now)) / 2))

@@ -1,6 +1,6 @@
-"""A node's side of the rendezvous without sockets and threads: what it says, what it learns, when it loses patience.
+"""The node's state machine, without sockets and threads: what it sends, what it learns, and when it gives up.
 
-The membership carries it out with real links, the simulation in the tests with simulated ones.
+The membership runs it on real links, the simulation in the tests on simulated ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = ["NodeMachine", "Search"]
 
 FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
-"""Seconds that one attempt to find the leader may take: before this node was ever linked to it, and afterwards."""
+"""Seconds that one attempt to find the leader may take: before this node first had a link to it, and afterwards."""
 
 QUIET_SEARCH = 1.0
-"""Seconds after a closed link for which the leader is looked for before it counts as gone."""
+"""Seconds for which a node searches for the leader after a link was closed before the leader counts as gone."""
 
 
 class NodeMachine:
-    """What a node has to say to its leader and has learnt from it. Not for several threads at once."""
+    """What a node has to send to its leader and has learnt from it. Not thread-safe."""
 
     def __init__(self) -> None:
         self._hello: m.Hello | None = None
@@ -33,16 +33,16 @@ class NodeMachine:
 
     @property
     def hello(self) -> m.Hello:
-        """The hello as it would be said now."""
+        """The current hello."""
         assert self._hello is not None
         return self._hello
 
     def begin(self, hello: m.Hello) -> None:
-        """The node knows who it is."""
+        """Set the node's first hello."""
         self._hello = replace(hello, **self._known)
 
     def say(self, report: m.Report) -> None:
-        """Have something to say, on this link or by the hello of the next one."""
+        """Queue a report, for this link or as part of the next link's hello."""
         match report:
             case m.Stopped(store_port=port, held=held):
                 self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, held=held)
@@ -59,20 +59,20 @@ class NodeMachine:
         self._unsaid.append(report)
 
     def importing(self) -> None:
-        """Workers of this node could not begin at once, until it says otherwise."""
+        """Note that this node's workers could not begin at once, until it reports otherwise."""
         self._learn(importing=True)
 
     def greet(self) -> None:
-        """Begin a new link: the hello is the first that is to be said, and says all that matters by now."""
+        """Begin a new link: the hello is sent first, and contains the current state."""
         self._unsaid = deque([self.hello])
 
     def take(self) -> list[m.Report]:
-        """Return what is to be said now."""
+        """Return and clear the queued reports."""
         reports, self._unsaid = list(self._unsaid), deque()
         return reports
 
     def obey(self, order: m.Order) -> bool:
-        """Learn from an order; say whether it counts: one from a lower term than was seen does not."""
+        """Learn from an order; return whether it counts: an order from a lower term than seen does not."""
         hello = self.hello
         if order.term < hello.seen_term:
             return False
@@ -85,7 +85,7 @@ class NodeMachine:
         return True
 
     def may_return(self) -> bool:
-        """Whether it may look for the leader again: after an eviction only once its workers are killed."""
+        """Whether the node may search for the leader: after an eviction, only once its workers are killed."""
         if self._evicted and not self.hello.holding:
             self._evicted = False
         return not self._evicted
@@ -97,7 +97,7 @@ class NodeMachine:
 
 
 class Search:
-    """The search for the leader: what one attempt may take, when the user is told, and when it is given up."""
+    """The search for the leader: how long an attempt may take, when the user is informed, and when it is given up."""
 
     def __init__(self, timing: Timing, now: float) -> None:
         self._timing = timing
@@ -112,11 +112,11 @@ class Search:
 
     @property
     def gone(self) -> bool:
-        """Whether there was a leader that is gone now; else none was found yet, or it is only silent."""
+        """Whether a leader was found and is now gone; otherwise none was found yet, or it is only silent."""
         return self._lost_at is not None and not self._quiet
 
     def failed(self, now: float) -> bool:
-        """An attempt failed; say whether that is to be told now."""
+        """Note a failed attempt; return whether to report it now."""
         waits = self._lost_at is not None and not self._quiet and now - self._lost_at < QUIET_SEARCH
         if self._told or waits:
             return False
@@ -128,14 +128,14 @@ class Search:
         return now >= self._deadline
 
     def linked(self) -> None:
-        """Somebody listens where the leader should be."""
+        """Note that something listens at the leader's address."""
         self._told = self._quiet = False
 
     def fell_silent(self) -> None:
-        """The leader is silent, and the user knows; why nobody succeeds it, if so, is still to be told."""
+        """Note that the leader is silent and the user is informed; it may remain to report why no node succeeds it."""
         self._quiet = True
 
     def lost(self, now: float) -> None:
-        """The link to a leader that had answered ended."""
+        """Note that the link to a leader that had answered ended."""
         self._lost_at = now
         self._deadline = now + self._timing.min_wait

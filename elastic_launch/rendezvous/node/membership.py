@@ -1,7 +1,7 @@
-"""A node's side of the rendezvous: finds the leader, holds the link, comes back after an outage.
+"""A node's membership: finds the leader, holds the link, reconnects after an outage.
 
-One thread does all that blocks; what it learns goes to ``notify`` as the values of :mod:`happenings`, what the node has
-to say comes in through the methods.
+One thread makes all blocking calls. It passes events to ``notify``, as the types of
+:mod:`elastic_launch.rendezvous.node.membership_events`; the node reports through the methods.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Membership:
     Args:
         notify: called from the membership's thread with each event; must not block.
         reserve: called with the node's advertised address; returns the port of its next worker store.
-        beat: called from the membership's thread for each beat; returns what to say.
+        beat: called from the membership's thread for each beat; returns the report to send.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Membership:
         self._side = NodeMachine()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)  # nobody reads while a leader is searched for
+        self._wake_out.setblocking(False)  # nothing is read while searching for a leader
         self._closing = threading.Event()
         self._key = link_key(config.token, config.run_id)
         self._once = LogOnce(_log)
@@ -97,75 +97,75 @@ class Membership:
         self._spoke = False  # whatever it was
         self._welcomed = False
         self._found: FoundLeader | None = None
-        self._most_nodes = config.limits.max_nodes  # until the leader says what the run's limit is
+        self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         timing = config.timing
         self._hearing = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
-        # A silent link is kept until the next is welcome: a leader that thaws would take its end for this node's.
+        # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for the leader."""
+        """Start searching for the leader."""
         self._thread.start()
 
     def importing(self) -> None:
-        """Workers could not begin at once: rounds that can do without this node do not wait for it."""
+        """Report that workers could not begin at once: rounds that can do without this node do not wait for it."""
         with self._lock:
             self._side.importing()
 
     def imported(self) -> None:
-        """From now on they can."""
+        """Report that workers can begin at once from now on."""
         self._say(m.Imported())
 
     def joined(self, number: int) -> None:
-        """The round's workers are started."""
+        """Report that the round's workers are started."""
         self._say(m.Joined(number))
 
     def ready(self, number: int, remaining: float = -1.0, step: int = -1) -> None:
-        """The round's workers can be drained from now on.
+        """Report that the round's workers can be drained from now on.
 
         Args:
-            remaining: seconds until the training ends at the present pace; -1 if that is not known.
-            step: optimizer steps that were done when they began to train; -1 if that is not known.
+            remaining: seconds until the training ends at the current pace; -1 if unknown.
+            step: optimizer steps done when they began to train; -1 if unknown.
         """
         self._say(m.Ready(number, remaining, step))
 
     def done(self, number: int) -> None:
-        """The round's workers have all finished with 0."""
+        """Report that all of the round's workers finished with exit code 0."""
         self._say(m.Done(number))
 
     def failed(self, failure: m.Failure) -> None:
-        """A worker failed; this node is stopping the others."""
+        """Report that a worker failed; this node is stopping the others."""
         self._say(m.Failed(failure.round, failure))
 
     @property
     def cut_off(self) -> bool:
-        """Whether the others may go on without this node by now."""
+        """Whether the others may continue without this node by now."""
         return self._replaceable and self._hearing.cut_off(self._clock.now())
 
     @property
     def _replaceable(self) -> bool:
-        """Whether others may train without this node; in a run of one node, a spare may if leaders are elected."""
+        """Whether others may train without this node; in a run of one node, a spare may, if leaders are elected."""
         return self._most_nodes > 1 or self._config.kind.elected
 
     def stopped(self, report: m.Stopped) -> None:
-        """The round's workers are reaped; the node is ready for the next round."""
+        """Report that the round's workers are reaped and the node is ready for the next round."""
         self._say(report)
 
     def saved(self, report: m.Saved) -> None:
-        """A checkpoint was written, or could not be."""
+        """Report that a checkpoint was written, or could not be."""
         self._say(report)
 
     def leaving(self, reason: str, seconds: float = 0.0) -> None:
-        """This node leaves the run.
+        """Report that this node leaves the run.
 
         Args:
-            seconds: in which its workers can be drained; 0 if they cannot.
+            seconds: time in which its workers can be drained; 0 if they cannot.
         """
         self._say(m.Leaving(reason, seconds))
 
     def close(self, timeout: float = 15.0) -> None:
-        """Hang up; as the leader of an ended run, wait first (bounded) until all nodes have heard of its end."""
+        """Close the link; as the leader of an ended run, first wait (bounded) until all nodes have received its end."""
         self._closing.set()
         self._wake()
         if self._thread.ident is not None:
@@ -199,14 +199,14 @@ class Membership:
         except OSError as error:
             self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
         finally:
-            if sys.exc_info()[0] is not None:  # a mistake of ours, whose traceback follows: nobody must wait for ever
+            if sys.exc_info()[0] is not None:  # a bug, whose traceback follows: nothing must wait forever
                 self._notify(RendezvousLost(EndpointError("The rendezvous has failed by a mistake of its own.")))
             self._former.close()
             self._backend.close()
             self._wake_in.close()
 
     def _open(self) -> NodeAddress:
-        """Open the backend; a name that is not known yet, as those of pods that start, is asked for again."""
+        """Open the backend; retry while a name does not resolve yet, as for pods that are starting."""
         patience = self._config.timing.join_timeout
         deadline = self._clock.now() + patience
         while True:
@@ -238,7 +238,7 @@ class Membership:
         )
 
     def _stay(self) -> None:
-        """Keep a link to the leader until closed."""
+        """Maintain a link to the leader until closed."""
         timing, clock, hearing = self._config.timing, self._clock, self._hearing
         search = Search(timing, clock.now())
         until = "a leader can be elected" if self._config.kind.elected else AT_ENDPOINT
@@ -274,11 +274,11 @@ class Membership:
                     text = f"the leader was silent for {timing.dead_after:g} s"
                     self._notify(LinkDown(text, gone=False, until=until))
             if not self._answered and not self._closing.is_set():
-                # Something listens there that is silent, closes the link, or was found not to be the leader.
+                # What listens there is silent, closes the link, or is not the leader.
                 self._doubt(search, until, silent=silent)
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
-        """Say once if the others may train without this node by now; gap is for how long this thread did not turn."""
+        """Report once if the others may train without this node by now; this thread did not turn for ``gap``."""
         found = self._found
         if found is None or not self._replaceable:
             return
@@ -287,7 +287,7 @@ class Membership:
             self._notify(cut_off)
 
     def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
-        """Nobody who leads this run has answered at the leader's address: try again, but not for ever."""
+        """Handle that no leader of this run answered at the leader's address: retry, but not forever."""
         found, now = self._found, self._clock.now()
         assert found is not None
         self._backend.unreachable(found, refused=False)
@@ -299,7 +299,7 @@ class Membership:
         self._closing.wait(RETRY)
 
     def _wait_released(self) -> None:
-        """After an eviction: don't come back before the workers are killed."""
+        """After an eviction, wait until the workers are killed before coming back."""
         while not self._closing.is_set():
             with self._lock:
                 if self._side.may_return():
@@ -335,7 +335,7 @@ class Membership:
         return sock
 
     def _end_cause(self, cause: str) -> str:
-        """Why the run ended; a node that was never in it says so: it has done nothing."""
+        """Return why the run ended; for a node that never took part, the text says so."""
         if self._welcomed:
             return cause
         cause = f"run {self._config.run_id!r} had ended before this node came: {cause}"
@@ -344,7 +344,7 @@ class Membership:
         return cause
 
     def _converse(self, sock: socket.socket) -> bool:
-        """Exchange messages until the link ends; say whether it ended by silence."""
+        """Exchange messages until the link ends; return whether it ended by silence."""
         clock, hearing = self._clock, self._hearing
         channel = Channel.of_node(self._key)
         unsent = channel.unsent
@@ -358,7 +358,7 @@ class Membership:
                 if now >= next_beat:
                     next_beat = now + hearing.beat
                     channel.send(m.pack(self._beat()))
-                closing = self._closing.is_set()  # first: what was said before that must be sent
+                closing = self._closing.is_set()  # read first: reports made before closing must be sent
                 for report in self._take():
                     channel.send(m.pack(report))
                 if closing:
@@ -375,7 +375,7 @@ class Membership:
                 selector.modify(sock, wanted)
                 ready = selector.select(hearing.wait(now, next_beat - now))
                 now = clock.now()
-                # Before hearing: what has come while this node was frozen says nothing about now.
+                # Before reading: messages that arrived while this node was frozen say nothing about now.
                 self._judge(now, hearing.turn(now))
                 for key, events in ready:
                     if key.fileobj is self._wake_in:
@@ -393,7 +393,7 @@ class Membership:
             return self._side.take()
 
     def _last_words(self, sock: socket.socket, unsent: bytearray) -> None:
-        """Deliver what is still to be said, as far as that goes within a second."""
+        """Send the remaining reports, for up to a second."""
         sock.settimeout(1.0)
         try:
             sock.sendall(unsent)
@@ -401,7 +401,7 @@ class Membership:
             return
 
     def _hear(self, sock: socket.socket, channel: Channel) -> bool | None:
-        """Take in what has come; say whether it is a sign of life of the leader's, None if the link is over."""
+        """Read what has arrived; return whether it is a sign of life from the leader, or None if the link ended."""
         try:
             data = sock.recv(262144)
         except BlockingIOError:
@@ -430,7 +430,7 @@ class Membership:
         return channel.ready
 
     def _obey(self, order: m.Order) -> None:
-        """Pass an order on, unless it comes from a lower term than was seen."""
+        """Pass an order on, unless it comes from a lower term than seen."""
         with self._lock:
             if not self._side.obey(order):
                 return
@@ -456,7 +456,7 @@ class Membership:
 
 
 def _unreached(found: FoundLeader, error: OSError | UnicodeError) -> EndpointError:
-    """Say why there is no connection to where the leader should be."""
+    """Return why the leader's address could not be connected to."""
     if isinstance(error, socket.gaierror | UnicodeError):
         return UnresolvedError(
             f"{found.what[0].upper()}{found.what[1:]} does not resolve: {error}.",

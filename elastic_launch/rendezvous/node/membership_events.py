@@ -1,4 +1,4 @@
-"""What a membership tells its node, besides the leader's orders."""
+"""Events that a membership reports to its node, besides the leader's orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = ["AT_ENDPOINT", "LinkDown", "LinkUp", "MembershipEvent", "Opened", "RendezvousLost"]
 
 AT_ENDPOINT = "an agent is back at the endpoint"
-"""What has to come on c10d before the run goes on: only there can its store be."""
+"""What a c10d run waits for before it continues: its store can only be at the endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LinkUp:
     """The leader accepted this node's hello.
 
     Attributes:
-        leader: where its links listen.
+        leader: where it listens for links.
     """
 
     leader: str = ""
@@ -38,8 +38,8 @@ class LinkDown:
     """The leader cannot be reached.
 
     Attributes:
-        gone: its process is gone, else it is only silent.
-        until: what has to come before the run goes on, in words.
+        gone: whether its process is gone; otherwise it is only silent.
+        until: what the run waits for, as text.
     """
 
     reason: str
@@ -49,7 +49,7 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousLost:
-    """No use to go on trying."""
+    """Retrying cannot help."""
 
     error: RendezvousError
 

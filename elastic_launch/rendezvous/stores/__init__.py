@@ -4,5 +4,5 @@
 ``registry``       stores by name
 ``etcd``           the record in etcd
 ``static_store``   the TCPStore at the master's address
-``claimed_store``  repairs the record when strangers write over it
+``claimed_store``  repairs the record when other clients overwrite it
 """

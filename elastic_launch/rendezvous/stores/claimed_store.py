@@ -1,4 +1,4 @@
-"""The control record in a store, as its leader writes it: what others have spoiled is written over."""
+"""The leader's view of the control record in a store: it overwrites values that other clients have spoiled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 __all__ = ["ClaimedStore"]
 
 ATTEMPTS = 5
-"""Times that one write meets something spoiled before it is given up."""
+"""Times that one write may find a spoiled value before it is given up."""
 
 
 class ClaimedStore(ControlStore):
-    """The leader's view of its record: values are records, without their seal. For two threads, writer and watcher.
+    """The leader's view of its record; values are records without their seal. Used by two threads, writer and watcher.
 
     Args:
         store: closed with this one.
-        claim: the leader's, to the record as it was written for its term.
+        claim: the leader's claim to the record as written for its term.
     """
 
     def __init__(self, store: ControlStore, claim: Claim, clock: Clock, log: logging.Logger) -> None:
@@ -35,7 +35,7 @@ class ClaimedStore(ControlStore):
 
     @property
     def value(self) -> bytes:
-        """The leader's last value, as it is stored."""
+        """The leader's last value, as stored."""
         return self._claim.stored
 
     @property
@@ -45,15 +45,15 @@ class ClaimedStore(ControlStore):
 
     @property
     def sure(self) -> float:
-        """When the leader last began to look, and found or wrote its own value."""
+        """Start of the last read or write in which the leader found or wrote its own value."""
         return self._claim.sure
 
     def look(self, stored: bytes | None) -> Sight:
-        """Judge what the store holds."""
+        """Classify what the store holds."""
         return self._claim.look(stored, self._clock.now())
 
     def rival(self, stored: bytes) -> ControlRecord:
-        """Return the record in which :meth:`look` has seen a rival."""
+        """Return the rival's record that :meth:`look` found."""
         return self._claim.rival(stored)
 
     @property
@@ -62,20 +62,20 @@ class ClaimedStore(ControlStore):
         return self._claim.record.run
 
     def seen(self, began: float) -> None:
-        """The leader's own value stood in the store when it looked, which it began then."""
+        """Record that a read that began at that time found the leader's own value."""
         self._claim.seen(began)
 
     def load(self, timeout: float) -> bytes | None:
-        """Return the record that stands, whatever the store holds."""
+        """Return the leader's record, whatever the store holds."""
         return self._claim.record.encode()
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        """Write a record in the place of the last one, or of what others have put there, unless another node leads."""
+        """Replace the last record, or what other clients have put there, unless another node leads."""
         with self._writing:
             return self._write(self._claim.stored, ControlRecord.parse(value), timeout)
 
     def repair(self, spoiled: bytes | None, timeout: float) -> None:
-        """Write the last record again in the place of what was found, unless a record is being written anyway.
+        """Write the last record again in place of the value found, unless a record is being written anyway.
 
         Raises:
             StoreError: if the store does not answer.

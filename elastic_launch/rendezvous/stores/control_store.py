@@ -1,4 +1,4 @@
-"""What a control store must do, and the one in the leader's own memory. Another one: ``etcd``."""
+"""The interface of a control store, and the store in the leader's own memory. ``etcd`` is another one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["ControlStore", "MemoryStore"]
 class ControlStore(Protocol):
     """Holds one value, the control record, under the run id.
 
-    Every call ends by its deadline. Every value written must differ from all earlier ones (the record's nonce sees to
-    that), so that a writer can tell its own write from another's.
+    Every call ends by its deadline. Every value written must differ from all earlier ones (the record's nonce ensures
+    this), so that a writer can distinguish its own write from another's.
     """
 
     def load(self, timeout: float) -> bytes | None:
@@ -26,7 +26,7 @@ class ControlStore(Protocol):
         ...
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        """Write value if the present one equals expected (None: if there is none); say whether it was written.
+        """Write ``value`` if the current one equals ``expected`` (None: if there is none); return whether it did.
 
         Raises:
             StoreError: if the outcome could not be learned within timeout seconds.
@@ -34,7 +34,7 @@ class ControlStore(Protocol):
         ...
 
     def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        """Return the value once it differs from known, or known after timeout seconds.
+        """Return the value once it differs from ``known``, or ``known`` after ``timeout`` seconds.
 
         Raises:
             StoreError: if the store did not answer.
@@ -47,9 +47,9 @@ class ControlStore(Protocol):
 
 
 class MemoryStore(ControlStore):
-    """A control store in this process' memory, for any number of threads.
+    """A control store in this process's memory. Thread-safe.
 
-    Waiting is done in real time, on a condition variable: a change ends it at once.
+    It waits in real time, on a condition variable, so that a change ends the wait at once.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,14 @@
-"""The control record in etcd, by its v3 API and etcd-client-py.
+"""The control record in etcd, through its v3 API and etcd-client-py.
 
-What the client does and this file works around, as measured on etcd-client-py 0.5.1 and etcd 3.5: with several
-endpoints it goes on choosing dead and frozen ones, so every member has a client of its own and they are tried in turn,
-the last good one first; a call to a frozen member ends only if one ends it; a write that got no answer may be committed
-later; a watch ends with its member, starts at no given revision, and is silent for ever if its member is cut off, or
-its token has expired, so the record is read after every new watch and every few seconds beside it. There is no TLS.
+This module works around the client's behaviour, as measured on etcd-client-py 0.5.1 and etcd 3.5:
+
+- With several endpoints, it keeps choosing dead and frozen ones. So every member has its own client, and they are
+  tried in turn, the last good one first.
+- A call to a frozen member ends only if the caller ends it.
+- A write without an answer may be committed later.
+- A watch ends with its member, cannot start at a given revision, and stays silent forever if its member is cut off or
+  its token has expired. So the record is also read after every new watch and every few seconds during it.
+- There is no TLS.
 
 The record is compared by value, so a write sends the old and the new one: both must fit into the server's
 ``--max-request-bytes`` (1.5 MiB unless configured).
@@ -28,16 +32,16 @@ from elastic_launch.system.threads import ThreadDied, VitalThread
 __all__ = ["EtcdStore", "EtcdUnreachableError"]
 
 _PATIENCE = 1.0
-"""Seconds given to a member at first, if there is time for that; doubled with every round of the members."""
+"""Seconds that each member gets at first, if there is time; doubled with every pass over the members."""
 _LONGEST_PATIENCE = 10.0
 _BACKSTOP = 15.0
-"""Seconds after which the client itself ends a call; ours end earlier."""
+"""Seconds after which the client itself ends a call; this module ends its calls earlier."""
 _PAUSE = 0.05
-"""Seconds between the first and the second round of the members; doubled, up to a second, with every further one."""
+"""Seconds between the first and second pass over the members; doubled, up to a second, with every further pass."""
 _CHECK = 5.0
-"""Seconds between reads beside a watch."""
+"""Seconds between reads during a watch."""
 _GRACE = 2.0
-"""Seconds that a caller waits for the loop beyond a deadline that the loop itself keeps."""
+"""Seconds that a caller waits for the loop beyond a deadline that the loop itself enforces."""
 
 _HINT_ENDPOINT = "Check --rdzv-endpoint, and that an etcd member is up and reachable there."
 _HINT_USER = "Check ELASTIC_LAUNCH_ETCD_USER and ELASTIC_LAUNCH_ETCD_PASSWORD (etcdctl --user U:P endpoint health)."
@@ -59,7 +63,7 @@ _FINAL = (
         StoreError,
     ),
 )
-"""Answers that every other member would give as well: a part of the message, its meaning, what to do, the error."""
+"""Answers that every other member would also give: a part of the message, its meaning, what to do, the error."""
 
 _NO_ETCD = "what listens there does not speak etcd's v3 API, or wants TLS"
 _HINT_NO_ETCD = "Give --rdzv-endpoint the client addresses of etcd 3.4 or later, without TLS."
@@ -71,22 +75,22 @@ _HOPELESS = (
     ("HTTP status code", _NO_ETCD),
     ("unknown service", _NO_ETCD),
 )
-"""Failures to reach an etcd at all. A member that is just dying may cause them once."""
+"""Failures to reach any etcd. A member that is just dying may cause them once."""
 
 _runtime = threading.Lock()
-"""Held while the client's threads, which all stores share, may be starting or ending. The client counts its open
-contexts, starts the threads with the first and ends them with the last, and hangs if it does both at the same time."""
+"""Held while the client's threads, which all stores share, may be starting or ending. The client starts the threads
+with its first open context, ends them with the last, and hangs if it does both at the same time."""
 
 T = TypeVar("T")
 
 
 class EtcdUnreachableError(EndpointError, StoreError):
-    """At none of the endpoints is there an etcd that could be asked."""
+    """No endpoint has an etcd that can be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a member gave no result; hint is set if no other member would give one either."""
+    """Why a member gave no result; ``hint`` is set if no other member would give one either."""
 
     reason: str
     hint: str = ""
@@ -95,10 +99,10 @@ class _Failure:
 
 
 class _Link:
-    """One client for one member, connected when it is first needed.
+    """One client for one member, connected when first needed.
 
-    Opening and closing are tasks of their own, in unfinished, which nobody may cancel: the client would count a context
-    whose opening was cancelled as open, and keep its threads for good.
+    Opening and closing run in separate tasks, kept in ``unfinished``, which must never be cancelled: the client would
+    count a context whose opening was cancelled as open, and keep its threads forever.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class _Link:
         return await asyncio.shield(self._opening)
 
     def close(self) -> None:
-        """Disconnect soon; the next ``open`` connects anew."""
+        """Disconnect soon; the next ``open`` connects again."""
         if self._opening is not None:
             self._keep(_leave(self._context, self._opening))
             self._context = self._opening = None
@@ -145,11 +149,11 @@ async def _leave(context: Any, opening: asyncio.Task[Any]) -> None:
 class EtcdStore:
     """One run's control record in etcd, under ``/elastic-launch/runs/<run id>/record``.
 
-    Making one connects nothing. May be used by several threads at once; one daemon thread serves them all.
+    Creating one does not connect. Thread-safe; one daemon thread serves all callers.
 
     Args:
-        endpoints: client addresses of members; one is enough, but only those given are tried.
-        user, password: of an etcd user who may read and write the key; both or none.
+        endpoints: client addresses of members; one is enough, but only the given ones are tried.
+        user, password: credentials of an etcd user that may read and write the key; both or neither.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class EtcdStore:
             raise StoreError(f"The client of etcd at {self._where()} hung for {timeout:g} s.") from None
 
     async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        # A cancellation's traceback has the call that it ended; the future would keep that until some collection.
+        # A cancellation's traceback refers to the call that it ended; the future would keep it until garbage collection.
         with contextlib.suppress(asyncio.CancelledError):
             return await work
         raise self._closed_error() if self._closing.is_set() else asyncio.CancelledError
@@ -214,7 +218,7 @@ class EtcdStore:
             runner.run(self._until_closed())
 
     async def _until_closed(self) -> None:
-        # A context that connects nothing: while it is open, closing others does not end the client's threads.
+        # This context connects to nothing: while it is open, closing others does not end the client's threads.
         context = etcd_client.Client(["http://127.0.0.1:9"]).connect()
         with _runtime:
             await context.__aenter__()
@@ -240,8 +244,8 @@ class EtcdStore:
     async def _swap(self, expected: bytes | None, value: bytes, deadline: float) -> bool:
         """Repeat the write until its outcome is known.
 
-        Doing it twice does no harm: no value comes twice, so whatever has been written, by us or others, makes the
-        comparison fail for ever. Only then it must be read whose value it was.
+        Writing twice is harmless: no value occurs twice, so any write, by this client or others, makes the comparison
+        fail from then on. Only then must the value be read to learn whose it is.
         """
         equal = etcd_client.CompareOp.EQUAL
         if expected is None:
@@ -258,7 +262,7 @@ class EtcdStore:
                 if (await communicator.txn(write)).succeeded():
                     return True
             except etcd_client.ClientError:
-                # Refused for want of space, it may have been written before, or just now: etcd checks once more after.
+                # Refused for lack of space, it may have been written before or just now: etcd checks again afterwards.
                 if await self._get(communicator) == value:
                     return True
                 raise
@@ -285,7 +289,7 @@ class EtcdStore:
                     await asyncio.wait({event}, timeout=min(_CHECK, deadline - self._loop.time()))
                     if not event.done() and self._loop.time() >= deadline:
                         return known
-            if event.done():  # and nothing has changed: it failed
+            if event.done():  # although nothing has changed: the watch failed
                 await asyncio.sleep(min(_PAUSE, max(0.0, deadline - self._loop.time())))
 
     @contextlib.asynccontextmanager
@@ -293,8 +297,8 @@ class EtcdStore:
         """Watch the record at the last good member.
 
         Yields:
-            which member that is, and what is done with the first event or the end of the watch. The watch is there,
-            unless the member is slow to answer.
+            The member's index, and a future that is done at the first event or the end of the watch. The watch is
+            active, unless the member is slow to answer.
         """
         member = self._current
         link = self._link(member)
@@ -319,13 +323,13 @@ class EtcdStore:
             link.close()
 
     async def _ask(self, what: str, operation: Callable[[Any], Awaitable[T]], deadline: float) -> T:
-        """Ask the members in turn, the last good one first, until one answers or the time is over.
+        """Ask the members in turn, the last good one first, until one answers or time runs out.
 
         Raises:
-            EtcdUnreachableError: as soon as all members were twice found to be none.
-            DeniedError: if the user or the password will not do.
-            RecordTooLargeError: if it is a write of more than a member takes.
-            StoreError: if the answer is an error that others would repeat, or the time is over.
+            EtcdUnreachableError: as soon as all members were twice found unreachable.
+            DeniedError: if the user or password is not accepted.
+            RecordTooLargeError: if a write is larger than a member accepts.
+            StoreError: if the answer is an error that other members would repeat, or time runs out.
         """
         started, pause, hopeless = self._loop.time(), _PAUSE, 0
         failures: dict[int, _Failure] = {}
@@ -348,7 +352,7 @@ class EtcdStore:
                     raise outcome.kind(f"etcd failed the {what}: {self._told({member: outcome})}.", outcome.hint)
                 if self._current == member:
                     self._current = (member + 1) % len(self._links)
-            # With calls of several threads, one round may meet a member twice and another one not at all.
+            # With calls from several threads, one pass may meet a member twice and another one not at all.
             all_seen = len(failures) == len(self._links)
             hopeless = hopeless + 1 if all_seen and all(failure.hopeless for failure in failures.values()) else 0
             if hopeless == 2:
@@ -359,7 +363,7 @@ class EtcdStore:
             patience, pause = min(2 * patience, _LONGEST_PATIENCE), min(2 * pause, 1.0)
 
     async def _try(self, link: _Link, operation: Callable[[Any], Awaitable[T]], timeout: float) -> T | _Failure:
-        # In a task of its own, an error would refer to itself by its traceback and so keep the connection.
+        # In a separate task, an error would refer to itself through its traceback and so keep the connection.
         try:
             async with asyncio.timeout(timeout):
                 return await operation(await link.open())
@@ -367,7 +371,7 @@ class EtcdStore:
             failure = _Failure("it does not answer")
         except etcd_client.ClientError as error:
             failure = _diagnosed(error)
-        link.close()  # a new connection may work where packets were lost, and has a new token
+        link.close()  # a new connection may work after packet loss, and has a new token
         return failure
 
     def _link(self, member: int) -> _Link:

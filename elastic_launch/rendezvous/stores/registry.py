@@ -1,4 +1,4 @@
-"""Control stores by the name of their backend."""
+"""Control stores, by the name of their backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_store(backend: str, endpoints: Sequence[Endpoint], run_id: str) -> Cont
 
 
 def _etcd(endpoints: Sequence[Endpoint], run_id: str) -> ControlStore:
-    # Imported where it is used: a client costs time and needs packages that runs on other stores do not.
+    # Imported here: only runs on a store pay for importing its client and need its packages.
     from elastic_launch.rendezvous.stores.etcd import EtcdStore
 
     user, password = os.environ.get(ENV_ETCD_USER), os.environ.get(ENV_ETCD_PASSWORD)

@@ -1,8 +1,8 @@
 """The store of the static backend: a TCPStore at the master's address, for the workers and for finding the leader.
 
-What TCPStore does and this file works around, as measured on torch 2.13: a client that connects to something else than
-a TCPStore, or to a frozen one, hangs beyond its timeout (so every client call runs on a thread that can be given up).
-Whoever reaches its port can write to it and read it.
+This module works around TCPStore's behaviour, as measured on torch 2.13: a client that connects to something other
+than a TCPStore, or to a frozen one, hangs beyond its timeout; so every client call runs on a thread that can be
+abandoned. Any client that reaches its port can read it and write to it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 
 class NotAStoreError(EndpointError):
-    """What listens at the master's address does not answer as a TCPStore."""
+    """What listens at the master's address does not answer like a TCPStore."""
 
 
 class StaticStore:
-    """A view of the store.
+    """A client's view of the store.
 
     Args:
         store: a TCPStore that nothing else uses at the same time.
-        embedded: its server lives in this process and so answers at once.
+        embedded: whether its server is in this process, and so answers at once.
     """
 
     def __init__(self, store: TCPStore, where: str, *, embedded: bool) -> None:
@@ -47,7 +47,7 @@ class StaticStore:
         self._embedded = embedded
 
     def leader(self, timeout: float) -> bytes | None:
-        """Return what is written of the leader, or None.
+        """Return the leader's published value, or None.
 
         Raises:
             StoreError: if the store did not answer within timeout seconds.
@@ -59,18 +59,18 @@ class StaticStore:
         return self._call(get, timeout)
 
     def says(self, leader: bytes, timeout: float) -> bool:
-        """Whether this is what is written of the leader; unlike reading it, this never waits for a deleted key."""
+        """Whether this is the leader's published value; unlike a read, this never waits for a deleted key."""
         text = leader.decode()
         return self._call(
             lambda store: store.check([_LEADER]) and bytes(store.compare_set(_LEADER, text, text)) == leader, timeout
         )
 
     def publish(self, leader: bytes, timeout: float) -> None:
-        """Write where the leader is, whatever is written there."""
+        """Publish where the leader is, overwriting any value."""
         self._call(lambda store: store.set(_LEADER, leader.decode()), timeout)
 
     def remove_workers_keys(self, timeout: float) -> None:
-        """Remove all keys but this project's own: a worker takes any key that it finds for one of its own round."""
+        """Remove all keys but this project's own: a worker treats any key that it finds as one of its own round."""
 
         def remove(store: TCPStore) -> None:
             for key in store.list_keys():
@@ -90,7 +90,7 @@ class StaticStore:
 
 
 def host_store(listener: socket.socket, host: str, timeout: float) -> StaticStore:
-    """Serve a new store on a listening socket, which it takes over."""
+    """Serve a new store on a listening socket; it takes ownership of the socket."""
     port = listener.getsockname()[1]
     store = TCPStore(
         host,
@@ -107,7 +107,7 @@ def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
     """Connect to the store at the master's address.
 
     Raises:
-        EndpointError: if the name does not resolve, nothing listens, or what listens is no store.
+        EndpointError: if the name does not resolve, nothing listens, or what listens is not a store.
     """
     host = _reachable(endpoint, timeout)
 
@@ -120,7 +120,7 @@ def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
     try:
         store = _bounded(connect, timeout, where, inline=False)
     except StoreError as error:
-        _reachable(endpoint, timeout)  # a host that was just dying may have accepted the first time
+        _reachable(endpoint, timeout)  # a dying host may have accepted the first connection
         raise NotAStoreError(
             f"{endpoint} accepts connections but does not answer as a store of torch: {error.message}",
             "If the port is in use by another service, choose another --master-port; if its agent is frozen, end it.",
@@ -143,7 +143,7 @@ def _reachable(endpoint: Endpoint, timeout: float) -> str:
 
 
 def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: bool) -> T:
-    """Call a store; one that does not return in time is left to a daemon thread."""
+    """Call a store; a call that does not return in time is left to a daemon thread."""
     if inline:
         return _answer(function, where)
     result: list[T] = []
@@ -163,7 +163,7 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
         try:
             raise error
         finally:
-            # An error that refers to itself by its traceback would keep the store's socket open until some collection.
+            # An error that refers to itself through its traceback would keep the socket open until garbage collection.
             del error
     if not result:
         raise StoreError(f"the store at {where} did not answer within {timeout:g} s.")
@@ -171,7 +171,7 @@ def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: b
 
 
 def _answer(function: Callable[[], T], where: str) -> T:
-    # No context manager: that of some versions of Python keeps the error, and so the socket, until some collection.
+    # No context manager: in some Python versions it keeps the error, and so the socket, until garbage collection.
     try:
         return function()
     except (DistError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What goes over a link between node and leader.
+"""The protocol of a link between node and leader.
 
 ``codec``           strict, bounded JSON for frozen dataclasses
 ``messages``        the types that reports and orders share

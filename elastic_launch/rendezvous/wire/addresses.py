@@ -1,4 +1,4 @@
-"""Addresses and sockets: what to advertise, where to listen."""
+"""Addresses to advertise, and sockets to listen on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 ANY_ADDRESS = ("::", "0.0.0.0")
-"""What a socket that listens at all addresses is bound to."""
+"""Addresses that a socket that listens on all addresses is bound to."""
 
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 _ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are nowhere (RFC 5737, RFC 3849): to connect a datagram socket asks the route and sends nothing."""
+"""Unused addresses (RFC 5737, RFC 3849): connecting a datagram socket to them determines the route, sends nothing."""
 
 
 def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
@@ -47,7 +47,7 @@ def resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, tuple[str, i
 
 
 def is_loopback(endpoint: Endpoint) -> bool:
-    """Whether the endpoint has addresses of loopback only.
+    """Whether the endpoint has only loopback addresses.
 
     Raises:
         UnresolvedError: if the name does not resolve.
@@ -56,9 +56,9 @@ def is_loopback(endpoint: Endpoint) -> bool:
 
 
 def is_hidden(endpoint: Endpoint) -> bool:
-    """Whether the endpoint is a host's name that this host knows by loopback only, as Debian's 127.0.1.1.
+    """Whether the endpoint is a host name that this host resolves to loopback only, such as Debian's 127.0.1.1.
 
-    Other hosts reach that name at another address. Who writes ``localhost`` or an address means it.
+    Other hosts resolve that name to another address. ``localhost`` or an address is taken literally.
 
     Raises:
         UnresolvedError: if the name does not resolve.
@@ -72,12 +72,12 @@ def is_hidden(endpoint: Endpoint) -> bool:
 
 
 def try_listen(endpoint: Endpoint) -> tuple[socket.socket | None, bool]:
-    """Listen at the endpoint, if it is an address of this host.
+    """Listen at the endpoint if it is an address of this host.
 
-    Binding is the test: names are no evidence, since hosts in network namespaces and containers may share them.
+    Binding is the test: names prove nothing, since hosts in network namespaces and containers may share them.
 
     Returns:
-        the listening socket or None, and whether the address is this host's but taken.
+        The listening socket or None, and whether the address is on this host but in use.
     """
     for family, address in resolve(endpoint):
         try:
@@ -93,7 +93,7 @@ def try_listen(endpoint: Endpoint) -> tuple[socket.socket | None, bool]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Listen at an address of this host; at all of them if the advertised address is not one (address translation).
+    """Listen at an address of this host, or at all of them if ``address`` is not one (address translation).
 
     Raises:
         EndpointError: if the port is in use.
@@ -105,10 +105,10 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def listen_anywhere(port: int) -> socket.socket:
-    """Listen at all of this host's addresses, those of IPv6, too: there may be no others.
+    """Listen at all of this host's addresses, including IPv6: there may be no others.
 
     Raises:
-        OSError: if the port is in use or may not be had.
+        OSError: if the port is in use or not permitted.
     """
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -145,7 +145,7 @@ def source_address(endpoint: Endpoint) -> str:
 
 
 def routable_address() -> str:
-    """Return the address by which other hosts most likely reach this one; loopback if there is no network."""
+    """Return the address at which other hosts most likely reach this one; loopback if there is no network."""
     for family, address in _ANYWHERE:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

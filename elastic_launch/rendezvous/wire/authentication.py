@@ -1,18 +1,18 @@
-"""What a link says before and around its messages when the run has a token. Pure: bytes go in and out.
+"""Authentication of a link when the run has a token. Pure: bytes in, bytes out.
 
-The node opens with a random nonce. The leader answers with its own and a MAC over its role and both, the node likewise
-proves that it knows the token, and from then on every line carries a MAC in front:
+The node opens with a random nonce. The leader answers with its own nonce and a MAC over its role and both nonces; the
+node proves likewise that it knows the token. From then on every line is prefixed with a MAC:
 
     node    {"type":"challenge","nonce":N}
     leader  {"type":"answer","nonce":L,"mac":mac("leader", N, L)}
     node    {"type":"proof","mac":mac("node", N, L)}
     both    <mac of the line's number on this link and the line> <line>
 
-All MACs are HMAC-SHA256 in hexadecimal. The key of the handshake is derived from the token and the run id, those of
-the lines, one for each direction, from that and both nonces. So a line that is changed, left out, repeated, moved, sent
-back, or taken from another link fails, and with it the link. Nothing is encrypted.
+All MACs are HMAC-SHA256 in hexadecimal. The handshake key is derived from the token and the run id; the line keys, one
+per direction, are derived from that key and both nonces. So a line that is changed, omitted, repeated, reordered,
+reflected, or taken from another link fails verification, and the link is closed. Nothing is encrypted.
 
-It is the pattern of ISO/IEC 9798-4 (mutual authentication in three passes) with the counters of a TLS record layer.
+The pattern is that of ISO/IEC 9798-4 (mutual authentication in three passes) with the counters of a TLS record layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 _NONCE = 32
 _MAC = 64
-"""Characters of a MAC."""
+"""Length of a MAC in characters."""
 
 
 class AuthenticationError(ProtocolError):
@@ -46,15 +46,15 @@ class AuthenticationError(ProtocolError):
 
 
 class MissingTokenError(AuthenticationError):
-    """A node said hello without any proof: it has no token."""
+    """A node said hello without a proof: it has no token."""
 
 
 class UnexpectedTokenError(AuthenticationError):
-    """A node wants a proof of the token where the run has none."""
+    """A node requires a proof of the token, but the run has none."""
 
 
 class OtherTokenError(AuthenticationError):
-    """The leader has another token than this node, or none. Whoever listens there can say so: it proves nothing."""
+    """The leader has a different token from this node's, or none. This is unauthenticated and proves nothing."""
 
 
 def link_key(token: Token | None, run_id: str) -> bytes | None:
@@ -66,7 +66,7 @@ class Seal:
     """Numbers the lines of one link in both directions and gives each its MAC.
 
     Args:
-        sending, receiving: keys of the directions.
+        sending, receiving: the keys of the two directions.
     """
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
@@ -85,7 +85,7 @@ class Seal:
         """Return the line without its MAC.
 
         Raises:
-            AuthenticationError: if it is not the next line that the other side sent. The link is then of no use.
+            AuthenticationError: if it is not the next line that the other side sent. The link is then unusable.
         """
         mac, space, rest = line[:_MAC], line[_MAC : _MAC + 1], line[_MAC + 1 :]
         if space != b" " or not hmac.compare_digest(mac, _line_mac(self._receiving, self._received, rest)):
@@ -104,7 +104,7 @@ class _Side(Protocol):
     opening: bytes
 
     def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
-        """Take the other side's next line; return what to answer and, when all is proven, the seal."""
+        """Process the other side's next line; return the answer and, once the handshake is complete, the seal."""
         ...
 
 
@@ -145,7 +145,7 @@ class _LeaderSide:
 
 
 def _session(key: bytes, nonces: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The keys of both directions, up to the leader and down to the node."""
+    """Return the keys of both directions: to the leader, and to the node."""
     return keyed(key, b"up", *nonces), keyed(key, b"down", *nonces)
 
 
@@ -155,7 +155,7 @@ def _line(kind: str, **fields: bytes) -> bytes:
 
 
 def _kind(line: bytes) -> object:
-    """The type of a line that has no proof, None if it has none."""
+    """Return the type of a line without a proof, or None if it has no type."""
     try:
         return codec.loads(line).get("type")
     except ProtocolError:
@@ -163,7 +163,7 @@ def _kind(line: bytes) -> object:
 
 
 def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
-    """Read a line of the handshake: fields of so many bytes, in hexadecimal."""
+    """Parse a line of the handshake: hexadecimal fields of the given sizes in bytes."""
     try:
         value = codec.loads(line)
     except ProtocolError as error:
@@ -184,12 +184,12 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
 
 
 class Channel:
-    """One side of a link: turns messages into bytes and back; with a key, only between holders of the token.
+    """One side of a link: converts messages to bytes and back; with a key, only between holders of the token.
 
-    Without a key the bytes are the messages' own.
+    Without a key, the bytes are the plain messages.
 
     Attributes:
-        unsent: what is to go onto the wire; the owner takes from its front.
+        unsent: bytes to send; the owner removes them from the front.
     """
 
     def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES, *, open_leader: bool = False) -> None:
@@ -204,39 +204,39 @@ class Channel:
 
     @classmethod
     def of_node(cls, key: bytes | None) -> Channel:
-        """A node's side of a link that it has made."""
+        """The node's side of a link that it opened."""
         return cls(None if key is None else _NodeSide(key))
 
     @classmethod
     def of_leader(cls, key: bytes | None, limit: int) -> Channel:
-        """The leader's side of a link that came in; limit as for :meth:`allow`."""
+        """The leader's side of an incoming link; ``limit`` as for :meth:`allow`."""
         return cls(None if key is None else _LeaderSide(key), limit, open_leader=key is None)
 
     @property
     def ready(self) -> bool:
-        """Whether the other side has proven that it knows the token, or need not."""
+        """Whether the other side has proven that it knows the token, or does not need to."""
         return self._side is None
 
     def allow(self, limit: int) -> None:
-        """Hold at most so many bytes of an unfinished line from now on."""
+        """Buffer at most ``limit`` bytes of an unfinished line from now on."""
         self._reader.limit = limit
 
     def send(self, line: bytes) -> None:
-        """Queue a message as packed, with its line end; it waits for the other side's proof."""
+        """Queue a packed message with its line end; it is held back until the other side's proof."""
         if self._side is not None:
             self._held.append(line)
         else:
             self.unsent += line if self._seal is None else self._seal.close(line[:-1]) + b"\n"
 
     def send_bare(self, line: bytes) -> None:
-        """Queue a line for somebody who has proven nothing and is told so."""
+        """Queue an unauthenticated line, which informs the other side that its proof failed."""
         self.unsent += line
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add what was received and return the messages that it completes; what is to be answered goes to ``unsent``.
+        """Add received data and return the messages that it completes; answers are added to ``unsent``.
 
         Raises:
-            AuthenticationError: if it does not come from a holder of the token, or was tampered with.
+            AuthenticationError: if the data does not come from a holder of the token, or was tampered with.
             ProtocolError: if a line exceeds the limit.
         """
         messages = []

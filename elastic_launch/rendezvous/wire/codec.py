@@ -1,6 +1,6 @@
 """Versionable JSON for frozen dataclasses: strict on types, bounded in size, never a pickle.
 
-Fields that the reader does not know are ignored, missing ones take their defaults: a newer writer can be understood.
+Unknown fields are ignored and missing ones take their defaults, so the output of a newer version can be read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic_launch.errors import ProtocolError
 __all__ = ["MAX_BYTES", "LineReader", "decode", "dumps", "loads"]
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Largest value or line that is read, in bytes; about 16,000 members of 250 bytes."""
+"""Size limit of a value or line when reading, in bytes; about 16,000 members of 250 bytes."""
 
 T = TypeVar("T")
 
 
 def dumps(value: Any, **extra: str) -> bytes:
-    """Encode a dataclass as one line of JSON without the line end; extra keys come first."""
+    """Encode a dataclass as one line of JSON without the line end; ``extra`` keys come first."""
     return json.dumps({**extra, **_shallow(value)}, separators=(",", ":"), default=_shallow).encode()
 
 
@@ -45,10 +45,10 @@ def loads(data: bytes) -> dict[str, Any]:
 
 
 def decode(kind: type[T], value: Any) -> T:
-    """Build a dataclass of the given kind from parsed JSON, checking every field's type.
+    """Build a dataclass of type ``kind`` from parsed JSON, checking every field's type.
 
     Raises:
-        ProtocolError: if a field is missing or has another type; it names the field.
+        ProtocolError: if a field is missing or has the wrong type; it names the field.
     """
     if not isinstance(value, dict):
         raise ProtocolError(f"{kind.__name__}: an object was expected, found {type(value).__name__}.")
@@ -56,7 +56,7 @@ def decode(kind: type[T], value: Any) -> T:
     for name, hint, required in _fields(kind):  # type: ignore[arg-type]
         if name in value:
             item = value[name]
-            # The first half alone decides about nearly all of a long list of members.
+            # This check alone is enough for nearly all of a long list of members.
             plain = type(item) is hint
             arguments[name] = item if plain else _convert(hint, item, f"{kind.__name__}.{name}")
         elif required:
@@ -65,7 +65,7 @@ def decode(kind: type[T], value: Any) -> T:
 
 
 def _shallow(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass; those that are dataclasses again are left to the encoder's next call."""
+    """Return the fields of a dataclass; nested dataclasses are left to the encoder's next call."""
     return {name: getattr(value, name) for name, _, _ in _fields(type(value))}  # type: ignore[arg-type]
 
 
@@ -105,21 +105,21 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 class LineReader:
-    """Cuts a byte stream into lines, holding at most ``limit`` bytes of an unfinished one."""
+    """Splits a byte stream into lines, buffering at most ``limit`` bytes of an unfinished one."""
 
     def __init__(self, limit: int = MAX_BYTES) -> None:
         self.limit = limit
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add what was received and return the lines that it completes.
+        """Add received data and return the lines that it completes.
 
         Raises:
             ProtocolError: if a line exceeds the limit.
         """
         self._pending += data
         lines: list[bytes] = []
-        # Only what is new can end a line: to look at all of it again would let single bytes cost a whole line each.
+        # Only new data can end a line: searching the whole buffer would make each single byte cost a whole line.
         if b"\n" in data:
             *whole, self._pending = self._pending.split(b"\n")
             lines = [bytes(line) for line in whole if line]

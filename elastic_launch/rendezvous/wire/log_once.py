@@ -1,4 +1,4 @@
-"""Saying a thing once: a port scanner must not fill a log."""
+"""Logging each kind of message once, so that a port scanner cannot fill a log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["LogOnce"]
 
 
 class LogOnce:
-    """Warns of each kind of trouble when it first happens; later times are for ``LOGLEVEL=DEBUG``."""
+    """Logs a warning for the first problem of each kind; repetitions appear with ``LOGLEVEL=DEBUG``."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -1,7 +1,7 @@
-"""What nodes and leader say to each other: one JSON object a line, ``type`` first.
+"""Messages between nodes and leader: one JSON object per line, ``type`` first.
 
-A node reports up, the leader orders down. Every message of the leader carries its term, and a node ignores one from a
-lower term than it has seen, so that a leader that was paused and wakes up can order nothing.
+A node sends reports, the leader sends orders. Every order carries the leader's term, and a node ignores orders from a
+lower term than it has seen, so that a leader that was paused and wakes up has no effect.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PROTOCOL_VERSION = 4
 
 
 class Message(Protocol):
-    """Any of the dataclasses that are reports or orders."""
+    """Any report or order dataclass."""
 
     __dataclass_fields__: Any
 
@@ -134,7 +134,7 @@ def unpack(line: bytes) -> Spoken:
     """Read one line.
 
     Raises:
-        ProtocolError: if it is no message that this version knows.
+        ProtocolError: if it is not a message that this version knows.
     """
     value = codec.loads(line)
     name = value.get("type")

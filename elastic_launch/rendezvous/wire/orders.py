@@ -1,4 +1,4 @@
-"""What a leader tells its nodes; each message carries the leader's term."""
+"""Messages from the leader to its nodes; each carries the leader's term."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Welcome:
     """The hello was accepted.
 
     Attributes:
-        run: as of the control record.
-        max_nodes: the run's present limit, which need not be this node's; 0 if it is not said.
+        run: see the control record.
+        max_nodes: the run's current limit, which may differ from this node's; 0 if not given.
     """
 
     term: int
@@ -46,7 +46,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This node does not fit the run and must not come again."""
+    """This node does not fit the run and must not reconnect."""
 
     term: int
     reason: str
@@ -56,11 +56,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """I am alive (leader to node).
+    """Heartbeat of the leader.
 
     Attributes:
-        round, restarts: the last round's number, and restarts charged.
-        max_nodes: as of Welcome.
+        round, restarts: the last round's number, and the restarts charged.
+        max_nodes: see :class:`Welcome`.
     """
 
     term: int
@@ -75,9 +75,9 @@ class Form:
 
     Attributes:
         restarts: restarts charged so far.
-        cause: why the last round ended, ``first`` for the first one.
-        sources: who serves the newest snapshot, if no member has it.
-        max_restarts: the run's limit, which need not be the node's.
+        cause: why the last round ended; ``first`` for the first one.
+        sources: which nodes serve the newest snapshot, if no member has it.
+        max_restarts: the run's limit, which may differ from the node's.
     """
 
     term: int
@@ -90,12 +90,12 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Have the round's workers stop after the same step, save and end; then report them as stopped.
+    """Have the round's workers stop after the same step, save and exit; then report them as stopped.
 
     Attributes:
-        kind: as of Break.
-        seconds: after which the round is broken; None for no such limit.
-        final: the run ends with it: each node saves what it is to save before it reports.
+        kind: see :class:`Break`.
+        seconds: time after which the round is broken; None for no limit.
+        final: the run ends with this drain: each node saves its part before it reports.
     """
 
     term: int
@@ -122,7 +122,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """This node is to leave the run after a drain, with the seconds that it has for that."""
+    """This node must leave the run after a drain, within the given seconds."""
 
     term: int
     reason: str
@@ -131,7 +131,7 @@ class Depart:
 
 @dataclass(frozen=True, slots=True)
 class SaveNow:
-    """Have the round's ranks write a durable checkpoint; only the first member is told: its rank tells all."""
+    """Have the round's ranks write a durable checkpoint; sent only to the first member, whose rank informs all."""
 
     term: int
     round: int
@@ -139,7 +139,7 @@ class SaveNow:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """This node is no longer a member: kill its workers. ``final``: another agent took its place, do not come again."""
+    """This node is no longer a member: kill its workers. ``final``: another agent replaced it, do not reconnect."""
 
     term: int
     reason: str
@@ -148,7 +148,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that the node's user wants to know, such as what the run waits for."""
+    """Information for the node's user, such as what the run waits for."""
 
     term: int
     text: str
@@ -156,7 +156,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class PeerDone:
-    """All workers of another node have finished the round with 0: those of this node that hang may be killed."""
+    """All workers of another node finished the round with exit code 0: workers of this node that hang may be killed."""
 
     term: int
     round: int

@@ -1,4 +1,4 @@
-"""What a node tells its leader."""
+"""Messages from a node to its leader."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Failure:
 
     Attributes:
         kind: ``crash``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
-        exit_code: as of ``subprocess``: -N for signal N.
+        exit_code: as in ``subprocess``: -N for signal N.
         message: one line: the exception, or the signal's name.
-        detail: traceback, or the last lines of stderr.
+        detail: the traceback, or the last lines of stderr.
         ran: seconds from the worker's start to its end.
-        ago: seconds from its failure to this report, by the node's clock. It failed when its exception reached the
-            top, or else when it ended.
-        log: where its log files are, on its node.
-        host: name of the node's host.
-        symptom: what tells that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
-        trained: optimizer steps that the round has done by then, as far as the node knows; -1 if it knows of none.
-        supposed: whether it may not have failed: a traceback was the last that it printed before it was stopped, and
-            may be that of an exception which it had handled.
+        ago: seconds from the failure to this report, by the node's clock. The time of failure is when its exception
+            reached the top level, or else when it exited.
+        log: the location of its log files on its node.
+        host: the name of the node's host.
+        symptom: evidence that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
+        trained: optimizer steps that the round had done, as far as the node knows; -1 if it knows of none.
+        supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
+            that of a handled exception.
         repeats: where it failed, if a restart computes the same numbers there again; else empty.
     """
 
@@ -68,15 +68,15 @@ class Hello:
     """First message on a link.
 
     Attributes:
-        command, limits: this node's, in words, so that what differs can be told.
-        wanted_rank: rank that the node asks for, or None.
-        holding: number of the round whose workers it still has, 0 for none.
-        joined, ready, done: whether all of these are started; can be drained; have finished.
-        importing: whether its workers could not begin at once, because what they import is not loaded yet.
-        leaving: why the node leaves the run, or empty: its goodbye may have been lost with the link before.
+        command, limits: this node's command and limits as text, so that differences can be shown.
+        wanted_rank: the rank that the node asks for, or None.
+        holding: number of the round whose workers it still has, or 0.
+        joined, ready, done: whether all of these workers are started; can be drained; have finished.
+        importing: whether its workers could not begin at once, because their imports are not loaded yet.
+        leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
-        held: as of Stopped.
-        role: of its workers.
+        held: see :class:`Stopped`.
+        role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
 
@@ -107,15 +107,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """I am alive (node to leader)."""
+    """Heartbeat of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """I am alive, and my workers of the round have done so many optimizer steps. Said instead of a beat.
+    """Heartbeat with the number of optimizer steps that the round's workers have done. Sent instead of a beat.
 
     Attributes:
-        snapshot: steps in the newest snapshot in this node's memory, None if there is none.
+        snapshot: steps in the newest snapshot in this node's memory; None if there is none.
     """
 
     round: int
@@ -129,8 +129,8 @@ class Saved:
 
     Attributes:
         step: optimizer steps in it.
-        error: why it is not written; empty if it is.
-        asked: whether it is at least as new as the last SaveNow.
+        error: why it was not written; empty if it was.
+        asked: whether it is at least as new as the last :class:`SaveNow`.
     """
 
     round: int
@@ -148,13 +148,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The workers of the round train by this project's library: they can be drained.
+    """The workers of the round train with this project's library: they can be drained.
 
-    The round's first member says it again now and then, with a new estimate.
+    The round's first member repeats it from time to time with a new estimate.
 
     Attributes:
-        remaining_s: seconds until the training ends at the present pace; -1 if that is not known.
-        step: optimizer steps that were done when they began; -1 if that is not known.
+        remaining_s: seconds until the training ends at the current pace; -1 if unknown.
+        step: optimizer steps done when they began; -1 if unknown.
     """
 
     round: int
@@ -164,7 +164,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker of the round failed; this node stops its others."""
+    """A worker of the round failed; this node stops its other workers."""
 
     round: int
     failure: Failure
@@ -176,10 +176,10 @@ class Stopped:
 
     Attributes:
         store_port: where its next worker store listens.
-        drained: optimizer steps done, if they have stopped together with all others after the same step, else -1.
+        drained: optimizer steps done, if they stopped together with all others after the same step, else -1.
         held: the newest snapshot in its memory.
-        saved: whether this node has committed the drained state to durable storage by now.
-        unsaved: why not, where it waited for that; empty if it was not this node's part, or it did not wait.
+        saved: whether this node has already committed the drained state to durable storage.
+        unsaved: why not, if it waited for that; empty if that was not this node's task, or it did not wait.
     """
 
     round: int
@@ -192,17 +192,17 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All workers of the round finished with 0."""
+    """All workers of the round finished with exit code 0."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """This node leaves the run; nobody is to wait for it.
+    """This node leaves the run; no node waits for it.
 
     Attributes:
-        seconds: that it has left, and in which its workers can be drained; 0 if they cannot.
+        seconds: time that it has left and in which its workers can be drained; 0 if they cannot.
     """
 
     reason: str
@@ -211,7 +211,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Workers of this node can begin at once from now on."""
+    """This node's workers can begin at once from now on."""
 
 
 Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Done | Leaving

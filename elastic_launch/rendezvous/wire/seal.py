@@ -1,4 +1,4 @@
-"""The MAC under the run's token that a value in a store carries: who writes without the token can only disturb.
+"""The MAC of a value in a store, keyed with the run's token: a writer without the token can only disrupt the run.
 
 The value stays JSON: ``{"mac":"<HMAC-SHA256 of the value without it>", ...}``. It must be an object.
 """
@@ -20,14 +20,14 @@ _HINT_DIFFERS = f"{HINT_TOKEN} If it is that already, somebody without it has wr
 
 
 class ValueSeal:
-    """Seals and opens the values of a run that has a token; those of one without stay as they are."""
+    """Seals and opens the values of a run with a token; those of a run without one are left unchanged."""
 
     def __init__(self, token: Token | None, run_id: str) -> None:
         self._key = None if token is None else token.key("record", run_id)
         self._run = f"run {run_id!r}"
 
     def close(self, value: bytes) -> bytes:
-        """Return the value as it goes into the store."""
+        """Return the value to store."""
         if self._key is None:
             return value
         return _HEAD + self._mac(self._key, value) + _TAIL + value[1:]
@@ -36,8 +36,8 @@ class ValueSeal:
         """Return the value that was stored.
 
         Raises:
-            RefusedError: if it was not written under this token, as if this node or the run had another one.
-            ProtocolError: if no token could have written it.
+            RefusedError: if it was not written with this token, as when this node or the run has another one.
+            ProtocolError: if it is not valid under any token.
         """
         sealed = stored.startswith(_HEAD) and stored[_START - len(_TAIL) : _START] == _TAIL
         if self._key is None:
@@ -58,12 +58,12 @@ class ValueSeal:
 
 
 class Patience:
-    """For how long a node that comes finds something that refuses it before it believes that.
+    """Decides when a joining node accepts a value that refuses it.
 
-    The leader repairs at once what others have written to its store. So what stands for longer is the leader's own.
+    The leader immediately repairs what other clients have written to its store. So a value that stays is the leader's.
 
     Args:
-        seconds: of patience.
+        seconds: how long the value must stay.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -72,15 +72,15 @@ class Patience:
         self._what: object = None
 
     def stands(self, what: object, now: float) -> bool:
-        """Whether the same was found each time for so long."""
+        """Whether the same value was found each time for so long."""
         if self._since is None or what != self._what:
             self._since, self._what = now, what
         return now - self._since >= self._seconds
 
     def refused(self, error: RefusedError, now: float) -> RefusedError | StoreError:
-        """Return what a refusal amounts to by now: itself, or a reason to try again."""
+        """Return the refusal itself once it stands, else a reason to retry."""
         return error if self.stands(error.message, now) else StoreError(error.message, error.hint)
 
     def over(self) -> None:
-        """What is found is as it should be."""
+        """Note that a valid value was found."""
         self._since = None
