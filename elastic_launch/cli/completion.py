@@ -1,4 +1,4 @@
-"""Scripts that make a shell complete the names of flags, for ``--print-completion``."""
+"""Shell completion scripts for the names of flags, for ``--print-completion``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SHELLS = {
 
 
 def completion(shell: str, program: str = PROGRAM) -> str:
-    """Return a script for a shell to evaluate.
+    """Return the completion script for a shell to evaluate.
 
     Raises:
-        UsageError: if there is none for it.
+        UsageError: if the shell is not supported.
     """
     if shell not in SHELLS:
         raise UsageError(f"--print-completion {shell}: there is no script for it.", f"Give {', '.join(SHELLS)}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from elastic_launch.system.interrupts import end_quietly
 
-    end_quietly()  # before the imports below, which take long
+    end_quietly()  # before the slow imports below
 
 import logging
 import os
@@ -63,7 +63,7 @@ _BY_NAME = {flag.name: flag for flag in FLAGS}
 _FIXED = ("--world-size", "--base-rank")
 
 FORMAT_NAMES = ("rank", "local_rank", "world_size", "node_rank", "local_world_size")
-"""What ``--stdout`` and ``--stderr`` may have in braces."""
+"""Names that ``--stdout`` and ``--stderr`` may have in braces."""
 
 
 def console_main() -> NoReturn:
@@ -72,10 +72,10 @@ def console_main() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this node's part of a fixed world as the command line asks for it.
+    """Run this node's part of a fixed world as the command line requests.
 
     Args:
-        argv: arguments without the program's name; None: those of this process.
+        argv: arguments without the program's name; None for those of this process.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether a command line of ``elastic-launch`` asks for a fixed world, given that it has its words somewhere."""
+    """Whether a command line of ``elastic-launch`` that contains these flags' names requests a fixed world."""
     try:
         return not split(argv, FLAGS).given.keys().isdisjoint(_FIXED)
     except UsageError:
@@ -92,15 +92,15 @@ def wanted(argv: Sequence[str]) -> bool:
     try:
         split(argv)
     except UsageError:
-        return True  # which says what is wrong with it
+        return True  # the parser of a fixed world reports what is wrong
     return False
 
 
 def start(argv: Sequence[str]) -> int:
-    """Do what a command line asks for, and return the exit code.
+    """Carry out a command line, and return the exit code.
 
     Raises:
-        ElasticLaunchError: if that cannot be done.
+        ElasticLaunchError: if that fails.
     """
     line = split(argv, FLAGS)
     if line.wants == "--help":
@@ -115,10 +115,10 @@ def start(argv: Sequence[str]) -> int:
 
 
 def world(line: Line, environ: Mapping[str, str]) -> StaticWorld:
-    """Turn a command line and environment into this node's part of a world.
+    """Convert a command line and environment to this node's part of a world.
 
     Raises:
-        UsageError: if they cannot be one.
+        UsageError: if they do not describe a valid one.
     """
     for name in line.given:
         if name not in _BY_NAME:
@@ -150,7 +150,7 @@ def world(line: Line, environ: Mapping[str, str]) -> StaticWorld:
 
 
 class _Options:
-    """What the command line gives, else Composer's variables; ``PET_`` variables are not looked at."""
+    """Values from the command line, else from Composer's variables; ``PET_`` variables are not read."""
 
     def __init__(self, line: Line, environ: Mapping[str, str]) -> None:
         self.line = line
@@ -163,11 +163,11 @@ class _Options:
             return texts[-1]
         value = self.environ.get(_BY_NAME[name].fallback) or None
         if name == "--world-size" and value == self.environ.get("LOCAL_WORLD_SIZE"):
-            return None  # one node, as it stands there: -n alone changes its size
+            return None  # one node, as in Composer: -n alone changes its size
         return value
 
     def asked(self, name: str) -> str:
-        """The value with its name, as the user has given it."""
+        """The value with its name, as the user gave it."""
         if name in self.line.given:
             return f"{name} {self.text(name)}"
         return f"{_BY_NAME[name].fallback}={self.text(name)} in the environment"
@@ -233,7 +233,7 @@ def _alone(options: _Options, nproc: int, address: str, port: int | None) -> _Pl
 
 
 def _ranks_of_node(options: _Options, nproc: int, size: int, base: int | None, node: int | None) -> tuple[int, int]:
-    """Return base rank and node rank; if only one is given, all nodes are taken to have as many processes."""
+    """Return base rank and node rank; if only one is given, all nodes are assumed to have as many processes."""
     if base is not None and node is not None:
         return base, node
     if base is None and node is None:
@@ -280,7 +280,7 @@ def _command(options: _Options) -> tuple[str, ...]:
 
 
 def _platform_logs(environ: Mapping[str, str]) -> str | None:
-    """Return the format of the files that MosaicML's platform wants, for stdout and stderr together; None: off it."""
+    """Return the format of the log files that MosaicML's platform expects, for stdout and stderr; None elsewhere."""
     if environ.get("MOSAICML_PLATFORM", "").lower() != "true":
         return None
     where = [environ.get(name, "") for name in ("MOSAICML_LOG_DIR", "MOSAICML_GPU_LOG_FILE_PREFIX")]
@@ -325,7 +325,7 @@ def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
         unknown = [field for _, field, _, _ in string.Formatter().parse(text) if field not in (None, *values)]
         if unknown:
             raise UsageError(f"{name} {text} has {{{unknown[0]}}} in it, which nothing is known of.", hint)
-        # os.path: workers may change their directory, and the file is this process' to find.
+        # Absolute, since workers may change their directory and the path is relative to this process's.
         return Path(os.path.abspath(text.format(**values)))
     except ValueError as error:
         raise UsageError(f"{name} {text} is no format: {error}.", hint) from None
@@ -342,7 +342,7 @@ def _free_port() -> int:
 
 
 def help_text() -> str:
-    """The help: the flags, one line each, with the variables that give their defaults."""
+    """Return the help: the flags, one line each, with the variables that give their defaults."""
     shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
     column = 2 + max(len(text) for text in shown.values()) + 2
     lines = [

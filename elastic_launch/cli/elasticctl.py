@@ -1,11 +1,11 @@
-"""``elasticctl``: how a run stands, and what it is to do, from any host that reaches its leader."""
+"""``elasticctl``: status and control of a run, from any host that can reach its leader."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     from elastic_launch.system.interrupts import end_quietly
 
-    end_quietly()  # before the imports below, which take long
+    end_quietly()  # before the slow imports below
 
 import argparse
 import json
@@ -43,10 +43,10 @@ __all__ = ["console_main", "main", "parser", "shown"]
 PROGRAM = "elasticctl"
 
 WATCH = 2.0
-"""Seconds between two looks of ``status --watch``."""
+"""Seconds between two updates of ``status --watch``."""
 
 LOST_FOR = 30.0
-"""Seconds for which ``status --watch`` looks for a leader that is gone."""
+"""Seconds for which ``status --watch`` searches for a lost leader."""
 
 WIDTH = 100
 
@@ -61,17 +61,17 @@ def console_main() -> NoReturn:
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at exit
         code = ExitCode.DONE
     sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for.
+    """Carry out the command line.
 
     Returns:
-        0 if it is done, 1 if it is not or the run has ended, 2 on a wrong command line, 95 if the run is not found,
-        does not answer or refuses.
+        0 on success, 1 if the request was not carried out or the run has ended, 2 on a wrong command line, 95 if the run
+        is not found, does not answer or refuses.
     """
     options = parser().parse_args(argv)
     try:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what understands the command line."""
+    """Return the parser of the command line."""
     where = argparse.ArgumentParser(add_help=False)
     group = where.add_argument_group("which run", "By default the one that is alive in the user's state directory.")
     group.add_argument("--rdzv-backend", metavar="NAME", help="as given to elastic-launch")
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, RunAddress | None]:
-    """Where the run is, and the file by which it was found, if it was by one."""
+    """Return how to reach the run, and the file by which it was found, if any."""
     values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, environ)
     backend, endpoint, run_id, log_dir, token_file = (values.text(name) for name in _WHERE)
     if "--log-dir" in values.given and "--rdzv-endpoint" not in values.given:
@@ -153,7 +153,7 @@ def _given(options: argparse.Namespace, name: str) -> str | None:
 
 
 def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> FoundRun:
-    """The run that left its whereabouts in the directory; by default in the user's state directory, and alive."""
+    """Return the run with a file in the directory; by default, a live one in the user's state directory."""
     base = Path(log_dir) if log_dir else state_directory(environ)
     if not log_dir and (reason := untrusted(base, exclusive=True)):
         raise EndpointError(f"No run is looked for in {base}: {reason}.", "Name the run's directory with --log-dir.")
@@ -179,7 +179,7 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
     return runs[0]
 
 
-# What it is asked.
+# Requests.
 
 
 def _status(options: argparse.Namespace, address: Address) -> int:
@@ -207,7 +207,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
             lost_at = time.monotonic() if lost_at is None else lost_at
             if not seen or time.monotonic() - lost_at > LOST_FOR:
                 raise
-            # The leader's last word may be lost with the link; the file by which the run was found has it, too.
+            # The leader's last message may be lost with the link; the file by which the run was found has it, too.
             options.rdzv_id = address.run_id
             address, found = _address(options, os.environ)
             if found is not None and found.code is not None:
@@ -252,7 +252,7 @@ def _tell(answer: a.Answer) -> int:
     return ExitCode.DONE if answer.done else ExitCode.TRAINING_FAILED
 
 
-# How it is shown.
+# Output.
 
 
 def _show(status: a.Status, address: Address, *, as_json: bool) -> None:
@@ -263,7 +263,7 @@ def _show(status: a.Status, address: Address, *, as_json: bool) -> None:
 
 
 def shown(status: a.Status, where: str) -> list[str]:
-    """Return a status as lines of at most 100 characters, for people."""
+    """Return a status as readable lines of at most 100 characters."""
     limits = f"{status.min_nodes}:{status.max_nodes}"
     step = "no step reported" if status.step is None else f"step {status.step}"
     training = [node for node in status.nodes if node.state == "training"]

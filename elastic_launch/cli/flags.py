@@ -1,7 +1,7 @@
-"""The table of flags, and how an argument vector is split by it.
+"""The table of flags, and the parser that splits an argument vector by it.
 
-argparse would do for the values, not for the names: it calls two spellings of one flag ambiguous, objects to
-an argument of the script that resembles several flags, and drops a ``--`` in front of the script's arguments.
+argparse would suit the values, but not the names: it reports two spellings of one flag as ambiguous, rejects a
+script's argument that resembles several flags, and drops a ``--`` in front of the script's arguments.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Flag:
 
     Attributes:
         names: every spelling, with dashes.
-        purpose: what it is for, in a few words.
-        metavar: what its value is called in the help; empty for a switch.
-        default: the default as the help shows it.
-        in_environment: whether ``PET_<NAME>`` can give it.
-        fallback: a further variable that can, after those.
+        purpose: its purpose, in a few words.
+        metavar: the name of its value in the help; empty for a switch.
+        default: the default as shown in the help.
+        in_environment: whether ``PET_<NAME>`` can set it.
+        fallback: another variable that can set it, with lower precedence.
     """
 
     names: tuple[str, ...]
@@ -53,12 +53,12 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The name under which its values are kept: the first long one."""
+        """The name under which its values are stored: the first long one."""
         return next(name for name in self.names if name.startswith("--"))
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that can give its value, the first that is set winning."""
+        """The environment variables that can set its value; the first one that is set wins."""
         if not self.in_environment:
             return ()
         long = [name[2:] for name in self.names if name.startswith("--")]
@@ -199,7 +199,7 @@ _TORCHRUN = """
 TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
 """The long names of torchrun's own flags (torch 2.13); a test compares them with its parser.
 
-Those that torch 2.14 adds come after them: what is short enough for 2.13 must stay so.
+Flags that torch 2.14 adds follow them: an abbreviation that is unambiguous in 2.13 must stay so.
 """
 
 TORCHRUN_2_14 = TORCHRUN | {"--print-completion", "--log-line-prefix-template"}
@@ -207,7 +207,7 @@ TORCHRUN_2_14 = TORCHRUN | {"--print-completion", "--log-line-prefix-template"}
 
 @dataclass(frozen=True, slots=True)
 class Sourced:
-    """A flag's value from elsewhere than command line and environment; source says from where."""
+    """A flag's value from a ``source`` other than the command line and the environment."""
 
     text: str
     source: str
@@ -215,14 +215,14 @@ class Sourced:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A command line, split but not yet understood.
+    """A command line, split but not yet interpreted.
 
     Attributes:
-        given: values by the name of their flag, in order; a switch has an empty one.
-        script: what the workers run, or None if the line names nothing.
-        arguments: what came after it, verbatim.
-        wants: ``--help``, ``--version`` or ``--print-completion``, if one was met.
-        defaults: values by the name of their flag that another front end starts from.
+        given: values by flag name, in order; the value of a switch is empty.
+        script: what the workers run, or None if not given.
+        arguments: the arguments after it, verbatim.
+        wants: ``--help``, ``--version`` or ``--print-completion``, if given.
+        defaults: values by flag name that another front end uses as defaults.
     """
 
     given: dict[str, list[str]] = field(default_factory=dict)
@@ -233,13 +233,13 @@ class Line:
 
 
 def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
-    """Split an argument vector into our flags, the script, and the script's arguments.
+    """Split an argument vector into the launcher's flags, the script, and the script's arguments.
 
     Args:
-        also: further flags, those of another front end.
+        also: additional flags of another front end.
 
     Raises:
-        UsageError: on an unknown or ambiguous flag, and on a value that is missing or too much.
+        UsageError: on an unknown or ambiguous flag, and on a missing or superfluous value.
     """
     given: dict[str, list[str]] = {}
     table = BY_NAME | {name: flag for flag in also for name in flag.names}
@@ -272,13 +272,13 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
 
 
 class Values:
-    """The values of the flags: those given, then those of the environment, then those of a job file.
+    """The values of the flags: from the command line, then the environment, then a job file.
 
     Attributes:
         given: see :class:`Line`.
-        environ: the variables to go by.
-        beneath: values by the name of their flag that count where neither gives one, the first of them winning.
-        torchrun: whether what this project reads otherwise is read as torchrun reads it.
+        environ: the environment variables.
+        beneath: values by flag name that apply where neither sets one; the first mapping wins.
+        torchrun: whether to follow torchrun where this project differs.
     """
 
     def __init__(
@@ -293,15 +293,15 @@ class Values:
         self.torchrun = False
 
     def variable(self, name: str) -> str | None:
-        """The variable that gives a flag's value in the environment; empty ones count as unset."""
+        """The environment variable that sets a flag; empty ones count as unset."""
         return next((variable for variable in BY_NAME[name].variables if self.environ.get(variable)), None)
 
     def below(self, name: str) -> Sourced | None:
-        """A flag's value that only counts where neither command line nor environment gives one."""
+        """A flag's value that applies only if neither the command line nor the environment sets one."""
         return next((layer[name] for layer in self.beneath if name in layer), None)
 
     def origin(self, name: str) -> str | None:
-        """Where a flag's value comes from: the flag, a variable, a line of a job file; None: nothing gives one."""
+        """Where a flag's value comes from: the flag, a variable, or a line of a job file; None if it is not set."""
         if name in self.given:
             return name
         below = self.below(name)
@@ -311,7 +311,7 @@ class Values:
         """The value of a flag as the user wrote it, or None.
 
         Raises:
-            UsageError: if it was given, but empty, as by an unset variable of a shell script.
+            UsageError: if it was given but empty, for example from an unset variable of a shell script.
         """
         texts = self.given.get(name)
         if texts and (texts[-1].strip() or not (self.torchrun and name in EMPTY)):
@@ -333,7 +333,7 @@ class Values:
         return below is not None and Setting(f"{below.source}: {name[2:]}: ", below.text).truth()
 
     def setting(self, name: str) -> Setting | None:
-        """The value of a flag, or None, to be read as a number."""
+        """The value of a flag as a setting to be parsed, or None."""
         text = self.text(name)
         return None if text is None else Setting(f"{name} ", text)
 
@@ -343,7 +343,7 @@ class Values:
         return setting.whole() if setting else None
 
     def attribute(self, error: UsageError) -> UsageError:
-        """Return error, saying where flags in its message come from that nobody typed."""
+        """Return the error, extended by the origin of flags in its message that were not on the command line."""
         found = [
             f"{flag.name} comes from {self._place(flag.name)}."
             for flag in FLAGS
@@ -358,7 +358,7 @@ class Values:
 
 
 def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
-    """Find the flag that token spells, and the value after its equals sign."""
+    """Find the flag that ``token`` spells, and the value after its equals sign."""
     spelled, equals, text = token.partition("=")
     name, value = spelled.replace("_", "-"), text if equals else None
     if flag := table.get(name):
@@ -369,7 +369,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
             "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
         )
     if not name.startswith("--"):
-        # -n4 and -t0:1, as getopt has it. Nothing else may stick to a letter: -nnodes is a slip for --nnodes.
+        # -n4 and -t0:1, as in getopt. Nothing else may follow a letter directly: -nnodes is a typo of --nnodes.
         if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals and name[:2] in table:
             return table[name[:2]], name[2:]
         raise _unknown(spelled, table)
@@ -379,7 +379,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
     for names in (TORCHRUN, TORCHRUN_2_14):
         of_torchrun = {table[known].name for known in names if known.startswith(name)}
         if len(of_torchrun) == 1:
-            # What is short enough for torchrun must stay so, whatever flags there are beside its own.
+            # An abbreviation that torchrun accepts must work, whatever other flags there are.
             return table[of_torchrun.pop()], value
     if len(candidates) > 1:
         raise CommandLineError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
@@ -387,7 +387,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
 
 
 def _is_flag(token: str, table: Mapping[str, Flag]) -> bool:
-    """Whether token, met where a value belongs, is rather the next flag."""
+    """Whether ``token``, found in the place of a value, is the next flag instead."""
     return token.startswith("--") or token in table
 
 

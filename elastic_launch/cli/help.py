@@ -1,4 +1,4 @@
-"""The help, made from the table of flags."""
+"""The help, generated from the table of flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CODES_OF_TORCHRUN = (
 
 
 def help_text(*, as_torchrun: bool = False) -> str:
-    """The help: flags by group, one line each, then the environment and the exit codes.
+    """Return the help: flags by group, one line each, then the environment and the exit codes.
 
     Args:
         as_torchrun: whether defaults and exit codes are torchrun's.

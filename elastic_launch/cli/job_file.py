@@ -1,6 +1,6 @@
-"""The job file: values of flags, the script with its arguments, and variables, as YAML.
+"""The job file: values of flags, the script with its arguments, and environment variables, as YAML.
 
-YAML is imported only if there is such a file, or one is written: each launch would wait for that.
+YAML is imported only to read or write such a file, since the import would delay every launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["NOT_IN_FILES", "Job", "JobFile", "shown"]
 
 NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
 
-# Given several times, all of their values count.
+# Flags whose repeated values are merged.
 _MERGED = ("--rdzv-conf", "--preload", "--no-preload", "--notice")
 
 _COLUMN = 40
@@ -24,13 +24,13 @@ _COLUMN = 40
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """What a job file says, each value with its file and line.
+    """The content of a job file, each value with its file and line.
 
     Attributes:
-        values: by the name of their flag.
-        script: what the workers run; None: the command line says it.
+        values: values by flag name.
+        script: what the workers run; None if the command line names it.
         args: arguments of the script, before those of the command line.
-        env: variables for the launcher and its workers, where the environment does not set them.
+        env: variables for the launcher and its workers, unless set in the environment.
     """
 
     values: Mapping[str, Sourced] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class JobFile:
 
 
 class Job:
-    """A command line together with the job file that it names, if it does.
+    """A command line together with the job file that it names, if any.
 
     Attributes:
         line: the command line with the file's script and arguments.
-        values: those of flags, environment and file.
-        file: an empty one if none is named.
-        added: what the file adds to the environment.
+        values: the values of flags, environment and file.
+        file: the job file; empty if none is named.
+        added: variables that the file adds to the environment.
 
     Raises:
-        UsageError: if the file cannot be read, or says what nobody understands.
+        UsageError: if the file cannot be read or is invalid.
     """
 
     def __init__(self, line: Line, environ: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class Job:
         arguments = tuple(value.text for value in self.file.args)
         if self.file.script is None:
             return replace(line, arguments=(*arguments, *line.arguments))
-        # The file has named the script, so all that follows the flags is the script's.
+        # The file names the script, so everything after the flags is the script's.
         further = () if line.script is None else (line.script,)
         return replace(line, script=self.file.script.text, arguments=(*arguments, *further, *line.arguments))
 
@@ -76,10 +76,10 @@ def _read(path: str) -> JobFile:
 
 
 def shown(job: Job, settings: Mapping[str, Setting]) -> str:
-    """Return every value with its source, as a job file that gives the same; defaults are commented out.
+    """Return every value with its source, as an equivalent job file; defaults are commented out.
 
     Args:
-        settings: of the rendezvous, put together from all places.
+        settings: the rendezvous settings, merged from all sources.
     """
     lines = [_shown_flag(job.values, flag, settings) for flag in FLAGS if flag.name not in NOT_IN_FILES]
     file, asked = job.file, job.asked

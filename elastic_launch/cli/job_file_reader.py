@@ -1,7 +1,7 @@
-"""Reading of job files.
+"""Parses job files.
 
-The text is composed, not loaded: YAML 1.1 would make 64 of ``nnodes: 1:4`` and False of ``role: no``, and a node knows
-its line.
+The YAML is composed, not loaded: YAML 1.1 would read ``nnodes: 1:4`` as 64 and ``role: no`` as False, and a composed
+node knows its line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SET_BY_US = worker_environment(
 
 _TAG = "tag:yaml.org,2002:"
 
-# What a scalar may be, whatever it looks like; all of them are taken as written.
+# Accepted tags of scalars; all of them are used as written.
 _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")}
 
 
@@ -47,7 +47,7 @@ def read_job_file(path: str) -> JobFile:
     """Read a job file.
 
     Raises:
-        UsageError: naming file, line and key, and what would be right.
+        UsageError: naming file, line and key, and what is expected.
     """
     return _Reader(path).read()
 
@@ -103,7 +103,7 @@ class _Reader:
             raise UsageError(f"{self._path} is not YAML: {problem}.", "Correct the file.") from None
 
     def _items(self, node: yaml.MappingNode, within: str) -> list[tuple[str, yaml.Node]]:
-        """Return a mapping's keys and values, top-level keys with dashes for underscores; each key only once."""
+        """Return a mapping's keys and values, each key only once; in top-level keys, underscores become dashes."""
         found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -205,7 +205,7 @@ def _takes_list(flag: Flag) -> bool:
 
 
 def _kind(node: yaml.Node) -> str:
-    """Name what a node is, for errors."""
+    """Return the name of a node's kind, for errors."""
     if isinstance(node, yaml.SequenceNode):
         return "a list"
     if isinstance(node, yaml.MappingNode):

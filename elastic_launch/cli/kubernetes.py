@@ -1,14 +1,14 @@
-"""What a pod of an indexed Kubernetes job finds out by itself: where the run meets, its name, and the node's.
+"""Defaults in a pod of an indexed Kubernetes job: the endpoint, the run id, and the node id.
 
 Such pods have the variable ``JOB_COMPLETION_INDEX`` and the host name ``<job>-<index>``. With a headless service as the
 template's ``subdomain``, the kubelet writes ``<job>-<index>.<service>.<namespace>.svc.<cluster domain>`` before it in
-the pod's /etc/hosts, and the cluster's DNS knows the other pods by theirs
+the pod's /etc/hosts, and the cluster's DNS resolves the corresponding names of the other pods
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode,
-https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/). JobSet's and Kubeflow Trainer's pods are such
+https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/). Pods of JobSet and Kubeflow Trainer are such
 pods, too.
 
-Pod 0 hosts, since its index says so and not because it can bind: an address that DNS still gives for a pod 0 that is
-gone may be another pod's by now.
+Pod 0 hosts the run because of its index, not because it can bind the address: an address that DNS still returns for a
+former pod 0 may by now belong to another pod.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENV_INDEX = "JOB_COMPLETION_INDEX"
 PORT = 29400
 
 _TOLD = ("--rdzv-endpoint", "--rdzv-id", "--node-id")
-"""What is told of, in this order."""
+"""The flags that are reported, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Pod:
     """A pod of an indexed job, by its names.
 
     Attributes:
-        domain: of all pods of the job, or empty if there is no headless service.
+        domain: the domain of all pods of the job, or empty without a headless service.
     """
 
     index: int
@@ -46,19 +46,19 @@ class Pod:
 
     @classmethod
     def of(cls, index: str, name: str) -> Pod | None:
-        """Read a pod's full host name; None if it is not one of an indexed job."""
+        """Parse a pod's full host name; None if it does not belong to an indexed job."""
         host, _, domain = name.partition(".")
         job = host.removesuffix(f"-{index}")
         return cls(int(index), job, domain) if index.isdecimal() and job not in ("", host) else None
 
     @property
     def endpoint(self) -> str:
-        """Where pod 0 hosts the run, or nothing if it cannot be found."""
+        """The address at which pod 0 hosts the run, or empty if it cannot be found."""
         return f"{self.job}-0.{self.domain}:{PORT}" if self.domain else ""
 
 
 def full_name() -> str:
-    """Return this host's name with its domain, if /etc/hosts or else DNS knows one."""
+    """Return this host's name with its domain, if /etc/hosts or DNS has one."""
     name = socket.gethostname()
     if "." in name:  # setHostnameAsFQDN
         return name
@@ -70,10 +70,10 @@ def full_name() -> str:
 
 
 def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
-    """Return what nobody has said and this pod's names tell, by the name of its flag; nothing outside of such a pod.
+    """Return defaults for unset flags, by flag name, derived from this pod's names; empty outside of such a pod.
 
     Args:
-        name: this host's full name; None: look it up.
+        name: this host's full name; None to look it up.
 
     Raises:
         UsageError: if the run has several pods, and they cannot find each other.
@@ -104,7 +104,7 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
 
 
 def _meets_by_itself(values: Values) -> bool:
-    """Whether this is a node of several that meet on a backend of ours and have no fixed places."""
+    """Whether this is one of several nodes on one of this project's backends, without fixed ranks."""
     if values.switch("--standalone") or parse_nnodes(values.text("--nnodes") or "1:1")[1] < 2:
         return False
     backend = values.text("--rdzv-backend")
@@ -116,7 +116,7 @@ def _meets_by_itself(values: Values) -> bool:
 
 
 def sentence(values: Values) -> str:
-    """Say what was found out, or nothing."""
+    """Return a sentence on the derived values, or an empty string."""
     found = {name: values.origin(name) or "" for name in _TOLD}
     told = [f"{name} {values.text(name)}" for name, origin in found.items() if origin.startswith(f"{ENV_INDEX}=")]
     source = next((origin for origin in found.values() if origin.startswith(f"{ENV_INDEX}=")), "")

@@ -1,4 +1,4 @@
-"""``elastic-launch``: from flags and environment to a :class:`LaunchConfig`, and on to the agent."""
+"""``elastic-launch``: builds a :class:`LaunchConfig` from flags and environment, and starts the agent."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def console_main() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
-    """Run a launch as the command line asks for it.
+    """Run a launch as the command line requests.
 
     Args:
-        argv: arguments without the program's name; None: those of this process.
-        whole: whether this process is here for the launch alone, and may begin anew to share torch with its workers.
+        argv: arguments without the program's name; None for those of this process.
+        whole: whether this process only serves the launch, and may restart itself to share torch with its workers.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
 
 def _main(argv: Sequence[str], whole: bool) -> int:
     program = sys.argv[0] if whole else ""
-    # Most have no use for it; the script's own arguments may have these words, too.
+    # Most launches do not need this; the script's own arguments may contain these words, too.
     if not wanted(os.environ, program) and any(
         token.replace("_", "-").startswith(("--world-size", "--base-rank")) for token in argv
     ):
@@ -71,15 +71,15 @@ def _main(argv: Sequence[str], whole: bool) -> int:
 def launch(
     line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False, program: str = ""
 ) -> int:
-    """Do what a command line asks for, and return the exit code.
+    """Carry out a command line, and return the exit code.
 
     Args:
-        prepare: what another front end changes before the job is looked at.
+        prepare: changes by another front end, made before the job is read.
         whole: see :func:`main`.
-        program: what this process was called as.
+        program: the name by which this process was called.
 
-    Raises:
-        ElasticLaunchError: if that cannot be done.
+        Raises:
+            ElasticLaunchError: if that fails.
     """
     as_torchrun = wanted(os.environ, program)
     with errors_told(as_torchrun=as_torchrun):
@@ -122,14 +122,14 @@ def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torch
         from elastic_agents.warm.reexec import reexec
 
         begun = reexec(config)
-    # It imports torch, which takes seconds: nobody should wait for these to read of a mistyped flag.
+    # Imported late because torch takes seconds: errors in flags must be reported before.
     from elastic_agents.main import run
 
     return run(config, begun)
 
 
 def _configure_logging(values: Values) -> None:
-    """Have what is found out by and by said in the form that is asked for; whoever runs the workers does so anew."""
+    """Log the first messages in the requested format; the agent configures logging again."""
     from elastic_agents.console import configure_logging
 
     try:
@@ -139,14 +139,14 @@ def _configure_logging(values: Values) -> None:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
-    """Turn arguments and environment into a configuration; nothing is started or written.
+    """Convert arguments and environment to a configuration; nothing is started or written.
 
     Args:
         argv: arguments without the program's name.
-        environ: where ``PET_*`` and other defaults come from.
+        environ: the environment, the source of ``PET_*`` and other defaults.
 
     Raises:
-        UsageError: if they cannot be a launch.
+        UsageError: if they do not describe a valid launch.
     """
     job = Job(split(argv), environ)
     _settle_defaults(job, as_torchrun=wanted(environ))
@@ -155,14 +155,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
 
 
 def _settle_defaults(job: Job, *, as_torchrun: bool) -> None:
-    """Have torchrun's defaults where a value is given nowhere, if wanted."""
+    """Apply torchrun's defaults to unset values, if requested."""
     if as_torchrun:
         job.values.torchrun = True
         job.values.beneath = (*job.values.beneath, {name: Sourced(text, SOURCE) for name, text in DEFAULTS.items()})
 
 
 def _find_out(job: Job) -> None:
-    if job.values.torchrun:  # which finds out nothing
+    if job.values.torchrun:  # torchrun derives no defaults
         return
     try:
         found = found_out(job.values)
@@ -179,10 +179,10 @@ def _configure(job: Job) -> LaunchConfig:
 
 
 def build(line: Line, values: Values) -> LaunchConfig:
-    """Put a configuration together.
+    """Build a configuration.
 
     Raises:
-        UsageError: if the values cannot be a launch.
+        UsageError: if the values do not describe a valid launch.
     """
     command = read_command(line, values)
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
@@ -209,7 +209,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
     health = parse_health_port(text) if (text := values.text("--health-port")) else None
-    # Nodes that were given an endpoint must agree on an id, as torchrun's do on "none".
+    # Nodes with a given endpoint must agree on an id, as torchrun's nodes do on "none".
     given = meeting.endpoint or meeting.foreign
     run_id = values.text("--rdzv-id") or (LaunchConfig.run_id if given else secrets.token_hex(6))
     output = read_output(values)
@@ -237,7 +237,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),
         link_dir=link_dir,
-        # Local ranks are unique on a node only.
+        # Local ranks are unique only on a node.
         log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",
         output=output,
         log_format=read_log_format(values.text("--log-format")),
@@ -247,7 +247,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         options=read_torch_options(values, own_agent=meeting.foreign is None),
         foreign=meeting.foreign,
         torchrun=values.torchrun,
-        # Last, because to count devices is to import torch.
+        # Last, because counting devices imports torch.
         nproc=_nproc(values.text("--nproc") or "1"),
     )
     if config.options.virtual_local_rank:
@@ -256,7 +256,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
 
 
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:
-    """The settings by where they stand, weakest first: the environment's, then those of the command line."""
+    """Yield the settings by source, weakest first: the environment's, then the command line's."""
     flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
     for layer in reversed(values.beneath):
         if conf := layer.get("--rdzv-conf"):
@@ -282,7 +282,7 @@ def _layers(values: Values) -> Iterable[dict[str, Setting]]:
 
 
 def _nproc(text: str) -> int:
-    """The number of workers that --nproc asks for; torch is imported only to count devices."""
+    """Return the number of workers that --nproc requests; torch is imported only to count devices."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
     if text in ("auto", "gpu"):
@@ -306,8 +306,8 @@ def _nproc(text: str) -> int:
 
 
 def _modules(name: str, values: Values) -> tuple[str, ...]:
-    """The modules that a flag names, which may be given several times."""
-    values.text(name)  # which refuses an empty one
+    """Return the modules that a repeatable flag names."""
+    values.text(name)  # raises if it is empty
     texts = values.given.get(name) or [values.text(name) or ""]
     found = tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
     for module in found:
@@ -320,7 +320,7 @@ def read_command(line: Line, values: Values) -> Command:
     """Return what the workers execute.
 
     Raises:
-        UsageError: if that cannot be executed.
+        UsageError: if it cannot be executed.
     """
     script, arguments = line.script, line.arguments
     if script is None:
@@ -346,7 +346,7 @@ def read_command(line: Line, values: Values) -> Command:
             "Name the workers' interpreter with PYTHON_EXEC=/path/to/python.",
         )
     if module:
-        # Another interpreter may find modules that this one does not.
+        # Another interpreter may find modules that this one cannot.
         if python == sys.executable:
             _check_module(script)
         return Command((python, "-u", "-m", script, *arguments), ("-m", script, *arguments))
@@ -371,14 +371,14 @@ def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python:
 
 
 def check_directory() -> None:
-    """Find out whether there is a working directory.
+    """Check that there is a working directory.
 
     Raises:
-        UsageError: if not.
+        UsageError: if there is none.
     """
     try:
         os.getcwd()
-    except FileNotFoundError:  # where torch cannot even be imported: MKL ends the process
+    except FileNotFoundError:  # torch cannot even be imported there: MKL ends the process
         raise UsageError("the working directory does not exist any more.", "Change to one that does.") from None
 
 
@@ -391,7 +391,7 @@ def here() -> str:
 
 
 def _check_script(script: str) -> None:
-    # os.path has no exceptions to catch for a name too long or a directory that may not be entered.
+    # os.path does not raise for a name that is too long or a directory without permission.
     if not os.path.exists(script):
         raise UsageError(
             f"there is no script {script!r} in {here()}.",
@@ -404,7 +404,7 @@ def _check_script(script: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Find the top-level package, or the module if there is no dot; to look further would import it."""
+    """Check that the top-level package or module exists; checking submodules would import it."""
     top, _, rest = name.partition(".")
     spec = find_module(top) if top else None
     if spec is None:
@@ -432,7 +432,7 @@ def find_module(top: str) -> ModuleSpec | None:
     if found := PathFinder.find_spec(top, ["", *sys.path]):
         return found
     try:
-        # Editable installs come with finders of their own.
+        # Editable installs have their own finders.
         return importlib.util.find_spec(top)
     except ValueError:
         return None

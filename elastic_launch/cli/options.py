@@ -1,4 +1,4 @@
-"""From flags to the options of torchrun that are not about where nodes meet."""
+"""Reads torchrun's options from flags, except those for the rendezvous."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["devices_of", "read_notices", "read_signals", "read_torch_options"]
 log = logging.getLogger("elastic_launch.cli.main")
 
 BY_DEFAULT = (*STOP_SIGNALS, *Signals().forward)
-"""The signals that the agent handles unless told otherwise."""
+"""The signals that the agent handles by default."""
 
 _OF_TORCHS_AGENT = {
     "--monitor-interval": "an exit is seen when it happens, nobody polls",
@@ -27,13 +27,13 @@ _OF_TORCHS_AGENT = {
 
 
 def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
-    """Read them, and say which have no effect.
+    """Read torchrun's options, and log which have no effect.
 
     Args:
         own_agent: whether this project's own agent runs the workers, not torch's.
 
-    Raises:
-        UsageError: on a value that torch would not take.
+        Raises:
+            UsageError: on a value that torch would not accept.
     """
     default = TorchOptions()
     interval = values.setting("--monitor-interval")
@@ -51,13 +51,13 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
 
 
 def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]:
-    """Read what may tell this node that it is to go soon; the flag may be given several times.
+    """Read the sources of preemption notices; the flag may be given several times.
 
     Args:
         own_agent: whether this project's own agent runs the workers, not torch's.
 
     Raises:
-        UsageError: on what is no source, on ``none`` beside another one, and on a signal that is given two meanings.
+        UsageError: on an invalid source, on ``none`` with another source, and on a signal with two meanings.
     """
     text = values.text("--notice")
     if text is None:
@@ -85,16 +85,16 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
 
 
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:
-    """Read which signals make the agent leave and which go on to the workers.
+    """Read which signals make the agent leave and which are forwarded to the workers.
 
-    A signal that is ignored as this process begins is left out of the defaults: whoever has started it wants it to
-    survive that signal, as nohup does, and a shell without job control with what it starts in the background.
+    A signal that is ignored when this process starts is left out of the defaults: its parent wants it to survive that
+    signal, as nohup does, and a shell without job control for the processes that it starts in the background.
 
     Args:
-        claimed: those that are notices: they are left out of the defaults.
+        claimed: signals that are notices; they are left out of the defaults.
 
     Raises:
-        UsageError: on a name that is no signal's, one that nobody can handle, or one that is to do two things.
+        UsageError: on an unknown signal, one that cannot be handled, or one with two meanings.
     """
     leave = _signals("--signals-to-handle", values)
     forward = _signals("--signals-to-forward", values)
@@ -118,7 +118,7 @@ def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Sign
 
 
 def devices_of(kind: str) -> int:
-    """Return how many devices of a kind that torch calls so are here, as xpu; 0 if it knows none."""
+    """Return the number of devices of a kind by torch's name for it, such as xpu; 0 if torch does not know it."""
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

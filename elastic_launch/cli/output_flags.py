@@ -1,4 +1,4 @@
-"""From flags and environment to :class:`~elastic_launch.config.output.Output` and the log directory."""
+"""Reads :class:`~elastic_launch.config.output.Output` and the log directory from flags and environment."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def read_output(values: Values) -> Output:
-    """Put the settings of the workers' output together.
+    """Build the settings of the workers' output.
 
     Raises:
-        UsageError: on a value that is not what its flag takes.
+        UsageError: on a value that its flag does not accept.
     """
     ranks = values.text("--local-ranks-filter")
     out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
@@ -57,10 +57,10 @@ def read_output(values: Values) -> Output:
 
 
 def read_log_format(text: str | None) -> str:
-    """Return the form of the launcher's own lines.
+    """Return the format of the launcher's own lines.
 
     Raises:
-        UsageError: if there is no such form.
+        UsageError: if there is no such format.
     """
     if text is None:
         return LaunchConfig.log_format
@@ -70,15 +70,15 @@ def read_log_format(text: str | None) -> str:
 
 
 def read_log_dir(values: Values) -> tuple[Path, Path | None]:
-    """Return the base of the logs, and where the link to the newest run belongs if not there.
+    """Return the base directory of the logs, and that of the link to the newest run if it is elsewhere.
 
     Raises:
-        UsageError: if the directory cannot be written.
+        UsageError: if the directory is not writable.
     """
     text = values.text("--log-dir")
     if text is None and values.torchrun:
         return _writable(Path(_temporary()) / f"torchelastic_{secrets.token_hex(4)}"), None
-    if text is None or text == os.devnull:  # elasticctl finds a run by its files, whether logs are kept or not
+    if text is None or text == os.devnull:  # elasticctl finds a run by its files, even if no logs are kept
         base = state_directory(values.environ)
         path = base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
         if not writable(path):
@@ -88,15 +88,15 @@ def read_log_dir(values: Values) -> tuple[Path, Path | None]:
                 "Name a directory with --log-dir DIR, or with XDG_STATE_HOME.",
             )
         return path, base
-    # Workers may change their directory, and still have to find their error files.
+    # Absolute: workers may change their directory, and still have to find their error files.
     return _writable(Path(os.path.abspath(text))), None
 
 
 def make_run_directory(config: LaunchConfig) -> LaunchConfig:
-    """Make the run's directory, for this user alone, where no other user can have prepared it.
+    """Create the run's directory, accessible only to this user, where no other user can have prepared it.
 
     Returns:
-        the configuration; with another log directory if another user may control the default one.
+        The configuration; with another log directory if another user may control the default one.
 
     Raises:
         UsageError: if another user may control the run's directory in the given one.
@@ -108,7 +108,7 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
                 "Name a directory of yours with --log-dir, or another --rdzv-id.",
             )
     else:
-        with contextlib.suppress(OSError):  # said where something is written
+        with contextlib.suppress(OSError):  # reported when something is written
             make_private(config.link_dir)
         if reason := untrusted(config.link_dir, exclusive=True):
             fresh = _fresh()
@@ -146,9 +146,9 @@ def _writable(path: Path) -> Path:
 
 
 def _tell_without_effect(output: Output) -> None:
-    """Say which flags do nothing beside the others."""
+    """Log which flags have no effect in combination with others."""
     named = output.redirects.named() | output.tee.named() | output.local_ranks
-    ranks = [*named, max(named, default=-1) + 1]  # the last one stands for all others
+    ranks = [*named, max(named, default=-1) + 1]  # the last one represents all others
     for name, std, filters in (("stdout", Std.OUT, output.stdout_filters), ("stderr", Std.ERR, output.stderr_filters)):
         if not filters or output.logs_specs:
             continue
@@ -165,7 +165,7 @@ def _streams(values: Values, name: str) -> Streams:
 
 
 def _filters(values: Values, name: str) -> tuple[str, ...]:
-    """Split at commas; a double one stands for a comma, as in torchrun."""
+    """Split at commas; a double comma is a literal comma, as in torchrun."""
     text = values.text(name)
     if text is None:
         return ()
@@ -187,9 +187,9 @@ def _layout(values: Values) -> str:
 
 def _logs_specs(values: Values) -> str:
     name = values.text("--logs-specs")
-    if name is None or name == "default":  # torch's own specs: their settings are ours, their layout is not
+    if name is None or name == "default":  # torch's own specs: same settings, but not the same layout
         return ""
-    from importlib.metadata import entry_points  # which takes a while
+    from importlib.metadata import entry_points  # slow to import
 
     known = sorted({point.name for point in entry_points(group=LOGS_SPECS_GROUP)} | {"default"})
     if name not in known:

@@ -1,6 +1,6 @@
-"""The programs of this project, as pip installs them.
+"""Entry points of the installed programs.
 
-Before their imports Ctrl-C is made to end the process as it is: a traceback would tell its reader nothing.
+Before their imports, Ctrl-C is set to end the process silently, since a traceback would not help the user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From flags to where the nodes of a run meet: the backend, its address, and which node this is."""
+"""Reads where the nodes of a run meet from flags: the backend, its address, and this node's rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Meeting", "read_meeting"]
 log = logging.getLogger("elastic_launch.cli.main")
 
 _ALIASES = {f"elastic-{name}": name for name, kind in BACKENDS.items() if not kind.fixed_ranks}
-"""This project's own under the names by which torchrun knows them."""
+"""This project's backends by the names under which torchrun knows them."""
 
 _OF_TORCH = ("etcd-v2",)
-"""What torch itself registers beside c10d, etcd and static, which it has an equal for here."""
+"""Backends that torch itself registers besides c10d, etcd and static, which have an equivalent here."""
 
 MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500
 """torchrun's defaults."""
@@ -93,7 +93,7 @@ def _tell_ignored(values: Values, limits: Limits) -> None:
 
 
 def _backend(values: Values, limits: Limits) -> str:
-    """Return the backend: the one that is named, or the one that torchrun would take for what else is given."""
+    """Return the backend: the named one, or the one that torchrun would choose for the other flags."""
     text = values.text("--rdzv-backend")
     master = values.text("--master-addr") is not None or values.text("--master-port") is not None
     endpoint = values.text("--rdzv-endpoint")
@@ -101,7 +101,7 @@ def _backend(values: Values, limits: Limits) -> str:
     backend = implied if text is None else _known(text)
     free_port = endpoint is None and values.text("--master-port") in (None, "0")
     if kind_of(backend).fixed_ranks and limits.max_nodes == 1 and free_port:
-        return LaunchConfig.backend  # as torchrun: one node needs no address
+        return LaunchConfig.backend  # as in torchrun, one node needs no address
     return backend
 
 
@@ -109,7 +109,7 @@ def _known(text: str) -> str:
     backend = _ALIASES.get(text, text)
     if backend in BACKENDS:
         return backend
-    from importlib.metadata import entry_points  # which takes a while
+    from importlib.metadata import entry_points  # slow to import
 
     others = sorted({*_OF_TORCH, *_registered(), *(found.name for found in entry_points(group="torchrun.handlers"))})
     if backend not in others:
@@ -122,14 +122,14 @@ def _known(text: str) -> str:
 
 
 def _registered() -> Mapping[str, Any]:
-    """What this process has registered with torch, which only a process can have that has imported it."""
+    """Return the handlers that this process has registered with torch; none if it has not imported torch."""
     module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
     registry: Mapping[str, Any] = getattr(getattr(module, "rendezvous_handler_registry", None), "_registry", {})
     return {name: creator for name, creator in registry.items() if name not in BACKENDS}
 
 
 def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
-    """Return where the store is: one address, or several of an etcd cluster; none if this node is to host it."""
+    """Return where the store is: one address, or several of an etcd cluster; none if this node hosts it."""
     if not kind_of(backend).elected:
         return () if asked is None else (parse_endpoint(asked),)
     if asked is None:
@@ -146,7 +146,7 @@ def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[End
 
 
 def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
-    """Fixed members with fixed ranks, whose master is where the user says."""
+    """Return the meeting of fixed members with fixed ranks, at the master's address that the user gives."""
     named = "--rdzv-backend static" if values.text("--rdzv-backend") else "--master-addr or --master-port"
     if limits.min_nodes != limits.max_nodes and not values.torchrun:
         raise UsageError(

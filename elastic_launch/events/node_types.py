@@ -1,4 +1,4 @@
-"""What happens on one node; :mod:`elastic_launch.events.types` has these names, too, and the leader's decisions."""
+"""Events of one node. :mod:`elastic_launch.events.types` exports them, too, and has the leader's decisions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OrderReceived(Event):
-    """The node got an order from the leader.
+    """The node received an order from the leader.
 
     Attributes:
-        kind: of a break or drain, as of a broken round.
+        kind: for a break or drain, the kind as of a broken round.
     """
 
     order: str
@@ -45,13 +45,13 @@ class LinkChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class NoticeReceived(Event):
-    """The node was told that it is to go.
+    """The node received a preemption or similar notice.
 
     Attributes:
         source: AWS, GCP, Azure, Slurm, file or signal.
         kind: preemption, maintenance, rebalance, scale-in, time limit or request.
-        seconds: that are left; None if that is not known.
-        leaves: whether it leaves the run because of it.
+        seconds: seconds that are left; None if unknown.
+        leaves: whether the node leaves the run because of it.
     """
 
     source: str
@@ -66,7 +66,7 @@ class WorkerStarted(Event):
     """A worker process was started.
 
     Attributes:
-        start_s: seconds that its start took the agent.
+        start_s: seconds that the agent took to start it.
     """
 
     round: int
@@ -84,7 +84,7 @@ class WorkerExited(Event):
     Attributes:
         exit_code: its exit code, -N for signal N.
         ran_s: seconds since its start.
-        stopped: whether the agent had told it to stop.
+        stopped: whether the agent had ordered it to stop.
     """
 
     round: int
@@ -98,13 +98,13 @@ class WorkerExited(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrainingBegun(Event):
-    """The first of this node's workers has come to where training begins or goes on.
+    """The first of this node's workers has reached the point where training begins or resumes.
 
     Attributes:
         rank: its rank.
         step: optimizer steps done before.
-        total: steps of the whole training, 0 if that is not known.
-        restore_s: seconds that restoring the state took it.
+        total: steps of the whole training; 0 if unknown.
+        restore_s: seconds that it took to restore the state.
     """
 
     round: int
@@ -116,7 +116,7 @@ class TrainingBegun(Event):
 
 @dataclass(frozen=True, slots=True)
 class FirstStep(Event):
-    """The round's first optimizer step is done; step counts those done so far."""
+    """The round's first optimizer step is done; ``step`` counts those done so far."""
 
     round: int
     step: int
@@ -124,11 +124,11 @@ class FirstStep(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundSteps(Event):
-    """This node's workers of a round do no more steps.
+    """This node's workers have done their last step in a round.
 
     Attributes:
         first, last: optimizer steps done when training began and when it ended.
-        trained_s: seconds from its beginning to the last step done.
+        trained_s: seconds from the beginning of training to the last step done.
     """
 
     round: int
@@ -139,12 +139,12 @@ class RoundSteps(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
-    """A checkpoint that this node has written is committed to durable storage.
+    """A checkpoint written by this node is committed to durable storage.
 
     Attributes:
-        round: in which it was, or which was the last before.
+        round: the round in which it was committed, or the last one before.
         step: optimizer steps done.
-        path: directory or URL; empty where a worker has written it, which does not say.
+        path: directory or URL; empty if a worker wrote it, since workers do not report it.
     """
 
     round: int

@@ -1,6 +1,6 @@
-"""What all events have in common, and where they go; which there are is :mod:`elastic_launch.events.types`' business.
+"""The base class of events, and the sinks that receive them.
 
-That module has these names, too.
+:mod:`elastic_launch.events.types` defines the events, and exports these names, too.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events. ``leader`` events are decisions about membership: shown to people, one line each.
+    """Base class of all events. ``leader`` events are decisions about membership, shown to users, one line each.
 
-    An event whose ``line`` is empty is told by another one.
+    An event whose ``line`` is empty is covered by another event.
     """
 
     leader: ClassVar[bool] = False
 
     def line(self) -> str:
-        """Who, why, what is next, in one line."""
+        """Return which node, why, and what happens next, in one line."""
         return " ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 class EventSink(Protocol):
-    """Takes events from any thread."""
+    """Receives events. Thread-safe."""
 
     def emit(self, event: Event) -> None:
-        """Record the event; never blocks for long, never fails."""
+        """Record the event; never blocks for long and never raises."""
         ...
 
 
@@ -49,9 +49,9 @@ class JsonLines:
     """Appends events to a file as JSON lines.
 
     Args:
-        path: the file; made with its directory at the first event.
-        on_error: told once, if the file cannot be written; the run goes on.
-        writer: writes it, so that nobody waits; without one events are written at once.
+        path: the file; created with its directory at the first event.
+        on_error: called once if the file cannot be written; the run continues.
+        writer: writes in the background; without one, events are written synchronously.
     """
 
     def __init__(

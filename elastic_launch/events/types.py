@@ -1,8 +1,8 @@
-"""What happens in a run, as typed events, and where they go.
+"""The typed events of a run, and their files.
 
-Each node writes its own ``events-<node id>.jsonl``; the leader's decisions are in the leader's node's file. A line
-holds ``event`` (the name), ``time`` (UTC, for people), ``clock`` (this host's monotonic clock in seconds, for
-durations) and the fields of the event. Times of two hosts are not comparable.
+Each node writes its own ``events-<node id>.jsonl``; the leader's decisions are in the file of the leader's node. A line
+contains ``event`` (the name), ``time`` (UTC, for readers), ``clock`` (this host's monotonic clock in seconds, for
+durations) and the fields of the event. Times of different hosts are not comparable.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NodeLost(Event):
 
     Attributes:
         detect_s: seconds from its last sign of life, as far as the leader can tell.
-        broke: number of the round that was broken for it, 0 if none was.
+        broke: number of the round that was broken because of it; 0 if none was.
     """
 
     leader: ClassVar[bool] = True
@@ -95,10 +95,10 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft(Event):
-    """A node said that it leaves.
+    """A node announced that it leaves.
 
     Attributes:
-        broke: number of the round that was drained or broken for it, 0 if none was.
+        broke: number of the round that was drained or broken because of it; 0 if none was.
     """
 
     leader: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class NodeLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeRefused(Event):
-    """A node that does not fit the run was sent away."""
+    """A node that does not fit the run was refused."""
 
     leader: ClassVar[bool] = True
     node: str
@@ -125,11 +125,11 @@ class NodeRefused(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeDiffers(Event):
-    """A node that fits the run came with other arguments or limits than it has; told once for nodes that differ alike.
+    """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences.
 
     Attributes:
-        arguments: what differs between its script's arguments and those of the leader's node.
-        limits: its limits and those of the run, if they differ.
+        arguments: the differences between its script's arguments and those of the leader's node.
+        limits: its limits and the run's, if they differ.
     """
 
     leader: ClassVar[bool] = True
@@ -145,10 +145,10 @@ class NodeDiffers(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundFormed(Event):
-    """A round is recorded and ordered.
+    """A round was recorded and ordered.
 
     Attributes:
-        form_s: seconds since the last round was broken, or since the leader began.
+        form_s: seconds since the last round was broken, or since the leader's term began.
     """
 
     leader: ClassVar[bool] = True
@@ -174,8 +174,9 @@ class RoundBroken(Event):
 
     Attributes:
         kind, cause: as first reported.
-        lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is not known.
-        next: empty if it may cost a restart, as if a worker has failed: what follows is said when that is judged.
+        lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is unknown.
+        next: what follows; empty if the round may cost a restart, for example after a worker's failure: then what follows
+            is reported once the round is judged.
     """
 
     leader: ClassVar[bool] = True
@@ -193,7 +194,7 @@ class RoundBroken(Event):
 
 @dataclass(frozen=True, slots=True)
 class CauseFound(Event):
-    """A later report tells why a round was broken: what was reported first had followed from it."""
+    """A later report gives the actual cause of a broken round, from which the first report had followed."""
 
     leader: ClassVar[bool] = True
     round: int
@@ -206,11 +207,11 @@ class CauseFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundDraining(Event):
-    """A round is to end after the same step on all ranks.
+    """A round was ordered to end after the same step on all ranks.
 
     Attributes:
-        kind: as of a broken round.
-        seconds: after which it is broken instead; None for no such limit.
+        kind: the kind as of a broken round.
+        seconds: time after which it is broken instead; None for no limit.
     """
 
     leader: ClassVar[bool] = True
@@ -230,7 +231,7 @@ class RoundDrained(Event):
 
     Attributes:
         step: optimizer steps done.
-        drain_s: seconds since it was ordered.
+        drain_s: seconds since the drain was ordered.
     """
 
     leader: ClassVar[bool] = True
@@ -250,8 +251,8 @@ class RestartCharged(Event):
     """A broken round was charged to the restart budget.
 
     Attributes:
-        idle: restarts in a row without progress, if it is charged for that; else 0.
-        delay_s: seconds for which the next round waits, because workers failed soon after their start again.
+        idle: consecutive restarts without progress, if it is charged for that; else 0.
+        delay_s: seconds for which the next round is delayed because workers again failed soon after their start.
     """
 
     leader: ClassVar[bool] = True
@@ -273,12 +274,13 @@ class RestartCharged(Event):
 
 @dataclass(frozen=True, slots=True)
 class ResizeSkipped(Event):
-    """Nodes wait for a running round that has room for them: the run ends before a resize pays.
+    """Nodes wait although the running round has room for them, since the run ends before a resize would pay off.
 
     Attributes:
-        remaining_s: seconds that the present round still needs, by its own estimate.
-        saved_s: of these, what the larger round would save; see :mod:`elastic_launch.rendezvous.leader.resize_payoff`.
-        cost_s: what a resize costs.
+        remaining_s: seconds that the current round still needs, by its own estimate.
+        saved_s: seconds of these that the larger round would save; see
+            :mod:`elastic_launch.rendezvous.leader.resize_payoff`.
+        cost_s: seconds that a resize costs.
     """
 
     leader: ClassVar[bool] = True
@@ -297,10 +299,10 @@ class ResizeSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaderElected(Event):
-    """A node leads from now on; only where no node hosts the run.
+    """A node became the leader; only emitted if no node hosts the run.
 
     Attributes:
-        cause: ``first``, or why the one before leads no longer.
+        cause: ``first``, or why the previous leader no longer leads.
     """
 
     leader: ClassVar[bool] = True
@@ -331,7 +333,7 @@ class Parked(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunResized(Event):
-    """Somebody changed how many nodes the run may have."""
+    """A user changed how many nodes the run may have."""
 
     leader: ClassVar[bool] = True
     min_nodes: int
@@ -355,7 +357,7 @@ class RunEnded(Event):
     lasted_s: float
 
     def line(self) -> str:
-        return ""  # every agent's summary tells it
+        return ""  # every agent's summary shows it
 
 
 def counted(number: int, noun: str) -> str:

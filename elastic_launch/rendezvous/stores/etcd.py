@@ -205,7 +205,7 @@ class EtcdStore:
             raise StoreError(f"The client of etcd at {self._where()} hung for {timeout:g} s.") from None
 
     async def _until_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        # A cancellation's traceback refers to the call that it ended; the future would keep it until garbage collection.
+        # A cancellation's traceback refers to the call it ended; the future would keep it until garbage collection.
         with contextlib.suppress(asyncio.CancelledError):
             return await work
         raise self._closed_error() if self._closing.is_set() else asyncio.CancelledError
