@@ -280,7 +280,7 @@ def _command(options: _Options) -> tuple[str, ...]:
 
 
 def _platform_logs(environ: Mapping[str, str]) -> str | None:
-    """Return the format of the log files that MosaicML's platform expects, for stdout and stderr; None elsewhere."""
+    """Return the file format that MosaicML's platform expects for stdout and stderr together; None elsewhere."""
     if environ.get("MOSAICML_PLATFORM", "").lower() != "true":
         return None
     where = [environ.get(name, "") for name in ("MOSAICML_LOG_DIR", "MOSAICML_GPU_LOG_FILE_PREFIX")]

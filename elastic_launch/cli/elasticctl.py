@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line.
 
     Returns:
-        0 on success, 1 if the request was not carried out or the run has ended, 2 on a wrong command line, 95 if the run
-        is not found, does not answer or refuses.
+        0 on success, 1 if the request was not carried out or the run has ended, 2 on a wrong command line, 95 if the
+        run is not found, does not answer or refuses.
     """
     options = parser().parse_args(argv)
     try:

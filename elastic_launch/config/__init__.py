@@ -1,4 +1,4 @@
-"""Validated configuration of a launch, independent of where the values come from.
+"""Validated configuration of a launch, independent of the source of its values.
 
 ``launch_config``   :class:`~elastic_launch.config.launch_config.LaunchConfig` and its parts
 ``backends``        what distinguishes the rendezvous backends

@@ -12,10 +12,10 @@ class BackendKind:
     """How the nodes of a run find each other.
 
     Attributes:
-        name: as ``--rdzv-backend`` takes it.
+        name: the value of ``--rdzv-backend``.
         elected: the endpoints are servers that keep the records of many runs, and any node may lead. Otherwise the
             endpoint is a node of the run, which leads.
-        fixed_ranks: every node is given its rank, and the workers meet at the endpoint, too.
+        fixed_ranks: every node is assigned its rank, and the workers meet at the endpoint, too.
     """
 
     name: str
@@ -30,5 +30,5 @@ BACKENDS = {
 
 
 def kind_of(backend: str) -> BackendKind:
-    """Return the kind of a backend; one of torch's own has none of the properties."""
+    """Return the kind of a backend; torch's own backends have none of the properties."""
     return BACKENDS.get(backend) or BackendKind(backend)

@@ -1,6 +1,6 @@
-"""What a launch is made of: frozen values, validated where they are made.
+"""The configuration of a launch: frozen dataclasses, validated on construction.
 
-:class:`LaunchConfig` is what the command line produces and the agent consumes.
+The command line produces a :class:`LaunchConfig`, and the agent consumes it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 LONGEST_WAIT = 1e6
-"""Seconds: eleven days. poll(2) takes milliseconds in an int, so a wait or a sum beyond 24 days overflows."""
+"""Longest wait in seconds: eleven days. poll(2) takes milliseconds in an int, so waits beyond 24 days overflow."""
 
 BEATS_PER_SECOND = 1000
-"""Beats that a leader reads, and sends, in a second before nodes beat less often than ``beat`` says."""
+"""Beats that a leader reads, and sends, per second before nodes beat less often than ``beat`` says."""
 
 ETCD_PORT = 2379
-"""Where etcd listens for its clients unless configured."""
+"""etcd's default client port."""
 
 ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 """The fields of :class:`Timing` that may be 0."""
@@ -54,10 +54,10 @@ ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that hold for the whole run: those of the first node that comes, unless it is resized.
+    """Limits of the whole run: those of its first node, unless the run is resized.
 
     Raises:
-        UsageError: on a range that holds no number of nodes.
+        UsageError: on an empty or invalid range of nodes.
     """
 
     min_nodes: int = 1
@@ -79,7 +79,7 @@ class Limits:
             raise UsageError(f"--max-restarts is {self.max_restarts}.", "Give 0 (never restart) or more.")
 
     def resized(self, min_nodes: int, max_nodes: int) -> Limits:
-        """Return the same for other numbers of nodes."""
+        """Return these limits with other numbers of nodes."""
         return replace(self, min_nodes=min_nodes, max_nodes=max_nodes)
 
     def __str__(self) -> str:
@@ -88,16 +88,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The rendezvous' deadlines, in seconds; the keys of ``--rdzv-conf``.
+    """Deadlines of the rendezvous, in seconds; the keys of ``--rdzv-conf``.
 
     Attributes:
-        join_settle: how long the first round waits, with at least min nodes, for a further arrival.
+        join_settle: how long the first round, once it has min nodes, waits for another arrival.
         dead_after: silence after which a node counts as dead.
         min_wait: how long a run below min nodes stays parked before it ends with 94.
         return_after: how long a live member may take to stop its workers after a break, beyond its shutdown timeout.
         resize_delay: quiet time after an arrival before a running round is resized.
         beat: interval of the beats on a link.
-        join_timeout: how long to look for the endpoint, and for members to start a round's workers.
+        join_timeout: how long to search for the endpoint, and to wait for members to start a round's workers.
         read_timeout: deadline of one call to the control store.
     """
 
@@ -121,16 +121,16 @@ class Timing:
             )
 
     def beat_among(self, nodes: int) -> float:
-        """Interval of the beats, in seconds, where so many nodes may beat: all together BEATS_PER_SECOND, if possible.
+        """Return the interval of beats in seconds for so many nodes: together at most BEATS_PER_SECOND, if possible.
 
-        A fifth of ``dead_after`` is the most: by so much does a node count itself as cut off before its leader does.
+        The maximum is a fifth of ``dead_after``: a node considers itself cut off that much earlier than its leader does.
         """
         return max(self.beat, min(nodes / BEATS_PER_SECOND, self.dead_after / 5))
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A host and a port as the user wrote them; port 0 means any free one."""
+    """A host and a port as the user wrote them; port 0 means any free port."""
 
     host: str
     port: int
@@ -144,13 +144,13 @@ class Command:
     """What every worker executes.
 
     Attributes:
-        argv: the process' whole argument vector.
-        display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given;
-            without the interpreter, whose path may differ by node. Fit to stand behind our flags. Of a Python function
+        argv: the complete argument vector of the process.
+        display: script and arguments as the user gave them, after ``-m`` or ``--no-python`` if given; without the
+            interpreter, whose path may differ by node. Can be appended to the launcher's flags. For a Python function,
             its name.
-        inherit: descriptors of the agent's that the process has, too.
-        function: whether it calls a Python function, which :mod:`elastic_launch.api` was given.
-        forked: whether workers are copies of the process that gave the function; then ``argv`` is not executed.
+        inherit: descriptors of the agent that the process inherits.
+        function: whether it calls a Python function that was passed to :mod:`elastic_launch.api`.
+        forked: whether workers are forked from the process that passed the function; then ``argv`` is not executed.
     """
 
     argv: tuple[str, ...]
@@ -164,9 +164,9 @@ class Command:
 
     @property
     def target(self) -> tuple[str, str]:
-        """What is run: a script or a program by its file's name, since paths may differ by node; a module by its name.
+        """What is run: a script or program by its file name, since paths may differ by node; a module by its name.
 
-        Whether a script is run by ``--run-path`` makes no difference.
+        ``--run-path`` makes no difference.
         """
         first, *rest = self.display
         if self.function:
@@ -183,32 +183,32 @@ class LaunchConfig:
     """One node's part in one run.
 
     Attributes:
-        command: what the workers execute; :mod:`elastic_launch.api` puts in what it is called with.
+        command: what the workers execute; :mod:`elastic_launch.api` sets it from its call.
         nproc: workers on this node.
-        endpoint: where the control store is; None: this node hosts it.
-        endpoints: all addresses of an etcd cluster, the first of them is ``endpoint``; empty on c10d.
-        announce: this node chose the endpoint itself and others may join: print how.
-        found_out: what nobody said and this node found out by itself, in words.
-        node_id: name of this node, unique in the run; a second agent with the same one replaces the first.
-        node_rank: wanted rank of this node, or None.
-        local_addr: address to advertise, verbatim; None: source address of the route to the endpoint.
+        endpoint: where the control store is; None if this node hosts it.
+        endpoints: all addresses of an etcd cluster, the first of which is ``endpoint``; empty on c10d.
+        announce: whether to print how to join, since this node chose the endpoint itself and others may join.
+        found_out: the defaults that this node derived by itself, as text.
+        node_id: name of this node, unique in the run; a second agent with the same name replaces the first.
+        node_rank: requested rank of this node, or None.
+        local_addr: address to advertise, verbatim; None for the source address of the route to the endpoint.
         is_host: whether this node hosts the run; None: if the endpoint is an address of this host.
-        health_port: where to answer probes of this agent's health, or None.
-        health_host: the address to answer them at; None: the one that the node advertises.
-        reuse: begin a new run if the one under this id has ended.
-        shutdown_timeout: grace of workers between SIGTERM and SIGKILL, in seconds.
+        health_port: port of this agent's health probes, or None.
+        health_host: address of the health probes; None for the address that the node advertises.
+        reuse: whether to begin a new run if the run with this id has ended.
+        shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
-        log_name: name of the run's directory in ``log_dir``; empty: the run's own.
-        link_dir: where the link ``latest`` to the run's directory is; None: in ``log_dir``.
-        output: what becomes of the workers' output.
-        log_format: form of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
-        token: the run's secret, or None; part of no output and of no digest.
-        own_token: whether this agent has made it, and keeps it in a file for elasticctl.
-        warm: fork workers from a process that has their imports done, where possible.
-        preload, no_preload: modules that it imports besides those of the script, or leaves out.
-        notices: what may tell this node that it is to go soon.
-        foreign: where nodes meet by a handler of somebody else's, which ``backend`` names; None: by one of ours.
-        torchrun: whether all that fails counts as a crash, and ends in torchrun's exit codes.
+        log_name: name of the run's directory in ``log_dir``; empty for the run id.
+        link_dir: where the link ``latest`` to the run's directory is; None for ``log_dir``.
+        output: how the workers' output is shown and kept.
+        log_format: format of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
+        token: the run's secret, or None; never part of any output or digest.
+        own_token: whether this agent generated it, and keeps it in a file for elasticctl.
+        warm: fork workers from a process that has already done their imports, where possible.
+        preload, no_preload: modules that it imports in addition to the script's, or leaves out.
+        notices: sources of preemption notices.
+        foreign: the rendezvous of another package's handler, which ``backend`` names; None for this project's own.
+        torchrun: whether every failure counts as a crash and ends in torchrun's exit codes.
     """
 
     command: Command = Command((), ())
@@ -267,41 +267,41 @@ class LaunchConfig:
 
     @property
     def kind(self) -> BackendKind:
-        """What distinguishes the backend."""
+        """The kind of the backend."""
         return kind_of(self.backend)
 
     @property
     def run_directory(self) -> Path:
-        """Where this run's logs and events go."""
+        """Directory of this run's logs and events."""
         return self.log_dir / (self.log_name or self.run_id)
 
     @property
     def alone(self) -> bool:
-        """Whether no other node can come: the run has one, and its store is at a port that nobody is told."""
+        """Whether no other node can join: the run has one node, and its store's port is not published."""
         unknown = self.endpoint is None or self.endpoint.port == 0
         return self.limits.max_nodes == 1 and unknown and self.foreign is None
 
     def digest(self) -> str:
-        """SHA-256 over what must be equal on all nodes: what is run, and by which backend they meet."""
+        """Return the SHA-256 over what must be equal on all nodes: what is run, and the backend."""
         value = [*self.command.target, self.backend]
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _file_name(path: str) -> str:
-    """The last part of a path, also of ``.``, and of a directory that is written with a slash at its end."""
+    """Return the last part of a path, also for ``.`` and for a directory with a trailing slash."""
     name = os.path.basename(os.path.normpath(path))
     return name if name not in (os.curdir, os.pardir) else os.path.basename(os.path.abspath(path))
 
 
 def check_seconds(asked: str, value: float, *, zero: bool) -> float:
-    """Return value if it is a time that can be waited for.
+    """Return ``value`` if it is a valid time to wait.
 
     Args:
         asked: the setting as the user wrote it, for the error.
-        zero: whether not waiting at all makes sense.
+        zero: whether 0 is allowed.
 
     Raises:
-        UsageError: on a negative, endless or undefined time.
+        UsageError: on a negative, infinite or undefined time.
     """
     if not math.isfinite(value) or value < 0 or value > LONGEST_WAIT or (value == 0 and not zero):
         raise UsageError(
@@ -362,12 +362,12 @@ def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-en
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """Parse the client addresses of an etcd cluster: several with commas, each as :func:`parse_endpoint` takes it.
+    """Parse the comma-separated client addresses of an etcd cluster, each as for :func:`parse_endpoint`.
 
-    ``http://`` before an address, as etcdctl takes it, does no harm. The port is 2379 unless given.
+    ``http://`` before an address is accepted, as by etcdctl. The default port is 2379.
 
     Raises:
-        UsageError: if text is none of these, or asks for TLS.
+        UsageError: if text is none of these, or requests TLS.
     """
     if "https://" in text:
         raise UsageError(
@@ -386,17 +386,17 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def parse_health_port(text: str) -> Endpoint:
-    """Parse ``port`` or ``host:port``; as there is always a port, an IPv6 address needs no brackets.
+    """Parse ``port`` or ``host:port``; since there is always a port, an IPv6 address needs no brackets.
 
     Returns:
-        an endpoint whose host is empty if none is given.
+        An endpoint whose host is empty if none is given.
 
     Raises:
         UsageError: if text is neither.
     """
     host, colon, port = text.strip().rpartition(":")
     if re.fullmatch(r"[0-9]{1,9}", port) and not colon:
-        return Endpoint("", int(port))  # whose range is checked with the rest
+        return Endpoint("", int(port))  # its range is checked later
     hint = "Write PORT or HOST:PORT, as in --health-port 29480 or --health-port 127.0.0.1:29480."
     if not host or not re.fullmatch(r"[0-9]{1,5}", port):
         raise UsageError(f"--health-port {text!r} is not a port.", hint)
@@ -414,13 +414,13 @@ def _is_v6(text: str) -> bool:
 
 
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """The user's state directory for this program (XDG Base Directory Specification 0.8).
+    """Return the user's state directory for this program (XDG Base Directory Specification 0.8).
 
-    A user without a home directory, or with one that cannot be written, as in some containers, gets one for temporary
-    files: nobody who drops torchrun should meet a flag that he must set.
+    A user without a writable home directory, as in some containers, gets a directory for temporary files, so that a
+    user who comes from torchrun does not have to set a flag.
 
     Args:
-        environ: the variables to go by; None: those of this process.
+        environ: the environment variables; None for those of this process.
     """
     variables = os.environ if environ is None else environ
     base = variables.get("XDG_STATE_HOME", "")
@@ -434,12 +434,12 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
         return Path(base) / "elastic-launch"
     try:
         temporary = tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written, which is for those to say who need one
+    except FileNotFoundError:  # no directory is writable; callers that need one report it
         temporary = "/tmp"
     return Path(temporary) / f"elastic-launch-{os.getuid()}"
 
 
 def writable(path: Path) -> bool:
-    """Whether a directory can be written, or made and written."""
+    """Whether a directory is writable, or can be created."""
     base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     return os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)

@@ -1,4 +1,4 @@
-"""What may tell a node that it is to go soon: clouds, Slurm, a file, a signal."""
+"""Sources of preemption notices: clouds, Slurm, a file, a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNTOUCHABLE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-"""Signals that no process can handle, or that say something of the process itself."""
+"""Signals that no process can handle, or that report a fault of the process itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class NoticeSource:
 
     Attributes:
         kind: one of KINDS but ``none``.
-        path: of ``file``.
-        number: the signal that this source takes from all others; None: none.
-        seconds: that a signal leaves; None: not said.
-        early: leave at a recommendation, too, before the interruption is certain; AWS.
+        path: the path, for ``file``.
+        number: the signal that this source reserves; None for no signal.
+        seconds: time between the signal and the end; None if not given.
+        early: also leave on a recommendation, before the interruption is certain; AWS only.
     """
 
     kind: str
@@ -51,7 +51,7 @@ AUTO = NoticeSource("auto")
 
 
 def claimed(sources: Iterable[NoticeSource]) -> tuple[signal.Signals, ...]:
-    """Return the signals that are notices, and nothing else."""
+    """Return the signals that are reserved for notices."""
     return tuple(dict.fromkeys(source.number for source in sources if source.number is not None))
 
 
@@ -62,7 +62,7 @@ def parse_source(asked: str, text: str) -> NoticeSource | None:
         asked: the flag, for errors.
 
     Raises:
-        UsageError: on what is no source.
+        UsageError: if it is not a source.
     """
     kind, colon, rest = text.strip().partition(":")
     kind = kind.lower()
@@ -74,7 +74,7 @@ def parse_source(asked: str, text: str) -> NoticeSource | None:
         case "aws", "rebalance":
             return NoticeSource(kind, early=True)
         case "slurm", "" if not colon:
-            # What sbatch's --signal names most often; another one is named by signal:.
+            # The most common choice for sbatch's --signal; another signal is given by signal:.
             return NoticeSource(kind, number=signal.SIGUSR1)
         case (("auto" | "aws" | "gcp" | "azure"), "") if not colon:
             return NoticeSource(kind)

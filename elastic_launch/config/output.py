@@ -1,6 +1,6 @@
-"""What becomes of the workers' output: which streams are shown, with which prefix, and which files they go to.
+"""The workers' output: which streams are shown, with which prefix, and which files they go to.
 
-The settings are torchrun's, with torchrun's meaning; what is not torchrun's is that every stream is kept in a file.
+The settings are torchrun's, with torchrun's meaning, except that every stream is kept in a file.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = [
 LAYOUTS = ("rounds", "torchrun")
 
 LATEST = "latest"
-"""The name of the link to the newest run's directory."""
+"""Name of the link to the newest run's directory."""
 
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 """torch's group of entry points for --logs-specs."""
 
 LOG_FORMATS = ("plain", "time", "json")
-"""Forms of the launcher's own lines."""
+"""Formats of the launcher's own lines."""
 
 TORCH_HEADER = "[${role_name}${local_rank}]:"
-"""What torchrun puts before each line of a tee'd stream unless told otherwise."""
+"""torchrun's default prefix of each line of a tee'd stream."""
 
 FORMAT_NAMES = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
-"""What a file's name may hold in braces; the names are Composer's."""
+"""Names that may stand in braces in a file name; they are Composer's."""
 
 
 class Std(enum.IntFlag):
-    """A worker's streams, by the numbers that torchrun gives them."""
+    """A worker's streams, with torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -61,7 +61,7 @@ class Streams:
     """A choice of streams.
 
     Attributes:
-        others: those of every local rank that ``ranks`` does not name.
+        others: the streams of every local rank that is not in ``ranks``.
         ranks: pairs of a local rank and its streams.
     """
 
@@ -69,11 +69,11 @@ class Streams:
     ranks: tuple[tuple[int, Std], ...] = ()
 
     def of(self, local_rank: int) -> Std:
-        """The streams chosen of one local rank."""
+        """Return the streams chosen for a local rank."""
         return dict(self.ranks).get(local_rank, self.others)
 
     def named(self) -> frozenset[int]:
-        """The local ranks that are not as all others."""
+        """The local ranks with their own choice."""
         return frozenset(rank for rank, _ in self.ranks)
 
     def __bool__(self) -> bool:
@@ -85,12 +85,12 @@ class Route:
     """Where one stream of one worker goes.
 
     Attributes:
-        console: whether to the agent's own stream, too.
-        path: the file that gets all of it, byte for byte; None: no file does.
-        prefix: what stands before each line on the console; with one, lines are not mixed.
-        rank: the worker's, by which prefixes are told apart on a terminal with colours.
-        filters: a line that holds one of these goes to ``matching`` as well.
-        header: what stands before each line in ``matching``.
+        console: whether it also goes to the agent's own stream.
+        path: the file that receives all of it, byte for byte; None for no file.
+        prefix: prefix of each line on the console; with a prefix, lines are not mixed.
+        rank: the worker's rank, which selects the prefix's colour on a terminal with colours.
+        filters: a line that contains one of these also goes to ``matching``.
+        header: prefix of each line in ``matching``.
     """
 
     console: bool = True
@@ -108,22 +108,22 @@ class Output:
 
     Attributes:
         redirects: streams that are not shown on the console.
-        tee: streams that are shown even so, each line with ``header`` before it.
-        local_ranks: the local ranks of which anything is shown; empty: all.
-        stdout_filters, stderr_filters: lines that hold one of these are kept in a file for all ranks of the node.
-            Of the tee'd streams if there are any, else of all; and only of streams that are shown.
-        prefix: put ``[node:rank]`` before each line that is shown.
-        header: template of tee'd lines' prefixes, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
+        tee: streams that are shown in spite of that, each line prefixed with ``header``.
+        local_ranks: the local ranks whose output is shown; empty for all.
+        stdout_filters, stderr_filters: lines that contain one of these are also kept in one file for all ranks of the
+            node. They apply to the tee'd streams if there are any, else to all; and only to streams that are shown.
+        prefix: whether to put ``[node:rank]`` before each line that is shown.
+        header: template of the prefix of tee'd lines, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
             ``${hostname}``.
         stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
-            FORMAT_NAMES in braces; empty: nowhere else.
+            FORMAT_NAMES in braces; empty for the log directory.
         keep: whether streams are kept in the log directory.
-        layout: names of the directories below the run's, one of LAYOUTS.
-        logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty: none.
-        specs: such an object itself, which a Python program has made; None: none.
+        layout: naming of the directories below the run's, one of LAYOUTS.
+        logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty for none.
+        specs: such an object that a Python program created; None for none.
 
-    Raises:
-        UsageError: if a name in braces is not known.
+        Raises:
+            UsageError: if a name in braces is unknown.
     """
 
     redirects: Streams = Streams()
@@ -157,7 +157,7 @@ class Output:
         return std in self.tee.of(local_rank) or std not in self.redirects.of(local_rank)
 
     def filters(self, local_rank: int, std: Std) -> tuple[str, ...]:
-        """By what a stream's lines are duplicated: not at all if it isn't shown, or others are tee'd and it isn't."""
+        """Return a stream's filters: none if it is not shown, or if only other streams are tee'd."""
         if not self.shows(local_rank, std) or (self.tee and std not in self.tee.of(local_rank)):
             return ()
         return self.stdout_filters if std is Std.OUT else self.stderr_filters
@@ -166,7 +166,7 @@ class Output:
         """Return where a worker's stdout and stderr go.
 
         Args:
-            directory: of the round's logs.
+            directory: the directory of the round's logs.
         """
         out = self._route(placement, directory, Std.OUT, role, node_id)
         return out, self._route(placement, directory, Std.ERR, role, node_id)
@@ -190,18 +190,18 @@ class Output:
         )
 
     def round_directory(self, number: int) -> str:
-        """Name of a round's directory in the run's."""
+        """Return the name of a round's directory in the run's directory."""
         return f"attempt_{number - 1}" if self.layout == "torchrun" else f"round_{number}"
 
     def worker_directory(self, placement: Placement) -> str:
-        """Name of a worker's directory in the round's."""
+        """Return the name of a worker's directory in the round's directory."""
         return str(placement.local_rank if self.layout == "torchrun" else placement.rank)
 
     def _matching(self, name: str, node_id: str) -> str:
         return f"filtered_{name}.log" if self.layout == "torchrun" else f"filtered_{name}-{node_id}.log"
 
     def header_of(self, placement: Placement, *, role: str, node_id: str) -> str:
-        """What stands before a worker's lines where they have a prefix."""
+        """Return the prefix of a worker's lines where they have one."""
         if self.prefix:
             return f"[{node_id}:{placement.rank}] "
         return Template(self.header).safe_substitute(
@@ -217,12 +217,12 @@ def _formatted(template: str, placement: Placement) -> Path:
 
 
 def parse_streams(asked: str, text: str) -> Streams:
-    """Parse torchrun's form: ``3`` for all local ranks, or ``0:1,1:2`` for some; 0 none, 1 stdout, 2 stderr, 3 both.
+    """Parse torchrun's syntax: ``3`` for all local ranks, or ``0:1,1:2`` for some; 0 none, 1 stdout, 2 stderr, 3 both.
 
-    Unlike torchrun's, local ranks may have several digits.
+    Unlike in torchrun, local ranks may have several digits.
 
     Raises:
-        UsageError: if text is neither; asked names the setting.
+        UsageError: if text is neither; ``asked`` names the setting.
     """
     text = text.strip()
     if re.fullmatch("[0-3]", text):
@@ -237,10 +237,10 @@ def parse_streams(asked: str, text: str) -> Streams:
 
 
 def parse_ranks(asked: str, text: str) -> frozenset[int]:
-    """Parse local ranks with commas.
+    """Parse comma-separated local ranks.
 
     Raises:
-        UsageError: if text is not that; asked names the setting.
+        UsageError: if text is not such a list; ``asked`` names the setting.
     """
     items = [item.strip() for item in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):

@@ -1,4 +1,4 @@
-"""Reading settings that are still text: numbers, times, and the keys of ``--rdzv-conf``."""
+"""Parses settings: numbers, times, and the keys of ``--rdzv-conf``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_TORCH = {
     "keep_alive_max_attempt": ("dead_after",),
     "timeout": ("join_timeout",),
 }
-"""torch's keys of --rdzv-conf that have another name here, and what each says."""
+"""torch's keys of --rdzv-conf that have other names here, with those names."""
 
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
@@ -44,7 +44,7 @@ IDLE = {
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 
-# What torch assumes if only one of the two is given.
+# torch's defaults if only one of the two is given.
 TORCH_KEEP_ALIVE_INTERVAL = 5.0
 TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
 
@@ -53,14 +53,14 @@ CONF_KEYS = (*TIMES, "is_host", "reuse", *OF_TORCH, *IDLE)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that is still text.
+    """A value that has not been parsed.
 
-    Every method raises a :class:`UsageError` if the text is not what it reads.
+    Every method raises :class:`UsageError` if the text is not of the expected type.
 
     Attributes:
-        asked: what stood before the value, for errors.
+        asked: the flag or key before the value, for errors.
         text: the value.
-        error: what is raised if the text is of another type.
+        error: the exception class to raise if the text is of another type.
     """
 
     asked: str
@@ -68,19 +68,19 @@ class Setting:
     error: type[UsageError] = CommandLineError
 
     def whole(self) -> int:
-        """Read a whole number."""
+        """Return the value as an integer."""
         if not re.fullmatch(r"[+-]?[0-9]{1,9}", self.text.strip()):
             raise self._error("is not a whole number", "Give one of at most nine digits, as in 4.")
         return int(self.text)
 
     def positive(self) -> int:
-        """Read a whole number above 0."""
+        """Return the value as an integer above 0."""
         if (value := self.whole()) < 1:
             raise self._error("is below 1", "Give 1 or more.")
         return value
 
     def seconds(self, *, zero: bool = False) -> float:
-        """Read a time to wait; zero says whether none will do."""
+        """Return the value as a time to wait; ``zero`` says whether 0 is allowed."""
         try:
             value = float(self.text)
         except ValueError:
@@ -88,7 +88,7 @@ class Setting:
         return check_seconds(f"{self.asked}{self.text}", value, zero=zero)
 
     def truth(self) -> bool:
-        """Read a yes or no in the words that torch knows."""
+        """Return the value as a bool, in the words that torch accepts."""
         word = self.text.strip().lower()
         if word in ("1", "true", "t", "yes", "y"):
             return True
@@ -101,27 +101,27 @@ class Setting:
 
 
 def default_node_id() -> str:
-    """Return a name for a node that was given none: its host's, and something that tells a host's agents apart."""
+    """Return the default node id: the host name, and a part that distinguishes agents on one host."""
     return f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
 def read_timing(layers: Iterable[Mapping[str, Setting]], *, one_wait: bool = False) -> tuple[Timing, bool | None, bool]:
-    """Put the rendezvous' settings together.
+    """Merge the settings of the rendezvous.
 
     Args:
-        layers: settings by their keys, weakest first.
-        one_wait: unless ``min_wait`` is given, it is ``join_timeout``, which says both in torch.
+        layers: settings by key, weakest first.
+        one_wait: use ``join_timeout`` for ``min_wait`` if that is not given, since it means both in torch.
 
     Returns:
-        the times, whether this node hosts the run (None: not said), and whether an ended run's id is used again.
+        The times, whether this node hosts the run (None if not given), and whether to reuse an ended run's id.
 
     Raises:
-        UsageError: on a value that is not what its key takes.
+        UsageError: on a value that its key does not accept.
     """
     settings: dict[str, Setting] = {}
     for layer in layers:
         for key in layer:
-            # Our words win over torch's, but not those in the environment over torch's in a flag.
+            # This project's keys win over torch's, but those in the environment do not win over torch's in a flag.
             for own in OF_TORCH.get(key, ()):
                 settings.pop(own, None)
         settings |= layer
@@ -160,7 +160,7 @@ def parse_conf(asked: str, text: str, *, lenient: bool = False) -> dict[str, Set
     """Parse ``key=value,key=value``.
 
     Args:
-        lenient: leave unknown keys out, and say so.
+        lenient: log and ignore unknown keys.
     """
     items = conf_items(asked, text, known=() if lenient else CONF_KEYS)
     for key in [key for key in items if key not in CONF_KEYS]:
@@ -169,10 +169,10 @@ def parse_conf(asked: str, text: str, *, lenient: bool = False) -> dict[str, Set
 
 
 def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, str]:
-    """Split ``key=value,key=value``, which may be in quotes; without known keys any will do."""
+    """Split ``key=value,key=value``, optionally quoted; without known keys, any key is accepted."""
     found: dict[str, str] = {}
     text = text.strip()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # no shell has removed them: a list of args in YAML
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # not removed by a shell: a list of args in YAML
         text = text[1:-1]
     for item in filter(None, map(str.strip, text.split(","))):
         key, _, value = map(str.strip, item.partition("="))
@@ -185,7 +185,7 @@ def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, st
 
 
 def check_keys(asked: str, keys: Iterable[str]) -> None:
-    """Refuse keys that the rendezvous doesn't know.
+    """Reject unknown keys of the rendezvous.
 
     Raises:
         UsageError: naming the nearest known key.
@@ -199,6 +199,6 @@ def check_keys(asked: str, keys: Iterable[str]) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that the user may have meant, if any is near."""
+    """Return the known word that the user may have meant, if any is similar."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return found[0] if found else None

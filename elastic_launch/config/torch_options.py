@@ -1,4 +1,4 @@
-"""Options that come from torchrun and concern how workers are started and what they are told; and torch's version."""
+"""torchrun's options for starting workers and their environment; and torch's version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEWEST_TORCH = (2, 14)
 """The newest torch that the tests run with; a test compares it with pyproject.toml."""
 
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
-"""What torch.numa.binding.AffinityMode knows; a test compares them, since its import costs seconds."""
+"""The values of torch.numa.binding.AffinityMode; a test compares them, since its import takes seconds."""
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -36,12 +36,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What signals to the agent do.
+    """The handling of signals to the agent.
 
     Attributes:
-        leave: make this node leave the run.
-        forward: go to the workers and end nothing.
-        ignored: were ignored as this process began, and stay so.
+        leave: signals that make this node leave the run.
+        forward: signals that are forwarded to the workers and end nothing.
+        ignored: signals that were ignored when this process started, and stay ignored.
     """
 
     leave: tuple[signal.Signals, ...] = STOP_SIGNALS
@@ -51,11 +51,11 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A rendezvous of somebody else's, registered with torch, under which torch's own agent runs the workers.
+    """A third-party rendezvous that is registered with torch; torch's own agent runs the workers under it.
 
     Attributes:
-        endpoint: as the user gave it; the handler alone knows what it means.
-        conf: what is in ``--rdzv-conf``, unread.
+        endpoint: as the user gave it; only the handler interprets it.
+        conf: the content of ``--rdzv-conf``, unparsed.
     """
 
     endpoint: str
@@ -64,14 +64,14 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """Options of torchrun's.
+    """torchrun's options.
 
     Attributes:
-        event_log_handler: a log handler known to torch's elastic events, which is told how agent and workers end.
-        numa_binding: which CPUs near its GPU a worker is bound to, one of NUMA_MODES; None: it is not bound.
-        virtual_local_rank: each worker sees one GPU only, its own, and is told the local rank 0.
-        monitor_interval: seconds between two looks of torch's own agent at the workers; this project's sees an exit at
-            once, and for a Python caller it is the time between two metrics of their state.
+        event_log_handler: a log handler known to torch's elastic events; it receives how agent and workers end.
+        numa_binding: which CPUs near its GPU a worker is bound to, one of NUMA_MODES; None for no binding.
+        virtual_local_rank: each worker sees only its own GPU, and gets the local rank 0.
+        monitor_interval: seconds between two checks of the workers by torch's own agent. This project's agent notices
+            an exit at once; for a Python caller, this is the time between two metrics of the workers' state.
         start_method: how Python functions are started.
     """
 
@@ -87,13 +87,13 @@ class TorchOptions:
 
 
 def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the one GPU that a worker may see, as ``CUDA_VISIBLE_DEVICES`` names it.
+    """Return the only GPU that a worker may see, as a value of ``CUDA_VISIBLE_DEVICES``.
 
     Args:
-        environ: the agent's, in which the variable may hold a choice already.
+        environ: the agent's environment, in which the variable may already select GPUs.
 
     Raises:
-        UsageError: if there is none left for it.
+        UsageError: if no GPU is left for the worker.
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -113,12 +113,12 @@ def _one_of(flag: str, value: str, known: Iterable[str]) -> None:
 
 
 def untested_torch() -> str | None:
-    """Return a line to be logged if the torch here is newer than the tests know; it is not imported for that."""
+    """Return a line to log if the installed torch is newer than the tested ones; this does not import torch."""
     try:
         spec = find_spec("torch")
         places = spec.submodule_search_locations if spec else None
         text = Path(places[0], "version.py").read_text() if places else ""
-    except (OSError, ValueError):  # ValueError: somebody has put a torch without a spec in its place
+    except (OSError, ValueError):  # ValueError: a replaced torch module without a spec
         return None
     found = re.search(r"^__version__ *= *['\"]((\d+)\.(\d+)[^'\"]*)", text, re.MULTILINE)
     if found is None or (int(found[2]), int(found[3])) <= NEWEST_TORCH:

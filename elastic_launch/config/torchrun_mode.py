@@ -1,6 +1,6 @@
-"""Standing in for torchrun to the last default and exit code, for wrappers that rely on them.
+"""torchrun mode: torchrun's defaults and exit codes without exception, for wrappers that rely on them.
 
-Wanted by the environment, or by the name that the program is called by.
+It is enabled by an environment variable, or by the name by which the program is called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENV_TORCHRUN = "ELASTIC_LAUNCH_TORCHRUN"
 NAME = "torchrun"
 
 SOURCE = "default of torchrun"
-"""Where values come from that nobody has given."""
+"""The source shown for values that were not given."""
 
 DEFAULTS: Mapping[str, str] = {
     "--rdzv-backend": "static",
@@ -41,10 +41,10 @@ DEFAULTS: Mapping[str, str] = {
     "--signals-to-forward": "none",
     "--notice": "none",
 }
-"""The flags whose defaults are torchrun's then; tests compare them with torch's own."""
+"""The flags that get torchrun's defaults; tests compare them with torch's own."""
 
 DEFAULT_ENDPOINT = "localhost:29400"
-"""Where torchrun's c10d meets if it is named without an endpoint."""
+"""torchrun's default endpoint if c10d is named without one."""
 
 EMPTY = frozenset(
     {
@@ -57,14 +57,14 @@ EMPTY = frozenset(
         "--log-line-prefix-template",
     }
 )
-"""The flags of torchrun for which an empty value is the default."""
+"""torchrun's flags for which an empty value means the default."""
 
 
 def wanted(environ: Mapping[str, str], program: str = "") -> bool:
-    """Whether to do as torchrun.
+    """Whether torchrun mode is enabled.
 
     Args:
-        program: what this process was called as; the variable wins.
+        program: the name by which this process was called; the variable wins.
 
     Raises:
         UsageError: if the variable is neither yes nor no.
@@ -75,18 +75,18 @@ def wanted(environ: Mapping[str, str], program: str = "") -> bool:
 
 
 def called_so(program: str) -> bool:
-    """Whether a program is called torchrun, by its file's name."""
+    """Whether a program's file name is torchrun."""
     return os.path.basename(program) == NAME
 
 
 def code_of(code: int) -> int:
-    """Return torchrun's exit code where this project has another."""
+    """Return torchrun's exit code where this project's differs."""
     return int(ExitCode.TRAINING_FAILED if code else ExitCode.DONE)
 
 
 @contextmanager
 def errors_told(*, as_torchrun: bool) -> Iterator[None]:
-    """Give errors from within torchrun's exit codes, if wanted: 2 is for what a parser of arguments refuses."""
+    """Give errors raised within torchrun's exit codes, if enabled: 2 only for what an argument parser rejects."""
     try:
         yield
     except ElasticLaunchError as error:

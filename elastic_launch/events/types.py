@@ -175,8 +175,8 @@ class RoundBroken(Event):
     Attributes:
         kind, cause: as first reported.
         lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is unknown.
-        next: what follows; empty if the round may cost a restart, for example after a worker's failure: then what follows
-            is reported once the round is judged.
+        next: what follows; empty if the round may cost a restart, for example after a worker's failure: then what
+            follows is reported once the round is judged.
     """
 
     leader: ClassVar[bool] = True
