@@ -3,24 +3,24 @@
 ``training/``        sessions, loops and the trainer of a training script
 ``integrations/``    callbacks for other frameworks
 ``batch``            the arithmetic of the global batch
-``error_file``       how a worker leaves its exception
-``errors``           every error that a user can meet
-``faults``           faults on purpose, for tests of a script
+``error_file``       how a worker reports its exception
+``errors``           every error that users can see
+``faults``           injected faults, for testing a script
 ``api``              runs started from Python; ``api_config`` reads torch's configuration
 ``cli/``             the programs ``elastic-launch``, ``elastic-composer`` and ``elasticctl``
 ``config/``          the validated configuration of a launch
-``launch``           ``python -m elastic_launch.launch``, as ``torch.distributed.launch``
+``launch``           ``python -m elastic_launch.launch``, like ``torch.distributed.launch``
 ``run_path``         ``--run-path``
-``safe_path``        keeps the working directory from hiding installed packages
+``safe_path``        keeps the working directory from shadowing installed packages
 ``rendezvous/``      nodes form rounds of workers
 ``snapshot/``        checkpoints and snapshots
-``events/``          typed events; ``observe/`` makes the ledger from them
-``contract``         what agent and worker say to each other; ``shared_progress`` is memory that they share
+``events/``          typed events; ``observe/`` builds the ledger from them
+``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
 ``secret``           the run's token
 ``clock``            time as a dependency; ``testing`` has fakes
-``system/``          the process and its operating system
+``system/``          the process and the operating system
 
-``import elastic_launch`` alone imports no torch: whatever needs it is loaded on first use.
+``import elastic_launch`` alone does not import torch: modules that need it are loaded on first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # programs import this before all else, and typing takes several milliseconds
+TYPE_CHECKING = False  # programs import this first, and importing typing takes several milliseconds
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs from Python: what ``torch.distributed.launcher.api`` has, by this project's agent.
+"""Runs from Python: the API of ``torch.distributed.launcher.api``, with this project's agent.
 
 ::
 
@@ -8,7 +8,7 @@
     results = elastic_launch(config, train)(0.1)  # {0: ..., 1: ...}
     elastic_launch(config, "train.py")("--lr", "0.1")
 
-``LaunchConfig`` is torch's own class. What differs from torch's launcher is in docs/reference/python.md.
+``LaunchConfig`` is torch's own class. docs/reference/python.md lists the differences from torch's launcher.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ log = logging.getLogger(__name__)
 AnyConfig = LaunchConfig | OwnConfig
 
 EXIT_BARRIER = 300
-"""torch's default, which is no wish."""
+"""torch's default, which does not count as the user's choice."""
 
 
 class elastic_launch:
     """Launches a function or a program on this node's workers, as part of a run.
 
-    Called with the entry point's arguments, it waits for the run's end and returns what each of this node's workers has
-    returned, by global rank; nothing for a program.
+    Called with the entry point's arguments, it waits for the end of the run and returns the results of this node's
+    workers by global rank; nothing for a program.
 
     Args:
         config: torch's ``LaunchConfig``, or :class:`elastic_launch.config.launch_config.LaunchConfig`, whose command is
             not used.
         entrypoint: a function, a program, or a Python script.
-        health_check_server: of torch's; stopped at the end.
+        health_check_server: torch's health check server; stopped at the end.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run this node's part of a run, and return what its workers have returned, by global rank.
+    """Run this node's part of a run, and return its workers' results by global rank.
 
     Raises:
-        ValueError: if the configuration or the entry point cannot be a launch.
-        ChildFailedError: if workers have failed, and no restart was left.
-        SignalException: if a signal has ended it, or this node has left the run because of a notice or on request.
-        RendezvousTimeoutError: if too few nodes came, or were left.
+        ValueError: if the configuration or the entry point is not a valid launch.
+        ChildFailedError: if workers failed and no restart was left.
+        SignalException: if a signal ended it, or this node left the run because of a notice or on request.
+        RendezvousTimeoutError: if too few nodes joined or remained.
         RendezvousConnectionError: if the rendezvous was lost, or refuses this node.
     """
     if entrypoint is None:
@@ -126,18 +126,18 @@ class LocalElasticAgent(ElasticAgent):
     """torch's ``LocalElasticAgent``, with this project's agent behind it.
 
     Args:
-        spec: whose ``rdzv_handler`` is this project's, as ``rdzv_registry.get_rendezvous_handler`` makes it for the
-            backends ``elastic-c10d`` and ``elastic-etcd``.
+        spec: the worker spec. Its ``rdzv_handler`` must be this project's, as created by
+            ``rdzv_registry.get_rendezvous_handler`` for the backends ``elastic-c10d`` and ``elastic-etcd``.
         logs_specs: where the workers' output goes.
         start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter, or ``fork``.
-        exit_barrier_timeout: not used: the run ends when all its workers have.
+        exit_barrier_timeout: not used: the run ends when all its workers have ended.
         log_line_prefix_template: of streams that are shown beside their file.
         shutdown_timeout: seconds from SIGTERM to SIGKILL.
         health_check_server: stopped at the end.
         uninterruptible_state_timeout: not used.
 
     Raises:
-        ValueError: if the spec cannot be a launch.
+        ValueError: if the spec is not a valid launch.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class LocalElasticAgent(ElasticAgent):
         """Take part in the run until it ends.
 
         Returns:
-            what the workers have returned, or how they have failed, by global rank.
+            The workers' results or failures, by global rank.
 
         Raises:
-            as :func:`launch_agent`, but for ChildFailedError.
+            The exceptions of :func:`launch_agent`, except ChildFailedError.
         """
         spec = self._group.spec
         assert spec.entrypoint is not None
@@ -219,11 +219,11 @@ class LocalElasticAgent(ElasticAgent):
         return result
 
     def get_event_succeeded(self) -> Event:
-        """Return torch's event for an agent that has ended as it should."""
+        """Return torch's event for an agent that ended successfully."""
         return self._event("SUCCEEDED", None)
 
     def get_event_failed(self) -> Event:
-        """Return torch's event for an agent that ends by the exception that is being handled."""
+        """Return torch's event for an agent that ends with the exception being handled."""
         import traceback
 
         return self._event("FAILED", traceback.format_exc())
@@ -249,7 +249,7 @@ class LocalElasticAgent(ElasticAgent):
 def _run_foreign(
     config: AnyConfig, entrypoint: Entrypoint, args: list[Any], health_check_server: HealthCheckServer | None
 ) -> dict[int, Any]:
-    """Run under a rendezvous of another package's: by torch's own agent, in this process."""
+    """Run under another package's rendezvous, with torch's own agent in this process."""
     if isinstance(config, OwnConfig):
         from elastic_agents.torch_agent import torch_config
 
@@ -259,7 +259,7 @@ def _run_foreign(
         "snapshots, elasticctl and a restart budget of the run",
         config.rdzv_backend,
     )
-    # Older versions of torch have no place for one.
+    # Older versions of torch do not have this parameter.
     more = () if health_check_server is None else (health_check_server,)
     try:
         found: dict[int, Any] = launch_torchs_agent(config, entrypoint, args, *more)
@@ -318,7 +318,7 @@ def _name(entrypoint: Entrypoint) -> str:
 
 
 def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> RunResult:
-    """Return what torch's agent would, or raise what it would."""
+    """Return the result, or raise the exception, that torch's agent would."""
     report = ended.report
     if ended.signal:
         number = signal.Signals(ended.signal)
@@ -343,7 +343,7 @@ def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> Ru
 
 
 def _returned(report: dict[str, Any], call: Results | None, group: WorkerGroup | None) -> dict[int, Any]:
-    """Return the results of this node's workers; none if they were not in the last round, as those of a spare."""
+    """Return the results of this node's workers; none if they were not in the last round, as for a spare."""
     number = int(report["round"])
     if not number:
         return {}
@@ -356,9 +356,9 @@ def _returned(report: dict[str, Any], call: Results | None, group: WorkerGroup |
 
 
 def _failures(report: dict[str, Any]) -> dict[int, ProcessFailure]:
-    """Return the workers' failures by rank, the run's root cause first, and with the first time.
+    """Return the workers' failures by rank; the run's root cause comes first and has the earliest time.
 
-    The root cause may be another node's: what it has said is in its message.
+    If the root cause is on another node, its message contains what that node reported.
     """
     found = {
         int(failed.pop("rank")): ProcessFailure(**failed)

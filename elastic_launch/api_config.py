@@ -1,4 +1,4 @@
-"""From what a Python program asks for to a configuration: torch's ``LaunchConfig`` and ``LogsSpecs``, and functions."""
+"""Converts a Python program's arguments to a configuration: torch's ``LaunchConfig``, ``LogsSpecs``, and functions."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 Entrypoint = Callable[..., object] | str
 
 TORCHS_TIMEOUT = 900
-"""What torch's ``LaunchConfig`` adds to the settings of every rendezvous, and only older handlers heed."""
+"""The timeout that torch's ``LaunchConfig`` adds to every rendezvous; only older handlers use it."""
 
 TORCHS_SIGNALS = ",".join(number.name for number in STOP_SIGNALS)
 
 
 def from_torch(config: TorchConfig) -> LaunchConfig:
-    """Return what torch's configuration asks for; what is to run is still to be said.
+    """Convert torch's configuration, without a command.
 
     Raises:
-        UsageError: on what cannot be a launch; it names the flags of ``elastic-launch`` for it.
+        UsageError: if it is not a valid launch; it names the corresponding flags of ``elastic-launch``.
     """
     given = {
         "--nnodes": [f"{config.min_nodes}:{config.max_nodes}"],
@@ -67,7 +67,7 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
         "--log-line-prefix-template": config.log_line_prefix_template or "",
         "--event-log-handler": config.event_log_handler if config.event_log_handler != "null" else "",
         "--numa-binding": config.numa_options.affinity_mode.value if config.numa_options else "",
-        # Those that are ignored stay so unless they are named: nohup is meant.
+        # Ignored signals stay ignored unless they are named, for nohup.
         "--signals-to-handle": config.signals_to_handle if config.signals_to_handle != TORCHS_SIGNALS else "",
     }
     given |= {name: [text] for name, text in texts.items() if text}
@@ -86,12 +86,12 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
 
 
 def without_own_flags(environ: os._Environ[str]) -> dict[str, str]:
-    """Return an environment without ``PET_*``: a Python call says itself what it wants, as torch's does."""
+    """Return an environment without ``PET_*``: as in torch, a Python call does not read them."""
     return {name: value for name, value in environ.items() if not name.startswith("PET_")}
 
 
 def _fresh_id(max_nodes: int) -> str:
-    """A name for a run that was given none."""
+    """Return a name for a run without one."""
     run_id = str(uuid.uuid4().int)
     if max_nodes > 1:
         log.warning("the configuration has no run_id; this node's is %s, and others cannot know it", run_id)
@@ -99,7 +99,7 @@ def _fresh_id(max_nodes: int) -> str:
 
 
 def own(config: LaunchConfig) -> LaunchConfig:
-    """Return a configuration of this project's with names that were not chosen made unique."""
+    """Return this project's configuration, with names that were not chosen made unique."""
     if config.run_id == LaunchConfig.run_id and config.endpoint is None:
         config = replace(config, run_id=_fresh_id(1))
     if config.node_id == LaunchConfig.node_id:
@@ -108,10 +108,10 @@ def own(config: LaunchConfig) -> LaunchConfig:
 
 
 def with_logs(config: LaunchConfig, specs: LogsSpecs) -> LaunchConfig:
-    """Return a configuration whose workers' output goes where torch's specs say.
+    """Return a configuration with the workers' output as in torch's specs.
 
     Raises:
-        UsageError: if they are of a class that the agent's process cannot import.
+        UsageError: if their class cannot be imported by the agent's process.
     """
     if type(specs) is not DefaultLogsSpecs:
         if type(specs).__module__ == "__main__":
@@ -143,7 +143,7 @@ def _streams(std: TorchStd | dict[int, TorchStd]) -> Streams:
 
 
 def of_strings(entrypoint: str, args: Sequence[object]) -> Command:
-    """Return what workers execute if the entry point is a path: a program, or Python and a script or module.
+    """Return the command for an entry point that is a path: a program, or Python and a script or module.
 
     A Python script that is not executable is run by this interpreter.
 

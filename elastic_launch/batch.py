@@ -16,7 +16,7 @@ __all__ = ["BatchError", "BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
 
 
 class BatchError(UsageError, ValueError):
-    """A global batch, a world or a rank that cannot be."""
+    """An invalid global batch, world or rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MicroBatch:
     """One forward and backward pass.
 
     Attributes:
-        index: its place in the global batch, 0 to M - 1, whatever rank computes it.
+        index: its position in the global batch, 0 to M - 1, independent of the rank that computes it.
         start, stop: its samples, as positions in the global batch.
     """
 
@@ -41,9 +41,9 @@ class BatchPlan:
     """One rank's share of one global batch.
 
     Attributes:
-        micro_batches: the rank's, in order; empty on a rank that has nothing to do.
+        micro_batches: the rank's micro-batches, in order; empty on an idle rank.
         total: M, the number of micro-batches of all ranks.
-        weights: of each of the rank's micro-batches, its samples / the global batch's samples: the sum over all ranks
+        weights: for each of the rank's micro-batches, its samples / the global batch's samples. The sum over all ranks
             of weight times mean loss is the mean loss over the global batch.
     """
 
@@ -53,21 +53,21 @@ class BatchPlan:
 
     @property
     def grad_accum(self) -> int:
-        """Number of the rank's micro-batches; may differ between ranks."""
+        """Number of the rank's micro-batches, which may differ between ranks."""
         return len(self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """A global batch of ``size`` samples, worked off ``micro`` samples at a time.
+    """A global batch of ``size`` samples, processed ``micro`` samples at a time.
 
     Args:
         size: G, samples in each optimizer step over all ranks, 1 or more.
-        micro: samples in each forward and backward pass, 1 to G; or ``"auto"``, for a trainer to find out how many fit
+        micro: samples in each forward and backward pass, 1 to G; or ``"auto"``, to let a trainer determine how many fit
             into memory.
 
     Raises:
-        BatchError: naming the field; and by whatever needs the micro-batches, while these are still to be found out.
+        BatchError: naming the field; also raised by methods that need the micro-batches while ``"auto"`` is unresolved.
     """
 
     size: int
@@ -85,14 +85,14 @@ class GlobalBatch:
             )
 
     def settled(self, world_size: int) -> GlobalBatch:
-        """Return it with the micro-batches with which ``"auto"`` begins: one for each rank; itself if it has a size."""
+        """Return it with the initial micro-batches of ``"auto"``, one for each rank; itself if it has a size."""
         return GlobalBatch(self.size, -(-self.size // world_size)) if self.micro == "auto" else self
 
     def halved(self) -> GlobalBatch:
         """Return it with micro-batches of half the size, rounded up.
 
         Raises:
-            BatchError: if they hold 1 sample.
+            BatchError: if they have only 1 sample.
         """
         if self._each == 1:
             raise BatchError(f"GlobalBatch(size={self.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
@@ -100,7 +100,7 @@ class GlobalBatch:
 
     @property
     def _each(self) -> int:
-        """Samples in each micro-batch but the last."""
+        """Return the number of samples in each micro-batch except the last."""
         if self.micro == "auto":
             raise BatchError(
                 f'GlobalBatch(size={self.size}, micro="auto"): only el.Trainer finds out how many samples fit; '
@@ -109,7 +109,7 @@ class GlobalBatch:
         return self.micro
 
     def micro_batches(self, samples: int | None = None) -> tuple[MicroBatch, ...]:
-        """Return all micro-batches of a global batch, or of a short last one of so many samples."""
+        """Return all micro-batches of a global batch, or of a short last one with ``samples`` samples."""
         count = self._count(samples)
         return self._cut(0, self._parts(count), count)
 
@@ -120,7 +120,7 @@ class GlobalBatch:
             samples: samples in this batch if it is a short last one, else None.
 
         Raises:
-            BatchError: if there is no such rank, or no such number of samples.
+            BatchError: if the rank or the number of samples is invalid.
         """
         count = self._count(samples)
         total = self._parts(count)
@@ -139,11 +139,11 @@ class GlobalBatch:
         return self.size if world_size == 1 else (self.size - 1) // (world_size - 1)
 
     def _parts(self, count: int) -> int:
-        """Return how many micro-batches so many samples make."""
+        """Return the number of micro-batches of ``count`` samples."""
         return -(-count // self._each)
 
     def _cut(self, first: int, last: int, count: int) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches from first to before last, of so many samples."""
+        """Return the micro-batches from ``first`` up to but excluding ``last``, of ``count`` samples."""
         each = self._each
         return tuple(MicroBatch(i, i * each, min((i + 1) * each, count)) for i in range(first, last))
 
@@ -157,11 +157,11 @@ class GlobalBatch:
 def slice_of(items: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the half-open range of items that a rank takes.
 
-    Ranges are contiguous, in rank order, differ by at most 1 in length, and start at floor(rank * items / world_size):
-    where world_size divides items they are equal, and aligned in the reduction's tree if their length is a power of 2.
+    Ranges are contiguous, in rank order, differ by at most 1 in length, and start at floor(rank * items / world_size).
+    If world_size divides items, they are equal, and aligned in the reduction's tree if their length is a power of 2.
 
     Raises:
-        BatchError: if there is no such rank.
+        BatchError: if the rank is invalid.
     """
     if not 0 <= rank < world_size:
         raise BatchError(f"rank={rank}: a world of {world_size} has the ranks 0 to {world_size - 1}.")

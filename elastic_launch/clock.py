@@ -9,15 +9,15 @@ __all__ = ["Clock", "MonotonicClock"]
 
 
 class Clock(Protocol):
-    """A monotonic clock of one host. Its values are never compared with those of another host."""
+    """A monotonic clock of one host. Its values are never compared with those of other hosts."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment; never falls."""
+        """Return the seconds since an arbitrary time; never decreases."""
         ...
 
 
 class MonotonicClock:
-    """The host's monotonic clock, which also counts the time for which the host was suspended."""
+    """The host's monotonic clock, including time for which the host was suspended."""
 
     def now(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,6 @@
-"""What agent and worker both know: the environment of a worker, and what the two say to each other.
+"""The protocol between agent and worker: a worker's environment, and the messages.
 
-The names without prefix and those with ``TORCHELASTIC_`` are torchrun's, as documented at
+Variables without a prefix and those with ``TORCHELASTIC_`` are torchrun's, as documented at
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``NODE_RANK`` is Composer's.
 """
 
@@ -46,25 +46,25 @@ __all__ = [
 ]
 
 ENV_ROUND = "ELASTIC_LAUNCH_ROUND"
-"""Number of the round under which the worker runs, from 1."""
+"""Number of the worker's round, from 1."""
 
 ENV_START_REASON = "ELASTIC_LAUNCH_START_REASON"
-"""Why this worker was started: ``first`` or the cause for which the last round ended."""
+"""Why this worker was started: ``first``, or the cause of the last round's end."""
 
 
 ENV_LOCAL_RANK = "ELASTIC_LAUNCH_LOCAL_RANK"
 """Rank among the workers of the node, if ``LOCAL_RANK`` is 0 for all of them (``--virtual-local-rank``); else unset."""
 
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
-"""Where the agent listens for its workers: a Unix socket; a name with ``@`` first lies in the abstract namespace."""
+"""Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
 
 MAX_LINE = 64 * 1024
-"""Bytes of a message at most."""
+"""Longest message in bytes."""
 
 SLOTS = 3
-"""Slots of a node: one with a complete snapshot, one being written, one being copied."""
+"""Slots per node: one with a complete snapshot, one being written, one being copied."""
 
-# What the fields of messages hold; _CHECKS has what each of these types admits.
+# Types of message fields; _CHECKS has the values that each type allows.
 Count = int
 Positive = int
 SlotNumber = int
@@ -78,10 +78,10 @@ ExitStatus = int
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What agent and worker say: one JSON object a line, its ``type`` being the class' name.
+    """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 
-    A worker runs the user's code, so the agent believes nothing that it says: :func:`unpack` checks every field, by its
-    type's name, and is the only place that does.
+    A worker runs the user's code, so the agent does not trust its messages: :func:`unpack` checks every field by the
+    name of its type, and is the only place that does.
     """
 
     TYPES: ClassVar[dict[str, type[Message]]] = {}
@@ -101,10 +101,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """This worker has begun to train, with so many steps done, and can be drained from now on.
+    """This worker has begun to train with ``step`` steps done, and can be drained from now on.
 
     Attributes:
-        total: steps of the whole training, 0 if that is not known.
+        total: steps of the whole training; 0 if unknown.
         restore_s: seconds that restoring the state took.
     """
 
@@ -119,13 +119,13 @@ class Stored(Message):
 
     Attributes:
         sequence: its number.
-        durable: whether it is to be copied for good.
-        directory: where to; empty if this worker's node writes no durable checkpoints.
-        keep: so many of the newest stay there.
-        owner: who must have taken the directory last, as the copier checks; empty: anybody.
-        shares: nodes that copy it together, each a share; 1: this one alone.
-        share: this node's, from 0; only the first node commits, and has others that fail done again.
-        nonce: of the copy's name, the same on all these nodes.
+        durable: whether to copy it to durable storage.
+        directory: destination of the copy; empty if this worker's node writes no durable checkpoints.
+        keep: number of newest checkpoints to keep there.
+        owner: the required last owner of the directory, which the copier checks; empty for any.
+        shares: number of nodes that copy it together, one share each; 1 for this node alone.
+        share: this node's share, from 0; only the first node commits, and has failed shares of others repeated.
+        nonce: part of the copy's name, the same on all these nodes.
     """
 
     slot: SlotNumber
@@ -147,10 +147,10 @@ class Stored(Message):
 
 @dataclass(frozen=True, slots=True)
 class StepDone(Message):
-    """An optimizer step is done; step counts those done so far.
+    """An optimizer step is done; ``step`` counts those done so far.
 
-    Sent for the first step of a process, then once a second; ``elastic_launch.shared_progress`` has all steps. Where
-    that cannot be written, sent for each step.
+    Sent for the first step of a process, then once a second; ``elastic_launch.shared_progress`` has every step. If that
+    cannot be written, it is sent for each step.
     """
 
     step: Count
@@ -158,10 +158,10 @@ class StepDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """All ranks have stopped after the same step, and what this one had to save is in memory; it ends now.
+    """All ranks stopped after the same step, and this rank's state is saved in memory; it exits now.
 
     Attributes:
-        seconds: that saving took.
+        seconds: the time that saving took.
     """
 
     step: Count
@@ -170,12 +170,12 @@ class Drained(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ended(Message):
-    """The worker's script has ended, its threads and exit functions, too: only what it holds is still to be destroyed.
+    """The worker's script, threads and exit functions have ended; only its resources are still to be released.
 
-    The first and only message on its connection, whose process is the worker.
+    This is the first and only message on its connection, whose process is the worker.
 
     Attributes:
-        exit_code: with which the worker is about to end; -N for signal N.
+        exit_code: the code with which the worker is about to exit; -N for signal N.
     """
 
     exit_code: ExitStatus
@@ -183,14 +183,14 @@ class Ended(Message):
 
 @dataclass(frozen=True, slots=True)
 class MayCommit(Message):
-    """Asks whether a durable checkpoint that this worker has written itself may appear; ``Commit`` answers."""
+    """Asks whether to commit a durable checkpoint that this worker wrote itself; answered by ``Commit``."""
 
     number: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Saved(Message):
-    """A durable checkpoint is written, with so many optimizer steps in it; or is not, and the error says why."""
+    """A durable checkpoint with ``step`` optimizer steps was written, or was not, and ``error`` says why."""
 
     step: Count
     error: Text
@@ -201,13 +201,13 @@ class Saved(Message):
 
 @dataclass(frozen=True, slots=True)
 class Slots(Message):
-    """Comes with the descriptors of the node's slots, tensors and head of each in turn, and of its progress.
+    """Sent with the descriptors of the node's slots, tensors and head of each in turn, and of its progress.
 
     Attributes:
-        slots: how many there are.
-        use: the one to write next; -1 if that is still to be told.
+        slots: number of slots.
+        use: the slot to write next; -1 if it will be sent later.
         sequence: highest number of a snapshot so far.
-        fetching: whether a snapshot is being fetched from another node, and Fetched follows.
+        fetching: whether a snapshot is being fetched from another node, so that ``Fetched`` follows.
     """
 
     slots: Count
@@ -218,7 +218,7 @@ class Slots(Message):
 
 @dataclass(frozen=True, slots=True)
 class Fetched(Message):
-    """A snapshot from another node is in a slot now, or is not to be had; the fields are those of Slots."""
+    """A snapshot from another node is now in a slot, or is unavailable; the fields are those of ``Slots``."""
 
     use: SlotNumber
     sequence: Count
@@ -226,17 +226,17 @@ class Fetched(Message):
 
 @dataclass(frozen=True, slots=True)
 class Use(Message):
-    """The slot to write next: the others hold the newest snapshot, or one that is being copied."""
+    """The slot to write next; the others hold the newest snapshot, or one that is being copied."""
 
     slot: SlotNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Copied(Message):
-    """A snapshot was copied for good, or could not be.
+    """A snapshot was copied to durable storage, or could not be.
 
     Attributes:
-        path, digest, bytes: of the checkpoint.
+        path, digest, bytes: path, digest and size of the checkpoint.
         error, hint: why there is none, or, with a path, why old ones could not be removed; empty without an error.
     """
 
@@ -252,12 +252,12 @@ class Copied(Message):
 
 @dataclass(frozen=True, slots=True)
 class Copying(Message):
-    """A copy makes progress; its end follows, however long it takes."""
+    """A copy is making progress; its end will follow, however long it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """Answers ``MayCommit``, by its number: whether this node is a member of the run, and not cut off from it."""
+    """Answers ``MayCommit``, by its number: whether this node is a member of the run and not cut off from it."""
 
     number: Count
     allowed: bool
@@ -265,14 +265,14 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Message):
-    """Stop after the same step as all other ranks, save and end."""
+    """Stop after the same step as all other ranks, save and exit."""
 
     cause: Text
 
 
 @dataclass(frozen=True, slots=True)
 class Save(Message):
-    """Have all ranks save a durable checkpoint after the same step, whatever their interval; only rank 0 is asked."""
+    """Have all ranks save a durable checkpoint after the same step, whatever their interval; sent only to rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class Noted(Message):
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved, Ended})
-"""What a worker may say to its agent."""
+"""The messages that a worker may send to its agent."""
 
 _FROM_AGENTS = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
 
@@ -289,7 +289,7 @@ Message.TYPES.update({kind.__name__.lower(): kind for kind in FROM_WORKERS | _FR
 
 
 def pack(message: Message) -> bytes:
-    """Encode a message as one line. What is no text in it, as a file's name in an error may be, is escaped."""
+    """Encode a message as one line. Invalid text in it, such as a file name in an error, is escaped."""
     value: dict[str, object] = {"type": type(message).__name__.lower(), **asdict(message)}
     for item in fields(message):
         if item.type == "Text":
@@ -298,13 +298,13 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(line: bytes, kinds: Collection[type[Message]] = frozenset(Message.TYPES.values())) -> Message:
-    """Read one line, whoever wrote it.
+    """Parse one untrusted line.
 
     Args:
-        kinds: of messages that are expected.
+        kinds: the message classes that are expected.
 
     Raises:
-        ValueError: if it is no message of such a kind, or a field is missing or not what its type admits.
+        ValueError: if it is not a message of these classes, or a field is missing or invalid for its type.
     """
     if len(line) > MAX_LINE:
         raise ValueError(f"a line of {len(line)} bytes, the limit is {MAX_LINE}")
@@ -328,7 +328,7 @@ def unpack(line: bytes, kinds: Collection[type[Message]] = frozenset(Message.TYP
 
 
 _MOST = 2**53
-"""Numbers from here on are not exact in JSON as others read it, and are no count of anything."""
+"""From here on, numbers are not exact in other readers' JSON, and are not valid counts."""
 
 _NONCE = re.compile(r"[0-9a-f]{0,64}")
 
@@ -338,7 +338,7 @@ def _whole(value: object, low: int, end: int = _MOST) -> bool:
 
 
 def _is_text(value: object, admitted: str = "strict") -> bool:
-    """Whether a value is text without a zero byte that can be encoded."""
+    """Whether a value is encodable text without a zero byte."""
     try:
         return isinstance(value, str) and b"\0" not in value.encode(errors=admitted)
     except UnicodeEncodeError:
@@ -357,7 +357,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "SlotOrNone": (lambda value: _whole(value, -1, SLOTS), "the number of a slot, or -1"),
     "Seconds": (_is_seconds, "a number of seconds"),
     "Text": (_is_text, "text"),
-    # A path, or what stands in the environment, may be other bytes than UTF-8 (PEP 383).
+    # Paths and environment variables may contain bytes that are not UTF-8 (PEP 383).
     "OsText": (lambda value: _is_text(value, "surrogateescape"), "a path"),
     "ExitStatus": (lambda value: _whole(value, -64, 256), "an exit code"),
     "Nonce": (lambda value: isinstance(value, str) and bool(_NONCE.fullmatch(value)), "hexadecimal digits"),
@@ -373,7 +373,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one worker stands in a round.
+    """The position of one worker in a round.
 
     Attributes:
         rank: global rank, 0 to world_size - 1.
@@ -415,7 +415,7 @@ def worker_environment(
     """Return the variables that the agent adds to a worker's environment.
 
     Args:
-        restarts: budgeted restarts so far; never falls within a run.
+        restarts: restarts charged so far; never decreases within a run.
         error_file: where ``torch.distributed.elastic``'s ``@record`` writes an exception.
         socket: where the agent listens for its workers.
     """

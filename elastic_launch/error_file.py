@@ -1,8 +1,8 @@
-"""Error files: where a worker leaves the exception that ends it.
+"""Error files, to which a worker writes the exception that ends it.
 
-``TORCHELASTIC_ERROR_FILE`` names a worker's. The format is that of torch.distributed.elastic's ``@record``: JSON, in
-which ``message`` holds a text, or an object with ``message``, ``errorCode`` and ``extraInfo``. In the last are
-``py_callstack`` and ``timestamp``.
+``TORCHELASTIC_ERROR_FILE`` is the path of a worker's error file. The format is that of torch.distributed.elastic's
+``@record``: JSON in which ``message`` is a string, or an object with ``message``, ``errorCode`` and ``extraInfo``; the
+last contains ``py_callstack`` and ``timestamp``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["ENV_ERROR_FILE", "MOST_BYTES", "ErrorFile", "do_not_retry", "read_er
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 MOST_BYTES = 16 * 1024 * 1024
-"""Bytes of an error file that are read; a longer one counts as none."""
+"""Largest error file that is read, in bytes; a larger one is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """What an error file says.
+    """The content of an error file.
 
     Attributes:
         message: the exception's type and text.
-        traceback: its lines.
-        exit_code: that the worker asks for, 0 for none.
+        traceback: the lines of the traceback.
+        exit_code: the exit code that the worker requests; 0 for none.
         at: when it was written, by the host's wall clock.
     """
 
@@ -48,9 +48,9 @@ class ErrorFile:
 
 
 def read_error_file(path: Path) -> ErrorFile | None:
-    """Return what an error file says; None if it is not there, or is none.
+    """Return the content of an error file; None if it does not exist or is not valid.
 
-    The worker chose what it is: only a regular file is read, a bounded one. What is no text is escaped.
+    The worker controls the file, so only a regular file of bounded size is read. Invalid text is escaped.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -79,10 +79,10 @@ def read_error_file(path: Path) -> ErrorFile | None:
 
 
 def write_error_file(path: Path, error: ErrorFile) -> None:
-    """Write what torch's ``@record`` would.
+    """Write what torch's ``@record`` would write.
 
     Raises:
-        OSError: if that is impossible.
+        OSError: if that fails.
     """
     extra = {"py_callstack": "\n".join(error.traceback), "timestamp": str(int(error.at))}
     message = {"message": error.message, "extraInfo": extra, "errorCode": error.exit_code}
@@ -90,11 +90,11 @@ def write_error_file(path: Path, error: ErrorFile) -> None:
 
 
 def do_not_retry(reason: str) -> NoReturn:
-    """End this worker, and with it the run: a restart would fail in the same way.
+    """End this worker, and with it the run, because a restart would fail in the same way.
 
-    Whatever restarts are left, the run ends with exit code 93, and the reason is what the user reads as root cause,
-    with the traceback of the exception that is being handled, if one is. ``finally`` blocks and ``atexit`` functions
-    run. A worker in another language says the same by exit code 93.
+    The run ends with exit code 93 even if restarts are left, and shows ``reason`` as the root cause, with the traceback
+    of the exception being handled, if any. ``finally`` blocks and ``atexit`` functions run. A worker in another
+    language achieves the same with exit code 93.
 
     Raises:
         SystemExit: with code 93.
@@ -111,7 +111,7 @@ def do_not_retry(reason: str) -> NoReturn:
 
 
 def _stack(caller: FrameType) -> list[str]:
-    """Return the script's own frames down to the caller's; those around it are the launcher's, of a forked worker."""
+    """Return the script's own frames down to the caller's, without the launcher's frames in a forked worker."""
     frames = takewhile(
         lambda entry: not str(entry[0].f_globals.get("__name__", "")).startswith("elastic_agents."),
         traceback.walk_stack(caller),

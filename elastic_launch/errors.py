@@ -1,4 +1,4 @@
-"""Every error that a user can meet, with its exit code and a remedy.
+"""Every error that users can see, with its exit code and a remedy.
 
 ::
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-TYPE_CHECKING = False  # programs import this early, and typing takes several milliseconds
+TYPE_CHECKING = False  # programs import this early, and importing typing takes several milliseconds
 if TYPE_CHECKING:
     from typing import Self
 
@@ -44,14 +44,14 @@ __all__ = [
 
 
 FINAL_NOTE = "  A restart would fail in the same way."
-"""Line behind the message of a final error in each traceback: by it an agent knows one, whatever its class."""
+"""Line after the message of a final error in every traceback, by which an agent recognizes one, whatever its class."""
 
 REPEATS_NOTE = "  In exact mode a restart computes the same again: "
-"""Begin of such a line of an error that has come of numbers; what follows says where, the same each time."""
+"""Beginning of such a line for an error that results from numbers; the rest says where, the same each time."""
 
 
 class ExitCode(IntEnum):
-    """Exit codes of ``elastic-launch``; a failed worker's own code and 128 + N for signal N come beside them."""
+    """Exit codes of ``elastic-launch``, besides a failed worker's own code and 128 + N for signal N."""
 
     DONE = 0
     TRAINING_FAILED = 1
@@ -67,22 +67,22 @@ class ExitCode(IntEnum):
 
 
 class ElasticLaunchError(Exception):
-    """Root of all errors.
+    """Base class of all errors.
 
     Args:
-        message: what was asked for and what was found.
+        message: what was requested and what was found.
         hint: what to do about it.
 
     Attributes:
-        exit_code: of a program of this project that ends by it.
-        final: whether a worker that ends by it would end so again: then the run ends instead of starting another one.
+        exit_code: the exit code of a program that ends with this error.
+        final: whether a restarted worker would end with it again; then the run ends instead of restarting.
     """
 
     exit_code: int = ExitCode.TRAINING_FAILED
     final: bool = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        # Not in __init__, which a derived class may forget to call.
+        # Not in __init__, which a subclass may forget to call.
         error = super().__new__(cls, *args, **kwargs)
         if cls.final:
             error.add_note(FINAL_NOTE)
@@ -98,14 +98,14 @@ class ElasticLaunchError(Exception):
 
 
 class UsageError(ElasticLaunchError):
-    """A flag, a value or a combination of them that cannot work."""
+    """An invalid flag or value, or an invalid combination of them."""
 
     exit_code = ExitCode.USAGE
     final = True
 
 
 class CommandLineError(UsageError):
-    """A flag that is not known, one without its value, or a value of another type: what argparse would refuse, too."""
+    """An unknown flag, a missing value, or a value of the wrong type: errors that argparse would also report."""
 
 
 class RendezvousError(ElasticLaunchError):
@@ -119,7 +119,7 @@ class EndpointError(RendezvousError):
 
 
 class UnresolvedError(EndpointError):
-    """The endpoint's name is not known here, or not yet."""
+    """The endpoint's name does not resolve here, or not yet."""
 
 
 class RefusedError(RendezvousError):
@@ -131,22 +131,22 @@ class StoreError(RendezvousError):
 
 
 class RecordTooLargeError(StoreError):
-    """The control record is too large to be written, and would be every time."""
+    """The control record is too large to be written; a retry cannot help."""
 
 
 class DeniedError(StoreError):
-    """The control store wants another user, password or right than it was given."""
+    """The control store requires a different user, password or permission."""
 
 
 class ProtocolError(RendezvousError):
-    """A message or record that cannot be understood."""
+    """A message or record that cannot be parsed."""
 
 
 class InternalError(RendezvousError):
-    """A part of the rendezvous has failed by a fault of its own; trying again does not help.
+    """A part of the rendezvous has failed because of a bug; a retry does not help.
 
     Args:
-        what: the part and its error, in words.
+        what: the part and its error, as text.
     """
 
     def __init__(self, what: str) -> None:

@@ -1,11 +1,11 @@
-"""Faults on purpose: a plan of which worker fails when, so that a run's recovery can be rehearsed before it is needed.
+"""Fault injection: a plan of which worker fails when, to test a run's recovery before it is needed.
 
-A plan travels in the environment, from the launcher to its workers::
+A plan is passed in the environment, from the launcher to its workers::
 
     ELASTIC_LAUNCH_FAULTS='[{"rank": 1, "step": 20}]' elastic-launch ... train.py
 
-Each fault belongs to one round, and a worker that fails ends its round: so it happens once, and not again when the step
-is done again.
+Each fault belongs to one round, and a worker that fails ends its round. So the fault happens once, and not again when
+the step is repeated.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ MOMENTS = {
     "leave": "with step {step} in memory, as it leaves",
     "restore": "as step {step} is restored",
 }
-"""When a fault may happen, and how that is said of a step."""
+"""The moments at which a fault may happen, and their description for a step."""
 
 WAYS = {"kill": "kills itself", "exit": "exits with 1", "hang": "hangs", "slow": "waits {seconds:g} s"}
-"""What a worker does then."""
+"""The ways in which a worker fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One worker fails, once.
+    """One failure of one worker.
 
     Attributes:
-        rank: of the worker in the round.
-        step: optimizer steps done, of the whole training; None: whenever it first comes to the moment.
+        rank: the worker's rank in the round.
+        step: optimizer steps done, of the whole training; None for the first time that it reaches the moment.
         at: one of :data:`MOMENTS`: when the step is done; while its snapshot is being written into memory; when all
-            have agreed to stop after it and nothing is saved yet; when it is saved and the agent does not know yet;
-            when a snapshot of it has been found and read, and not been given to who has none.
-        round: under torchrun, which counts none, the start: 1 for the first.
-        do: one of :data:`WAYS`: SIGKILL; exit code 1 without a word; standing still for ever; or for some seconds.
-        seconds: for which ``slow`` waits.
+                ranks have agreed to stop after it and nothing is saved yet; when it is saved and the agent does not know
+                yet; when a snapshot of it has been found and read, but not yet given to ranks that have none.
+        round: number of the round; under torchrun, which does not count rounds, of the start: 1 for the first.
+        do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; or wait for some seconds.
+        seconds: how long ``slow`` waits.
 
     Raises:
-        UsageError: if such a fault cannot be.
+        UsageError: if the fault is invalid.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Fault:
             raise UsageError(f"The fault {self.do!r} cannot take {self.seconds:g} s.", "Only slow takes seconds.")
 
     def told(self, step: int) -> str:
-        """What happens at a step, for people."""
+        """Return what happens at a step, as text."""
         return f"rank {self.rank} {WAYS[self.do]} {MOMENTS[self.at]}, in round {self.round}".format(
             step=step, seconds=self.seconds
         )
@@ -88,7 +88,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """The faults of a run; ``plan + plan`` has those of both."""
+    """The faults of a run; ``plan + plan`` combines both."""
 
     faults: tuple[Fault, ...] = ()
 
@@ -97,10 +97,10 @@ class FaultPlan:
         """Return a plan of one fault: by default a worker is killed when a step is done.
 
         Args:
-            how: further attributes of :class:`Fault`.
+            how: other attributes of :class:`Fault`.
 
-        Raises:
-            UsageError: if such a fault cannot be.
+            Raises:
+                UsageError: if the fault is invalid.
         """
         return FaultPlan((Fault(rank=rank, step=step, **how),))
 
@@ -113,10 +113,10 @@ class FaultPlan:
 
     @staticmethod
     def loads(text: str) -> FaultPlan:
-        """Read what :meth:`dumps` returns; attributes with a default may be left out.
+        """Parse the result of :meth:`dumps`; attributes with a default may be left out.
 
         Raises:
-            UsageError: if it is no plan.
+            UsageError: if it is not a plan.
         """
         try:
             entries = json.loads(text)
@@ -134,10 +134,10 @@ class FaultPlan:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> FaultPlan:
-        """Read the plan from an environment; it is empty if there is none.
+        """Read the plan from an environment; empty if there is none.
 
         Raises:
-            UsageError: if what is there is no plan.
+            UsageError: if the variable is not a plan.
         """
         text = environ.get(ENV_FAULTS, "")
         try:
@@ -146,7 +146,7 @@ class FaultPlan:
             raise UsageError(f"{ENV_FAULTS}: {error.message}", error.hint) from None
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that makes a run's workers follow the plan."""
+        """Return the environment variable that makes a run's workers follow the plan."""
         return {ENV_FAULTS: self.dumps()}
 
 
@@ -154,7 +154,7 @@ class Rehearsal:
     """One worker's part in a plan.
 
     Args:
-        strike: carries out what the plan wants.
+        strike: carries out a fault.
     """
 
     def __init__(self, plan: FaultPlan, *, rank: int, round: int, strike: Callable[[Fault], None]) -> None:
@@ -162,7 +162,7 @@ class Rehearsal:
         self._strike = strike
 
     def reached(self, moment: str, step: int) -> None:
-        """The worker has come to a moment of a step."""
+        """Note that the worker has reached a moment of a step."""
         for fault in tuple(self._left):
             if fault.at == moment and fault.step in (None, step):
                 self._left.remove(fault)
@@ -171,10 +171,10 @@ class Rehearsal:
 
 
 def reached(moment: str, step: int) -> None:
-    """This process has come to one of :data:`MOMENTS` of a step: fail, if the environment's plan wants so.
+    """Fail if the environment's plan says so; call this when the process reaches one of :data:`MOMENTS` of a step.
 
     Raises:
-        UsageError: if the environment's plan is none.
+        UsageError: if the environment's plan is invalid.
     """
     _mine().reached(moment, step)
 
@@ -191,7 +191,7 @@ def _strike(fault: Fault) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
-            os._exit(1)  # from whatever thread
+            os._exit(1)  # works from any thread
         case "slow":
             time.sleep(fault.seconds)
         case _:

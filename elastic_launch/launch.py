@@ -1,7 +1,7 @@
-"""Stands in for ``torch.distributed.launch``, as ``python -m elastic_launch.launch`` and as a file run by its path.
+"""A replacement of ``torch.distributed.launch``: ``python -m elastic_launch.launch``, or this file run by its path.
 
-It is ``elastic-launch``, except that the script gets its local rank as the first argument, and that nothing is
-restarted unless ``--max-restarts`` says so; see https://docs.pytorch.org/docs/stable/distributed.html#launch-utility.
+It is ``elastic-launch``, except that the script gets its local rank as the first argument, and that there are no
+restarts unless ``--max-restarts`` is given; see https://docs.pytorch.org/docs/stable/distributed.html#launch-utility.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__" and not __package__:
-    # Run by its path, this directory is searched first, and its files would stand for others' modules of their names.
+    # If run by its path, this directory is searched first, and its files would shadow other modules of the same names.
     _here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _here]
 
@@ -22,7 +22,7 @@ if __name__ == "__main__" and __package__:
 if __name__ == "__main__":
     from elastic_launch.system.interrupts import end_quietly
 
-    end_quietly()  # before the imports below, which take long
+    end_quietly()  # before the slow imports below
 
 import re
 from collections.abc import Sequence
@@ -62,11 +62,11 @@ def console_main() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None, *, whole: bool = False) -> int:
-    """Run a launch as a command line for ``torch.distributed.launch`` asks for it.
+    """Run a launch from a command line for ``torch.distributed.launch``.
 
     Args:
-        argv: arguments without the program's name; None: those of this process.
-        whole: whether this process is here for the launch alone, see :func:`elastic_launch.cli.main.main`.
+        argv: arguments without the program's name; None for those of this process.
+        whole: whether this process only serves the launch, see :func:`elastic_launch.cli.main.main`.
 
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
@@ -87,10 +87,10 @@ def _main(argv: Sequence[str], whole: bool) -> int:
 
 
 def hand_local_rank(job: Job) -> None:
-    """Put the local rank before the script's arguments, unless ``--use-env`` forbids it.
+    """Put the local rank before the script's arguments, unless ``--use-env`` is given.
 
     Raises:
-        UsageError: if the workers run a program that is not Python's, as nothing says that it takes one.
+        UsageError: if the workers do not run Python, since such a program may not take the argument.
     """
     if "--use-env" in job.line.given or job.line.script is None:
         return
@@ -108,9 +108,9 @@ def hand_local_rank(job: Job) -> None:
 
 
 def spelling(source: str) -> str:
-    """Return how a script spells the argument: with dashes, unless its source only has the underscores.
+    """Return how a script spells the argument: with dashes, unless its source only has underscores.
 
-    What stands in quotes counts before what a comment or a usage text may say.
+    Quoted occurrences take precedence over those in comments or usage texts.
     """
     for quote in (r"""["']""", ""):
         found = set(re.findall(rf"{quote}(--local[-_]rank)(?![\w-]){quote}", source))
@@ -129,7 +129,7 @@ def _named(text: str) -> str:
 
 
 def _source(script: str, *, module: bool) -> str:
-    """Return the source of what the workers run, as far as it can be found without importing anything."""
+    """Return the source of what the workers run, if it can be found without importing anything."""
     path = _module_file(script) if module else Path(script)
     if path is None:
         return ""
@@ -139,7 +139,7 @@ def _source(script: str, *, module: bool) -> str:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(LONGEST_SOURCE)
     except OSError:
-        return ""  # what is wrong with it is said where the command is put together
+        return ""  # building the command reports what is wrong
 
 
 def _module_file(name: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Runs a script as torchrun's ``--run-path`` does: ``python -m elastic_launch.run_path /full/path [arguments]``."""
+"""Runs a script like torchrun's ``--run-path``: ``python -m elastic_launch.run_path /full/path [arguments]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m`` puts the working directory first on ``sys.path``, where the user's script often lies."""
+"""Removes the working directory, often that of the user's script, which ``python -m`` puts first on ``sys.path``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["leave_out_working_directory"]
 
 
 def leave_out_working_directory() -> None:
-    """Have a program that runs by ``-m`` import what it would import as an installed command.
+    """Let a program that runs by ``-m`` import the same modules as an installed command.
 
-    A ``secrets.py`` there would stand for the standard library's, and run with the agent's token. The directory stays
-    where this project is to be found in no other.
+    A ``secrets.py`` there would shadow the standard library's, and run with the agent's token. The directory stays if
+    this project cannot be found elsewhere.
     """
     if not sys.flags.safe_path and PathFinder.find_spec("elastic_agents", sys.path[1:]):
         del sys.path[0]

@@ -1,7 +1,7 @@
 """The run's token: a secret that all its nodes share.
 
-It comes from the environment or a file, never from a flag, because everybody on a host can read the command lines of
-its processes. It goes nowhere: whoever needs a key derives one, and nothing that prints a configuration prints it.
+It comes from the environment or a file, never from a flag, because all users of a host can read the command lines of
+its processes. It is never passed on: code that needs a key derives one, and code that prints a configuration omits it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ENV_TOKEN = "ELASTIC_LAUNCH_TOKEN"
 
 ENV_ETCD_USER = "ELASTIC_LAUNCH_ETCD_USER"
 ENV_ETCD_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
-"""Never flags: the command line of a process can be read by everybody on its host."""
+"""Never flags: all users of a host can read the command lines of its processes."""
 
 _SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
 
 MIN_LENGTH = 16
-"""Characters. What crosses the network allows guessing at leisure, so a token should be random, not thought up."""
+"""Shortest token in characters. Network traffic allows offline guessing, so a token should be random, not invented."""
 
 _MAX_BYTES = 4096
 
@@ -56,7 +56,7 @@ class Token:
     """A token that cannot be printed or pickled.
 
     Args:
-        text: the token; blanks around it do not belong to it.
+        text: the token; surrounding blanks are removed.
         source: where it was found, for errors.
 
     Raises:
@@ -76,15 +76,15 @@ class Token:
 
     @classmethod
     def made(cls) -> Token:
-        """A random one, of 256 bits."""
+        """Return a random token of 256 bits."""
         return cls(secrets.token_hex(32), "what this process has made")
 
     def key(self, purpose: str, run_id: str) -> bytes:
-        """Return a key of 32 bytes that holds for one purpose in one run."""
+        """Return a key of 32 bytes for one purpose in one run."""
         return keyed(self.__secret, b"elastic-launch 1", purpose.encode(), os.fsencode(run_id))
 
     def reveal(self) -> str:
-        """Return its text, for this process to keep for itself."""
+        """Return its text, for this process's own use."""
         return self.__secret.decode("utf-8", "surrogateescape")
 
     def __eq__(self, other: object) -> bool:
@@ -104,25 +104,25 @@ class Token:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a process that takes no part in the rendezvous: a worker, a helper of the agent."""
+    """Return an environment for a process outside of the rendezvous: a worker, or a helper of the agent."""
     return {name: value for name, value in environ.items() if name not in _SECRETS}
 
 
 def keyed(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 (RFC 2104) over parts, each led by its length so that no two sequences of parts look the same."""
+    """Return the HMAC-SHA256 (RFC 2104) of parts, each prefixed with its length to make the encoding unambiguous."""
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> Token | None:
-    """Return the token of the file, of the environment, or None.
+    """Return the token from the file or the environment, or None.
 
-    A file that others than its owner can read earns a warning.
+    A file that users other than its owner can read causes a warning.
 
     Args:
-        path: as given by ``--token-file``.
+        path: the value of ``--token-file``.
 
     Raises:
-        UsageError: on a file that cannot be read, on something that is no token, and if the two differ.
+        UsageError: on an unreadable file, on an invalid token, and if the two differ.
     """
     by_environment = Token(environ[ENV_TOKEN], ENV_TOKEN) if ENV_TOKEN in environ else None
     if path is None:

@@ -1,6 +1,6 @@
-"""How far workers are, in memory that their agent looks into when it wants to know: each word of theirs would wake it.
+"""Workers' progress in shared memory, which their agent reads when needed, since each message would wake it up.
 
-The agent makes it, as a file without a name (memfd), and hands its descriptor to its workers, one of which writes.
+The agent creates it as an anonymous file (memfd) and passes the descriptor to its workers, one of which writes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MOST = 2**53
 _RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
 
 TRIES = 3
-"""Reads that may meet the writer in the middle of its few bytes."""
+"""Attempts to read, since a read may overlap with the writer's few bytes."""
 
 
 class WorkerProgress(NamedTuple):
-    """How far a round's workers are.
+    """The progress of a round's workers.
 
     Attributes:
         step: optimizer steps done.
-        at: when the last of them was, by the host's monotonic clock (:class:`elastic_launch.clock.MonotonicClock`).
+        at: time of the last step, by the host's monotonic clock (:class:`elastic_launch.clock.MonotonicClock`).
     """
 
     round: int
@@ -38,25 +38,25 @@ class WorkerProgress(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether a worker can have come so far: the memory is open to its script, which may write anything."""
+        """Whether this is plausible: a worker's script has access to the memory and may write anything."""
         return max(self.round, self.step) < _MOST and 0 <= self.at <= MonotonicClock().now()
 
 
 class SharedProgress:
-    """The memory.
+    """The shared memory.
 
     Args:
-        descriptor: closed by :meth:`close`.
+        descriptor: the descriptor of the memory; :meth:`close` closes it.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._file = _file(descriptor)
-        self._lock = threading.Lock()  # the number of a closed one is soon another's
+        self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
 
     @staticmethod
     def make(name: str) -> SharedProgress:
-        """Make it, with nothing in it.
+        """Create the memory, empty.
 
         Raises:
             OSError: if there are no descriptors left.
@@ -64,10 +64,10 @@ class SharedProgress:
         return SharedProgress(os.memfd_create(name, os.MFD_CLOEXEC))
 
     def write(self, round: int, step: int) -> None:
-        """Say that a step is done.
+        """Record that a step is done.
 
         Raises:
-            OSError: if somebody has closed the descriptor, whose number may be another file's by now.
+            OSError: if the descriptor was closed by other code; its number may by now be another file's.
         """
         if _file(self.descriptor) != self._file:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -75,7 +75,7 @@ class SharedProgress:
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), 0)
 
     def read(self) -> WorkerProgress | None:
-        """Return what was written last; None if nothing was, or it is closed. From any thread."""
+        """Return what was last written; None if nothing was, or if it is closed. Thread-safe."""
         for _ in range(TRIES):
             with self._lock:
                 data = os.pread(self.descriptor, _RECORD.size, 0) if self.descriptor >= 0 else b""

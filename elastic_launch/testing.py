@@ -1,4 +1,4 @@
-"""Fakes for tests: of this project, and of code that is built on it."""
+"""Fakes for tests of this project and of code that uses it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["FakeClock", "MemoryStore"]
 
 
 class FakeClock(Clock):
-    """A clock that stands still until it is advanced.
+    """A clock that only moves when advanced.
 
     Args:
-        start: what it shows at first.
+        start: its initial value.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -25,7 +25,7 @@ class FakeClock(Clock):
         """Let seconds pass, and return the new time.
 
         Raises:
-            ValueError: if seconds is negative: a monotonic clock never falls.
+            ValueError: if ``seconds`` is negative, since a monotonic clock never decreases.
         """
         if seconds < 0:
             raise ValueError(f"A monotonic clock cannot be advanced by {seconds:g} s.")

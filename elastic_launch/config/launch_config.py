@@ -123,7 +123,7 @@ class Timing:
     def beat_among(self, nodes: int) -> float:
         """Return the interval of beats in seconds for so many nodes: together at most BEATS_PER_SECOND, if possible.
 
-        The maximum is a fifth of ``dead_after``: a node considers itself cut off that much earlier than its leader does.
+        The maximum is a fifth of ``dead_after``, by which a node considers itself cut off before its leader does.
         """
         return max(self.beat, min(nodes / BEATS_PER_SECOND, self.dead_after / 5))
 

@@ -25,7 +25,7 @@ UNTOUCHABLE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-"""Signals that no process can handle, or that report a fault of the process itself."""
+"""Signals that no process can handle, or that concern the process itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ OF_TORCH = {
     "keep_alive_max_attempt": ("dead_after",),
     "timeout": ("join_timeout",),
 }
-"""torch's keys of --rdzv-conf that have other names here, with those names."""
+"""torch's keys of --rdzv-conf that have other names here, and the keys that each one sets."""
 
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",

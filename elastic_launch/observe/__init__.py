@@ -3,6 +3,6 @@
 ``reading``    reads the event files of a run's directory
 ``chronicle``  the events of one host, round by round
 ``ledger``     incidents and goodput
-``live``       the ledger of a run that still goes on
+``live``       the ledger of a run in progress
 ``report``     the ledger as text and as JSON
 """

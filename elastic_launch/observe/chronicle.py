@@ -1,4 +1,4 @@
-"""The events of one host, round by round: what a ledger is made from."""
+"""The events of one host, round by round: the input of a ledger."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ __all__ = ["Chronicle", "RoundTold"]
 
 @dataclass(slots=True)
 class RoundTold:
-    """What one host's events say of a round; moments by its monotonic clock, None where they say nothing.
+    """One host's view of a round, from its events; times are by its monotonic clock, None if unknown.
 
     Attributes:
-        formed: it was recorded, or its order came; ``led`` whether this host decided it.
-        nodes: in it; 0 if that is not known.
+        formed: when it was recorded, or its order received; ``led`` is whether this host decided it.
+        nodes: number of nodes in it; 0 if unknown.
         mine: whether this host has workers in it.
-        started: the last of this host's workers was started.
-        begun, first: the first of them came to where training begins; its first step was done.
-        step, last, trained, restore: steps done when it began, and when it ended; seconds of all of them, of restoring.
-        ended: it was broken, or has drained; or, where no order came, its workers were stopped.
-        draining: its drain was ordered.
-        failed: the first worker of this host that ended by itself, and not well.
-        reaped: the last of this host's workers was reaped.
-        silent: seconds that a node was silent before it was taken for dead.
-        members: ids of its nodes, where this host decided it; ``gone`` are nodes that have left or were lost since.
+        started: when the last of this host's workers was started.
+        begun, first: when the first of them reached the beginning of training; when its first step was done.
+        step, last, trained, restore: steps done when training began and when it ended; seconds of all steps, and of
+            restoring.
+        ended: when it was broken or had drained; or, without an order, when its workers were stopped.
+        draining: when its drain was ordered.
+        failed: when the first worker of this host ended unsuccessfully by itself.
+        reaped: when the last of this host's workers was reaped.
+        silent: seconds that a node was silent before it was declared dead.
+        members: ids of its nodes, if this host decided it; ``gone`` are nodes that have left or were lost since.
     """
 
     number: int
@@ -53,16 +54,16 @@ class RoundTold:
 
 
 class Chronicle:
-    """Takes the events of one host in the order in which it wrote them.
+    """Collects the events of one host in the order in which it wrote them.
 
     Attributes:
-        rounds: by number.
-        since, until: moments of the first and of the last event.
-        restarts, max_restarts: restarts charged, as far as this host knows; -1 for a budget that it does not know.
-        leads: whether this host's decisions are the last that it knows of.
-        over: the run has ended.
+        rounds: the rounds by number.
+        since, until: times of the first and the last event.
+        restarts, max_restarts: restarts charged, as far as this host knows, and the budget; -1 if unknown.
+        leads: whether this host made the last decision that it knows of.
+        over: whether the run has ended.
         code: exit code of the run, or of this node's part; None if neither has ended.
-        saved: steps in the last checkpoint that this host knows of; None for none.
+        saved: steps in the last checkpoint that this host knows of; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -83,10 +84,10 @@ class Chronicle:
         return 0 < self._led_term >= self._seen_term
 
     def add(self, clock: float, event: ev.Event) -> None:
-        """Take in an event.
+        """Add an event.
 
         Args:
-            clock: of the host, in seconds; no less than before.
+            clock: the host's clock, in seconds; never less than before.
         """
         if self.since is None:
             self.since = clock
@@ -124,7 +125,7 @@ class Chronicle:
                 told = self._of(number)
                 told.begun, told.restore = clock, max(0.0, seconds)
                 told.step, told.last = step, max(step, told.last)
-                self.saved = step if self.saved is None else self.saved  # restored from there, or nothing is done
+                self.saved = step if self.saved is None else self.saved  # restored from a checkpoint, or no steps yet
             case ev.FirstStep(round=number, step=step):
                 told = self._of(number)
                 told.first, told.last = clock, max(step, told.last)
@@ -156,7 +157,7 @@ class Chronicle:
                 told.ended, told.drained, told.kind, told.cause = clock, False, kind, cause
 
     def _ordered(self, clock: float, event: ev.OrderReceived) -> None:
-        """What a leader has decided. If it is on this host, its own events say more, and may come before or after."""
+        """Add a leader's decision. A leader on this host also has its own, fuller events, which may come before or after."""
         self._seen_term = max(self._seen_term, event.term)
         self.over = self.over or event.order == "end"
         if not event.round:
@@ -178,4 +179,4 @@ class Chronicle:
         if event.exit_code != 0 and not event.stopped and told.failed is None:
             told.failed = clock
         if event.stopped and told.ended is None and told.draining is None and not told.cause:
-            told.cause = self._link_cause  # nobody ordered it: the leader is gone
+            told.cause = self._link_cause  # there was no order: the leader is gone

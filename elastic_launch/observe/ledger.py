@@ -1,30 +1,31 @@
-"""The incident ledger: what each change of rounds cost, and which share of the time the training went on.
+"""The incident ledger: what each change of rounds cost, and for what share of the time training advanced.
 
-An **incident** is a round that ended before the work was done: a fault, or a planned change. It begins when the
-training stops going on, and ends with the next round's first step. Its parts follow each other without a gap, so
-their sum is the time that the training stood still:
+An **incident** is a round that ended before the work was done: a fault, or a planned change. It begins when training
+stops advancing, and ends with the next round's first step. Its parts are contiguous, so their sum is the time for which
+training stood still:
 
-- detect: from the fault until the run knew of it. Silence before a node is taken for dead; for a worker on this host
-  the time from its exit. What happened on another host is taken as known at once: clocks of two hosts are not compared.
-- stop: until this host's workers are gone. Of a drain, which training outlasts by a step or two: from the last step
-  until all have saved and ended.
-- form: until the next round is formed. Other hosts' stopping and waiting for nodes are in it.
-- start: from there until training begins, without restoring: processes, imports, the meeting of all workers.
-- restore: of the state, as the worker measured it.
-- first step: until that is done.
+- detect: from the fault until the run detected it. For a dead node, its silence before it was declared dead; for a
+  worker on this host, the time since its exit. Faults on other hosts count as detected at once, since the clocks of two
+  hosts are not compared.
+- stop: until this host's workers are gone. For a drain, during which training continues for a step or two: from the
+  last step until all workers have saved and ended.
+- form: until the next round is formed. This includes other hosts' stopping and waiting for nodes.
+- start: from then until training begins, without restoring: processes, imports, the rendezvous of all workers.
+- restore: restoring the state, as measured by the worker.
+- first step: until the first step is done.
 
-Lost steps are those done when the round ended less those done where training went on. Of a run that ended before its
-work was done, and of a node that ended alone, those done since the last checkpoint in durable storage are lost, too.
+Lost steps are the steps done when the round ended minus those done where training resumed. If a run ended before its
+work was done, or a node ended alone, the steps since the last checkpoint in durable storage are also lost.
 
-**Goodput** is productive time / total time. Total time is that from the host's first event to its last, without rounds
-in which it had no workers: of these it knows nothing. Productive time is time in steps that were kept. Time in steps
-that were done again later does not count, nor does anything between rounds, nor what the first step of a round takes
-longer than the mean of the others (compilation, caches). Of a round that went back from step l to step k after it had
-begun at step f, the share (k - f) / (l - f) of its steps' time is productive.
+**Goodput** is productive time / total time. Total time is from the host's first event to its last, without rounds in
+which it had no workers, about which it knows nothing. Productive time is time in steps that were kept. It excludes time
+in steps that were repeated later, all time between rounds, and the time by which the first step of a round exceeds the
+mean of the others (compilation, caches). If a round began at step f, reached step l and training went back to step k,
+the share (k - f) / (l - f) of its steps' time is productive.
 
-Scripts that do not train by this library say nothing of their steps. Then a round's productive time is that from the
-start of its workers to its end, and goodput is not known; start is that of the processes; restore, first step and lost
-steps are None.
+Scripts that do not train with this library do not report steps. Then a round's productive time is from the start of its
+workers to its end, and goodput is unknown; start covers only the processes; restore, first step and lost steps are
+None.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ _SPOKEN = ("detected", "stopped", "formed", "started", "restored", "first step")
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One round's end and what followed; seconds, None where the events say nothing.
+    """One round's end and what followed; times in seconds, None if unknown.
 
     Attributes:
-        number: from 1, in the order of rounds.
-        round: that ended.
-        next_round: that followed, 0 if none did.
-        kind: as of a broken round; ``unknown`` if this host was not told.
-        drained: it ended after the same step on all ranks, saved.
-        still_s: sum of the parts. What was under way when a further incident came, or the events ended, counts so far.
-        lost_steps: done before, and to be done again.
-        recovered: the next round did a step or, of a plain script, its workers were started.
-        led: this host's leader formed the next round.
+        number: number of the incident, from 1, in the order of rounds.
+        round: the round that ended.
+        next_round: the round that followed; 0 if none did.
+        kind: as of a broken round; ``unknown`` if this host was not informed.
+        drained: whether it ended after the same step on all ranks, with its state saved.
+        still_s: sum of the parts. A part that was interrupted by another incident or the last event counts until then.
+        lost_steps: steps that were done before and have to be repeated.
+        recovered: whether the next round did a step or, for a plain script, its workers were started.
+        led: whether this host's leader formed the next round.
     """
 
     number: int
@@ -79,7 +80,7 @@ class Incident:
     led: bool
 
     def line(self) -> str:
-        """The incident in one line."""
+        """Return the incident in one line."""
         where = f"round {self.round} -> {self.next_round}" if self.next_round else f"round {self.round}, the last"
         parts = zip(_SPOKEN, (getattr(self, name) for name in PARTS), strict=True)
         spent = ", ".join(f"{word} {seconds:.2f} s" for word, seconds in parts if seconds is not None)
@@ -91,14 +92,14 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A run as one host saw it.
+    """A run as seen by one host.
 
     Attributes:
-        by_steps: workers told of their steps; else productive time is their running time.
+        by_steps: whether workers reported steps; else productive time is their running time.
         productive_s, total_s: see the module.
-        steps: that were kept; None if unknown.
-        unsaved_steps: done since the last checkpoint, if the run ended before its work was done; None if unknown.
-        lost_steps: these and those of all incidents whose loss is known; None if unknown.
+        steps: steps that were kept; None if unknown.
+        unsaved_steps: steps since the last checkpoint, if the run ended before its work was done; None if unknown.
+        lost_steps: these, plus those of all incidents whose loss is known; None if unknown.
         max_restarts: -1 if unknown.
     """
 
@@ -114,14 +115,14 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Productive time / total time, in [0, 1]; None without any time, or where nothing is known of steps."""
+        """Productive time / total time, in [0, 1]; None if the total time is 0 or steps are unknown."""
         return self.productive_s / self.total_s if self.by_steps and self.total_s > 0 else None
 
     def line(self, max_restarts: int | None = None) -> str:
-        """The run in one line.
+        """Return the run in one line.
 
         Args:
-            max_restarts: the budget, if the caller knows it better.
+            max_restarts: the budget, if the caller knows it.
         """
         most = self.max_restarts if max_restarts is None else max_restarts
         time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
@@ -139,7 +140,7 @@ class Ledger:
 
 
 def build(chronicle: Chronicle) -> Ledger:
-    """Make the ledger of what a host's events say so far."""
+    """Build the ledger from a host's events so far."""
     rounds = [told for _, told in sorted(chronicle.rounds.items())]
     by_steps = any(told.begun is not None for told in rounds)
     incidents: list[Incident] = []
@@ -147,7 +148,7 @@ def build(chronicle: Chronicle) -> Ledger:
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
         if fault is None or (following is None and told.kind in _PLANNED):
-            continue  # without a round after it, a planned end is the run's or this node's own
+            continue  # a planned end without a next round is the end of the run, or of this node's part
         end = next((moment for moment in faults[index + 1 :] if moment is not None), chronicle.until)
         if following is None and chronicle.over:
             end = max(x for x in (fault, told.ended, told.reaped) if x is not None)
@@ -172,7 +173,7 @@ def build(chronicle: Chronicle) -> Ledger:
 
 
 def _faults(rounds: list[RoundTold], since: float) -> list[float | None]:
-    """When each round's training stopped going on: none before the first event, nor before one of a lower number."""
+    """Return when each round's training stopped advancing: not before the first event or an earlier round's fault."""
     faults: list[float | None] = []
     latest = since
     for told in rounds:
@@ -183,7 +184,7 @@ def _faults(rounds: list[RoundTold], since: float) -> list[float | None]:
 
 
 def _fault(told: RoundTold, *, last: bool) -> float | None:
-    """When the training stopped going on; None if the round has not ended, or ended well."""
+    """Return when training stopped advancing; None if the round has not ended, or ended successfully."""
     ended = _ended(told, last=last)
     if ended is None:
         return None
@@ -197,12 +198,12 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
 
 
 def _drained(told: RoundTold) -> bool:
-    """Whether it ended after the same step everywhere; a member is ordered to drain, and hears nothing more of it."""
+    """Whether it ended after the same step on all ranks; a member only receives the order to drain."""
     return told.drained or (told.draining is not None and told.ended is None)
 
 
 def _ended(told: RoundTold, *, last: bool) -> float | None:
-    """When the round was known to be over; where no order came, the end of its workers tells it."""
+    """Return when the round was known to be over; without an order, when its workers ended."""
     if told.ended is not None or last:
         return told.ended
     return next((x for x in (told.failed, told.reaped, told.first, told.begun, told.formed) if x is not None), None)
@@ -211,7 +212,7 @@ def _ended(told: RoundTold, *, last: bool) -> float | None:
 def _incident(
     told: RoundTold, following: RoundTold | None, span: tuple[float, float], lost: int | None, *, by_steps: bool
 ) -> Incident:
-    """Cut the span from the fault to the next one (or to the last event) into parts."""
+    """Split the time from the fault to the next one (or to the last event) into parts."""
     fault, end = span
     ended = _ended(told, last=following is None)
     stopped = told.reaped if told.reaped is not None and ended is not None and told.reaped > ended else ended
@@ -246,7 +247,7 @@ def _incident(
 
 
 def _parts(start: float, marks: list[float | None], end: float, *, whole: bool) -> list[float | None]:
-    """Seconds between the marks, within the span; unless it is whole, the first one without a mark takes the rest."""
+    """Return the seconds between the marks; unless ``whole``, the first part without a mark gets the rest."""
     parts: list[float | None] = []
     at = start
     for mark in marks:
@@ -262,7 +263,7 @@ def _parts(start: float, marks: list[float | None], end: float, *, whole: bool) 
 
 
 def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
-    """Steps of the round that were to be done again; None as long as training has not gone on."""
+    """Return the round's steps that had to be repeated; None until training resumes."""
     if told.begun is None:
         return 0
     resumed = next((other.step for other in later if other.begun is not None), None)
@@ -272,7 +273,7 @@ def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
 
 
 def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int:
-    """Steps done that nobody can go on from: the memory that held them has ended with the run, or with a node alone."""
+    """Return the steps that cannot be resumed from: their memory ended with the run, or with a node alone."""
     final = rounds[-1]
     alone = final.nodes == 1 or (bool(final.members) and not final.drained and final.gone >= set(final.members))
     if not chronicle.code or not (chronicle.over or alone):
@@ -282,7 +283,7 @@ def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int:
 
 
 def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float, unsaved: int) -> tuple[int, float]:
-    """Steps kept, and productive seconds."""
+    """Return the steps kept, and the productive seconds."""
     if not by_steps:
         spans = [(told.started, _running_until(told, following, until)) for told, following in _with_next(rounds)]
         return 0, sum(max(0.0, end - start) for start, end in spans if start is not None)
@@ -300,7 +301,7 @@ def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float, unsave
 
 
 def _time_in_steps(told: RoundTold, done: int, until: float) -> float:
-    """Seconds of the round's steps, its first counted as the mean of the others at most."""
+    """Return the seconds of the round's steps; the first one counts at most as the mean of the others."""
     assert told.begun is not None
     first = max(0.0, told.first - told.begun) if told.first is not None else 0.0
     trained = told.trained if told.trained is not None else first
@@ -319,7 +320,7 @@ def _running_until(told: RoundTold, following: RoundTold | None, until: float) -
 
 
 def _unseen(rounds: list[RoundTold], until: float) -> float:
-    """Seconds of rounds in which this host had no workers."""
+    """Return the seconds of rounds in which this host had no workers."""
     seconds = 0.0
     for told, following in _with_next(rounds):
         if told.formed is not None and not told.mine:

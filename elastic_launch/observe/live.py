@@ -1,4 +1,4 @@
-"""The ledger of a run that still goes on."""
+"""The ledger of a run in progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LiveLedger"]
 
 
 class LiveLedger:
-    """Follows one host's events as they happen; used by any thread."""
+    """Follows one host's events as they happen. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -22,9 +22,9 @@ class LiveLedger:
         self._told = 0
 
     def add(self, event: Event) -> list[Incident]:
-        """Take in an event; return the incidents that it ends, if this host leads the run.
+        """Add an event; return the incidents that it ends, if this host leads the run.
 
-        Of plain scripts none is returned: only when the round is over is it known that they say nothing of steps.
+        For plain scripts this returns none: only once a round is over is it known that they do not report steps.
         """
         with self._lock:
             self._chronicle.add(self._clock.now(), event)
@@ -35,7 +35,7 @@ class LiveLedger:
             return over[told:]
 
     def summary(self, max_restarts: int) -> str:
-        """The run in one line; empty if another host leads it, no round was formed, or there is nothing to tell."""
+        """Return the run in one line; empty if another host leads it, no round was formed, or nothing happened."""
         with self._lock:
             if not self._chronicle.leads:
                 return ""

@@ -14,10 +14,10 @@ from elastic_launch.observe.chronicle import Chronicle
 __all__ = ["Host", "event_files", "parse", "read"]
 
 LONGEST_LINE = 4 * 1024 * 1024
-"""Characters of a line that is read; a round of 16,000 nodes has fewer."""
+"""Longest line that is read, in characters; a round of 16,000 nodes has fewer."""
 
 CLOCK_SLACK = 1.0
-"""Seconds by which the clock may fall: threads may write in another order than they looked at it."""
+"""Seconds by which the clock may fall: threads may write in a different order than they read it."""
 
 KINDS = {
     ev.event_name(kind): kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event)
@@ -35,12 +35,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One file.
+    """One host's event file.
 
     Attributes:
-        node: whose it is.
-        chronicle: of the last run in it, should there be several.
-        complaints: what of it could not be used, and where.
+        node: the node id.
+        chronicle: the events of the last run in the file, if there are several.
+        complaints: what could not be used, and where.
     """
 
     node: str
@@ -61,7 +61,7 @@ def event_files(directory: Path) -> list[Path]:
     found = sorted(directory.glob("events-*.jsonl"))
     if found:
         return found
-    # The link to the newest run would make two of it.
+    # The link to the newest run would make it appear twice.
     runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl") if not path.parent.is_symlink()})
     if len(runs) > 1:
         names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
@@ -72,10 +72,10 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Host:
-    """Read one file; what cannot be used is complained of and left out.
+    """Read one file; unusable lines are left out and listed as complaints.
 
-    A run id can be used again, and a host can be started anew: where the clock or the number of a formed round falls,
-    another run begins. What comes before is left out.
+    A run id can be reused, and a host can be restarted: where the clock or the number of a formed round decreases,
+    another run begins. Everything before that is left out.
     """
     node = path.name.removeprefix("events-").removesuffix(".jsonl")
     chronicle, complaints = Chronicle(), []
@@ -100,10 +100,10 @@ def read(path: Path) -> Host:
 
 
 def parse(line: str) -> tuple[float, ev.Event] | None:
-    """Read one line: the host's clock and the event; None for an event that this version does not know.
+    """Parse one line: the host's clock and the event; None for an event that this version does not know.
 
     Raises:
-        ValueError: if it is no event, or a field is missing or has another type.
+        ValueError: if it is not an event, or a field is missing or has the wrong type.
     """
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE} characters")
@@ -129,7 +129,7 @@ def parse(line: str) -> tuple[float, ev.Event] | None:
 def _checked(name: str, hint: str, found: Any) -> Any:
     fits = isinstance(found, _TYPES[hint]) and (hint == "bool" or not isinstance(found, bool))
     if isinstance(found, float):
-        fits = fits and -1e300 < found < 1e300  # neither endless nor no number
+        fits = fits and -1e300 < found < 1e300  # excludes infinity and NaN
     if not fits:
         raise ValueError(f"{name} is {str(found)[:60]!r}, not of type {hint}")
     return tuple(map(str, found)) if isinstance(found, list) else found

@@ -1,4 +1,4 @@
-"""The ledger of a run's directory, for people and for programs."""
+"""The ledger of a run's directory, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore",
 def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     """Return the ledger of the host that saw most, and that host's node.
 
-    Hosts' clocks are not compared. What this host was not told of an incident (its kind and cause, and the steps lost)
-    is taken from others' by the round's number.
+    Hosts' clocks are not compared. What this host does not know of an incident (its kind and cause, and the steps lost)
+    is taken from other hosts by the round's number.
 
     Args:
         hosts: at least one.
@@ -42,7 +42,7 @@ def _seen(host: Host) -> int:
 def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
     same = [other for other in others if other.round == incident.round]
     for other in sorted(same, key=lambda other: not other.led):
-        # Only the leader hears what comes late, and knows the cause then.
+        # Only the leader receives late reports, and so knows the cause.
         if other.kind != "unknown" and (incident.kind == "unknown" or (other.led and not incident.led)):
             incident = replace(incident, kind=other.kind, cause=other.cause)
         if incident.lost_steps is None:
@@ -51,7 +51,7 @@ def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
 
 
 def as_table(ledger: Ledger) -> str:
-    """One row an incident, times in seconds, and the summary."""
+    """Return one row per incident, with times in seconds, and the summary."""
     if not ledger.incidents:
         return ledger.line()
     rows = [_HEADINGS, *map(_row, ledger.incidents)]
@@ -78,5 +78,5 @@ def _row(incident: Incident) -> tuple[str, ...]:
 
 
 def as_json(node: str, ledger: Ledger) -> dict[str, Any]:
-    """The ledger's fields, its ``goodput``, and ``node``: whose clock it is by."""
+    """Return the ledger's fields, its ``goodput``, and ``node``, the node whose clock it uses."""
     return {"node": node, "goodput": ledger.goodput, **asdict(ledger)}

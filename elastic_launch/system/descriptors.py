@@ -1,6 +1,6 @@
-"""File descriptors: as many as this process may have, some in reserve, and the given limit for the processes it starts.
+"""File descriptors: raises this process's limit, keeps a reserve, and starts processes with the original limit.
 
-Programs that use select(2) depend on a soft limit of 1024, so only the agent itself raises its own.
+Programs that use select(2) depend on a soft limit of 1024, so only the agent itself raises its own limit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["PAUSE", "given_limit", "raise_limit", "release", "reserve", "scarce"
 _log = logging.getLogger(__name__)
 
 RESERVE = 32
-"""Descriptors that are held back for when there are no others; a sixteenth of all, where there are few."""
+"""Descriptors that are kept in reserve for when there are no others; a sixteenth of all if there are few."""
 
 MARGIN = 128
-"""Descriptors that other threads may open while a process is started under the given limit."""
+"""Descriptors that other threads may open while a process is started with the original limit."""
 
 PAUSE = 0.5
-"""Seconds after which what lacked a descriptor is tried again."""
+"""Seconds between retries of an operation that lacked a descriptor."""
 
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -35,7 +35,7 @@ _told = False
 
 
 def raise_limit() -> None:
-    """Have as many descriptors as this user may."""
+    """Raise the limit to what this user may have."""
     global _given
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # more than the kernel's own bound, fs.nr_open
@@ -44,7 +44,7 @@ def raise_limit() -> None:
 
 
 def reserve() -> None:
-    """Hold some descriptors back; :func:`scarce` frees them. For when it goes well again, too."""
+    """Reserve some descriptors, which :func:`scarce` frees. Also call this once there are enough again."""
     global _told
     with contextlib.suppress(OSError):
         while len(_held) < min(RESERVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16):
@@ -53,9 +53,9 @@ def reserve() -> None:
 
 
 def scarce(error: OSError) -> bool:
-    """Whether an error means that there was no descriptor left, or no memory for one: then it may go well later.
+    """Whether an error means that no descriptor, or no memory for one, was left: then a retry may succeed later.
 
-    What is held in reserve is free from now on, and it is said once.
+    If so, this frees the reserve, and logs that once.
     """
     global _told
     if error.errno not in _SCARCE:
@@ -70,9 +70,9 @@ def scarce(error: OSError) -> bool:
 
 @contextlib.contextmanager
 def given_limit() -> Iterator[None]:
-    """Processes that are started in this context have the limit that this one was started with.
+    """Start processes in this context with the limit that this process was started with.
 
-    The limit is the whole process'. So it is lowered only while so few descriptors are in use that nobody notices.
+    The limit applies to the whole process. So it is lowered only while few enough descriptors are in use.
     """
     if _given is None:
         yield
@@ -80,7 +80,7 @@ def given_limit() -> Iterator[None]:
     with _lock:
         probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         os.close(probe)
-        lower = probe + MARGIN < _given[0]  # the lowest numbers are given first
+        lower = probe + MARGIN < _given[0]  # the lowest numbers are used first
         if lower:
             resource.setrlimit(resource.RLIMIT_NOFILE, _given)
         try:
@@ -91,7 +91,7 @@ def given_limit() -> Iterator[None]:
 
 
 def release() -> None:
-    """Hold nothing back any more."""
+    """Free the reserve."""
     while _held:
-        with contextlib.suppress(IndexError):  # another thread was quicker
+        with contextlib.suppress(IndexError):  # another thread was faster
             os.close(_held.pop())

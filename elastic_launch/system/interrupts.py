@@ -1,6 +1,6 @@
-"""What Ctrl-C does to a program until there is something to clean up.
+"""The effect of Ctrl-C on a program until there is something to clean up.
 
-Most of a program's first second is spent on imports, so this module is the first one, and imports next to nothing.
+Most of a program's first second is spent on imports, so this module is imported first, and imports almost nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["end_quietly"]
 
 _INTERRUPTED = 130
-"""As :class:`elastic_launch.errors.ExitCode` has it, whose import takes longer than this module may."""
+"""As in :class:`elastic_launch.errors.ExitCode`, whose import takes too long for this module."""
 
 
 def end_quietly() -> None:
-    """From now on end at once by Ctrl-C, unless it is ignored or something is there that handles it."""
+    """From now on, end at once on Ctrl-C, unless SIGINT is ignored or already handled."""
     try:
         import signal
 

@@ -16,10 +16,10 @@ class MemoryGroup:
     """A control group that limits memory.
 
     Attributes:
-        path: its directory, which need not be visible in a container.
-        limit, used: names of its files with bytes.
+        path: its directory, which may not be visible in a container.
+        limit, used: names of its files with the limit and the usage in bytes.
         events: name of the file whose line ``oom_kill N`` counts kills.
-        own: the process is in it; otherwise it is above such a group.
+        own: whether the process is in this group; otherwise, this is an ancestor of such a group.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files and
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
@@ -33,7 +33,7 @@ class MemoryGroup:
 
 
 def memory_groups(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> Iterator[MemoryGroup]:
-    """Yield the groups that this process is in, each followed by those above it up to the root of its hierarchy."""
+    """Yield the groups that this process is in, each followed by its ancestors up to the root of its hierarchy."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Text of others (exceptions, output, what came over a link) made fit to be sent, logged and shown on a terminal."""
+"""Makes untrusted text (exceptions, output, messages from a link) safe to send, log and show on a terminal."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ __all__ = ["clipped", "one_line", "plain"]
 
 _STYLES = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
-# Controls (also those that turn the direction of writing), line ends that are not \n, and halves of characters.
+# Control characters (including bidirectional ones), line ends other than \n, and surrogates.
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """Return text without colours, with control characters and what is no text escaped; tabs and line ends stay."""
+    """Return the text without colours, with control characters and invalid text escaped; tabs and line ends stay."""
     return _CONTROLS.sub(_escape, _STYLES.sub("", text))
 
 
 def one_line(text: str) -> str:
-    """Return text as one line, with control characters escaped."""
+    """Return the text as one line, with control characters escaped."""
     return " ".join(plain(text).split())
 
 
 def clipped(text: str, most: int) -> str:
-    """Return text, cut at its end with a mark that says so if its JSON takes more than ``most`` bytes.
+    """Return the text; if its JSON takes more than ``most`` bytes, its end is replaced with a mark.
 
-    Outside ASCII a character takes 6 or 12 bytes there.
+    In JSON, a character outside ASCII takes 6 or 12 bytes.
     """
     if 12 * len(text) <= most or _size(text) <= most:
         return text

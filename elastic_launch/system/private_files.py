@@ -1,8 +1,8 @@
-"""Directories and files that other users of the host cannot read or have prepared.
+"""Directories and files that other users of the host can neither read nor have prepared.
 
-In a directory that everybody can write to, as /tmp is, any user can make a name before this one does: as a directory of
-theirs, or as a symbolic link to a file of somebody else's. What is there already is checked before it is used; what is
-made here is for this user alone, whatever the umask.
+In a world-writable directory such as /tmp, any user can create a name before this process does: as a directory of
+theirs, or as a symbolic link to another user's file. Existing files and directories are checked before use; new ones
+are accessible only to this user, whatever the umask.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["make_private", "open_private", "read_small", "untrusted"]
 
 
 def make_private(path: Path) -> None:
-    """Make a directory and its missing parents, with mode 0700; one that is there stays as it is.
+    """Create a directory and its missing parents, with mode 0700; an existing directory is left unchanged.
 
     Raises:
-        OSError: if that is impossible.
+        OSError: if that fails.
     """
     missing = []
     for each in (path, *path.parents):
@@ -35,22 +35,22 @@ def make_private(path: Path) -> None:
 
 
 def open_private(path: Path | str, flags: int) -> int:
-    """Open a file, as :func:`os.open` does; if it is made by this, its mode is 0600. A symbolic link is not followed.
+    """Open a file as :func:`os.open` does; a file that this creates has mode 0600. Symbolic links are not followed.
 
     Raises:
-        OSError: if that is impossible.
+        OSError: if that fails.
     """
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """Return what a regular file holds.
+    """Return the content of a regular file.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is something else, or holds more than ``limit`` bytes.
+        ValueError: if it is not a regular file, or has more than ``limit`` bytes.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe has an end that may never open
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe may block forever
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{path} is not a regular file")
@@ -61,10 +61,10 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def untrusted(path: Path, *, exclusive: bool) -> str:
-    """Return why another user may control what is at a path, or an empty string. The path need not exist.
+    """Return why another user may control what is at a path, or an empty string if none may. The path need not exist.
 
     Args:
-        exclusive: whether a directory there must also be writable for this user (or root) alone, and no link.
+        exclusive: whether a directory there must also be writable only by this user (or root), and not be a link.
     """
     if exclusive and (found := _lstat(path)) is not None:
         if not stat.S_ISDIR(found.st_mode):
@@ -92,10 +92,10 @@ def _lstat(path: Path, *, follow: bool = False) -> os.stat_result | None:
 
 
 def _own(path: Path, found: os.stat_result) -> bool:
-    """Whether something is this user's, or root's."""
+    """Whether something belongs to this user or root."""
     if found.st_uid in (0, os.geteuid()):
         return True
-    # NFS may give root's files to another user (root_squash): what is made there tells.
+    # NFS may map root to another user (root_squash): a file created there shows which.
     import tempfile
 
     with contextlib.suppress(OSError):

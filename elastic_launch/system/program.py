@@ -1,4 +1,4 @@
-"""What a program of this project is as a process: its standard streams, its first signals, and its end."""
+"""The process of a program: its standard streams, early signals, and exit."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ __all__ = ["GIVEN_UP", "PROGRAM", "check_kernel", "exiting", "reported"]
 PROGRAM = "elastic-launch"
 
 GIVEN_UP = "c10d-call"
-"""Name of threads in calls that are not waited for beyond their time."""
+"""Name of threads whose calls are abandoned after their timeout."""
 
 
 def exiting(act: Callable[[], int]) -> NoReturn:
-    """Exit with what act returns, or as after Ctrl-C; for whatever has started this process, and as whatever it has."""
+    """Exit with the code that ``act`` returns, or as after Ctrl-C, whatever started this process and however."""
     end_quietly()
     _open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        # Whoever has started this process cares for no exit codes, and the kernel would keep none for this one either.
+        # The parent ignores exit codes, and with this setting the kernel would not keep those of the workers either.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if os.getpid() == 1:
         _end_by_signals()
     try:
         code = act()
-    except KeyboardInterrupt:  # by a handler that somebody else has put there
+    except KeyboardInterrupt:  # raised by another package's handler
         code = ExitCode.INTERRUPTED
     _leave(code)
 
 
 def reported(act: Callable[[], int]) -> int:
-    """Return what act returns; print the error that it ends with, and return its code."""
+    """Return what ``act`` returns; if it raises an error, print it and return its exit code."""
     try:
         return act()
     except ElasticLaunchError as error:
         hint = textwrap.indent(error.hint, "  ")
         text = f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")
         words = f"exit code {error.exit_code}: {error.message}\n{error.hint}\n"
-        # Neither a console that nobody reads nor a file system that hangs may keep this process.
+        # Neither a console without a reader nor a hanging file system may block this process.
         with contextlib.closing(Writer("last words", limit=len(text), patience=IDLE)) as writer:
             writer.put(lambda data: write_termination_log(words))
             writer.put(lambda data: print(text, file=sys.stderr, flush=True))
@@ -59,10 +59,10 @@ def reported(act: Callable[[], int]) -> int:
 
 
 def check_kernel() -> None:
-    """Find out whether processes can be watched here: all that starts workers needs that.
+    """Check that processes can be watched on this kernel, which is needed to start workers.
 
     Raises:
-        UsageError: if not.
+        UsageError: if they cannot.
     """
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         raise UsageError(
@@ -82,10 +82,10 @@ def check_kernel() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End with a code.
+    """Exit with a code.
 
-    A thread that was given up would abort the process if its call returned while the interpreter takes itself to
-    pieces: the call is C++, and forbids that its thread is unwound. One that hangs as it writes may hold what the
+    An abandoned thread would abort the process if its call returned during the interpreter's shutdown: the call is
+    C++ and does not allow its thread to be unwound. A thread that hangs in a write may hold a lock that the
     interpreter waits for.
     """
     written = flush_all()
@@ -100,11 +100,11 @@ def _leave(code: int) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Open those of descriptors 0 to 2 that were closed: else a socket of ours gets the number, and workers take it."""
+    """Open those of descriptors 0 to 2 that were closed: else a socket would get the number, and workers inherit it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    # As the interpreter found them closed.
+    # The interpreter found these closed and set them to None.
     sys.stdout = sys.stdout or _nowhere(1)
     sys.stderr = sys.stderr or _nowhere(2)
 
@@ -114,12 +114,12 @@ def _nowhere(descriptor: int) -> io.TextIOWrapper:
 
 
 def _end_by_signals() -> None:
-    """Let signals end process 1 as they would any other, before and after the agent's handlers (pid_namespaces(7))."""
+    """Let signals end process 1 like any other process, before and after the agent's handlers (pid_namespaces(7))."""
 
     def end(number: int, frame: object) -> NoReturn:
         try:
             text = f"exit code {128 + number}: stopped by {signal.Signals(number).name}\n"
-            write_termination_log(text, unless_written=True)  # the agent knows better, if it has said something
+            write_termination_log(text, unless_written=True)  # a message of the agent is more precise
         finally:
             os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""Why a node's part of a run ended, for Kubernetes: it shows what a container left in its termination log."""
+"""Writes why a node's part of a run ended to the termination log, which Kubernetes shows for a container."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Mapping, Sequence
 __all__ = ["ENV_TERMINATION_LOG", "LIMIT", "termination_message", "write_termination_log"]
 
 ENV_TERMINATION_LOG = "ELASTIC_LAUNCH_TERMINATION_LOG"
-"""Names the file, as a pod's ``terminationMessagePath`` may."""
+"""Variable with the file's path, which a pod sets as ``terminationMessagePath``."""
 
 DEFAULT = "/dev/termination-log"
 
 LIMIT = 4096
-"""Bytes of one container's message that the kubelet reads."""
+"""Bytes of a container's message that the kubelet reads."""
 
 
 def write_termination_log(
     message: str, environ: Mapping[str, str] | None = None, *, unless_written: bool = False
 ) -> None:
-    """Leave a message where Kubernetes looks for it, if it does: the file is there before the container starts.
+    """Write a message where Kubernetes reads it, if the file exists: Kubernetes creates it before the container starts.
 
     Args:
-        environ: the variables to go by; None: those of this process.
-        unless_written: leave what is there, if anything is.
+        environ: the environment variables; None for those of this process.
+        unless_written: do not overwrite an existing message.
     """
     path = (os.environ if environ is None else environ).get(ENV_TERMINATION_LOG) or DEFAULT
     try:
-        # Opened first and looked at then: what has this name may be anything, a pipe that nobody reads, too.
+        # Open first, then check: the path may be anything, such as a pipe without a reader.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return
@@ -43,7 +43,7 @@ def write_termination_log(
 
 
 def termination_message(head: Sequence[str], detail: Sequence[str]) -> str:
-    """Return head and as much of the detail's end as fits; an exception is at the end of a traceback."""
+    """Return ``head`` and as much of the end of ``detail`` as fits; a traceback ends with the exception."""
     left = LIMIT - sum(_size(line) for line in head) - _size("...")
     kept: list[str] = []
     for line in reversed(detail):

@@ -1,4 +1,4 @@
-"""Threads that a process depends on: their unexpected end is reported to the process' main loop."""
+"""Threads that a process depends on: their unexpected end is reported to the process's main loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["ThreadDied", "VitalThread", "deaths_reported_to"]
 
 @dataclass(frozen=True, slots=True)
 class ThreadDied:
-    """A vital thread was ended by an exception that its code does not handle.
+    """A vital thread ended with an unhandled exception.
 
     Attributes:
-        name: of the thread.
+        name: the thread's name.
         error: the exception's type and message.
     """
 
@@ -31,16 +31,17 @@ _listeners: list[Listener] = []
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread that others depend on.
+    """A daemon thread that other threads depend on.
 
-    If an exception leaves its target, the traceback is printed as for any thread, and those that
-    :func:`deaths_reported_to` has registered are called with a :class:`ThreadDied`: a process that goes on without such
-    a thread would hang, or do half of its work.
+    If its target raises an exception, the traceback is printed as for any thread, and the listeners registered with
+    :func:`deaths_reported_to` are called with a :class:`ThreadDied`: without such a thread, the process would hang, or
+    do only half of its work.
 
     Args:
         target: what the thread runs.
-        name: of the thread, for messages.
-        owner: called instead of those, if given: the process can go on without this thread, and the owner sees to it.
+        name: the thread's name, for messages.
+        owner: called instead of the listeners, if given: the process can continue without this thread, and the owner
+            handles its end.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class VitalThread(threading.Thread):
 
 @contextmanager
 def deaths_reported_to(listener: Listener) -> Iterator[None]:
-    """Have a function called when a vital thread of this process dies, for the time of a context.
+    """Call a function when a vital thread of this process dies within this context.
 
     Args:
-        listener: called from the thread that dies; must not block.
+        listener: called from the dying thread; must not block.
     """
     with _lock:
         _listeners.append(listener)

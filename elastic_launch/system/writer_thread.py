@@ -1,8 +1,8 @@
-"""Threads that write what others must not wait for: a console may have no reader, and a file system may hang.
+"""Threads that write without blocking others: a console may have no reader, and a file system may hang.
 
-What is to be written goes into a bounded queue, and a daemon thread writes it. As long as something is taken at the
-other end, however slowly, nothing is lost: who brings much waits for room. Once nothing was taken for a while, what
-finds the queue full is dropped and counted, until half of the queue is written.
+Data goes into a bounded queue, and a daemon thread writes it. While the other end accepts data, however slowly, nothing
+is lost: callers wait for room in the queue. Once the other end has accepted nothing for a while, data that finds the
+queue full is dropped and counted, until half of the queue has been written.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ __all__ = ["IDLE", "Writer", "flush_all"]
 T = TypeVar("T")
 
 Write = Callable[[bytes], object]
-"""Writes; may take for ever. Raises nothing."""
+"""Writes the data; may block forever. Must not raise."""
 
 Lost = Callable[[int, float], object]
-"""Called with the number of lines that were dropped, and for how many seconds nothing was taken."""
+"""Called with the number of lines dropped, and the seconds for which nothing was accepted."""
 
 OVERHEAD = 128
-"""Bytes that an entry of the queue counts besides its data."""
+"""Bytes that an entry of the queue counts in addition to its data."""
 
 IDLE = 2.0
-"""Seconds that the end of a process waits for an end that takes nothing."""
+"""Seconds that an exiting process waits for a reader that accepts nothing."""
 
 LONGEST = 60.0
-"""Seconds that the end of a process waits for an end that takes something now and then."""
+"""Seconds that an exiting process waits for a reader that accepts something now and then."""
 
 _all: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 class Writer:
-    """A thread that makes calls which may hang, in order.
+    """A thread that makes calls that may hang, in order.
 
     Args:
-        name: of the thread.
-        limit: bytes that may wait before who can wait has to. Who cannot has as many again for himself.
-        patience: seconds for which one call may take nothing before others count it as stuck.
-        lost: called from the thread, once there is room again; must not block.
+        name: the thread's name.
+        limit: bytes that may be queued before callers that can wait have to. Those that cannot wait may use as many
+            again.
+        patience: seconds for which a call may make no progress before it counts as stuck.
+        lost: called from the thread once there is room again; must not block.
     """
 
     def __init__(self, name: str, *, limit: int, patience: float, lost: Lost = lambda lines, seconds: None) -> None:
@@ -62,8 +63,8 @@ class Writer:
         self._idle = False
         self._closed = False
         self._queue: deque[tuple[Write, bytes]] = deque()
-        self._size = 0  # of what waits and of what is being written
-        self._since = 0.0  # when the present call began, or something was taken last; 0: there is no call
+        self._size = 0  # bytes that are queued or being written
+        self._since = 0.0  # when the current call began or last made progress; 0 if there is no call
         self._dropping = False
         self._dropped = 0
         self._dropped_since = 0.0
@@ -73,15 +74,15 @@ class Writer:
 
     @property
     def stuck(self) -> bool:
-        """Whether the present call has taken nothing for too long."""
+        """Whether the current call has made no progress for too long."""
         since = self._since
         return since > 0 and time.monotonic() - since > self._patience
 
     def put(self, write: Write, data: bytes = b"", *, wait: bool = False) -> bool:
-        """Have data written; return whether it will be.
+        """Queue data to be written; return whether it was queued.
 
         Args:
-            wait: for room, while the other end takes anything. Without it this returns at once.
+            wait: whether to wait for room while the other end accepts data. If False, this returns at once.
         """
         size = len(data) + OVERHEAD
         with self._lock:
@@ -99,12 +100,12 @@ class Writer:
         return True
 
     def ask(self, call: Callable[[], T], timeout: float) -> T:
-        """Make a call in the thread, after what waits, and return what it returns.
+        """Make a call in the thread, after what is queued, and return its result.
 
         Raises:
-            TimeoutError: if it has not returned after so many seconds; it is not begun later. At once, if another one
-                is stuck.
-            OSError: what it raises.
+            TimeoutError: if it has not returned after ``timeout`` seconds, and then it does not begin later; at once if
+                another call is stuck.
+            OSError: whatever the call raises.
         """
         answers: queue.SimpleQueue[tuple[T | None, OSError | None]] = queue.SimpleQueue()
         given_up = threading.Event()
@@ -129,14 +130,14 @@ class Writer:
         return value  # type: ignore[return-value]
 
     def progress(self) -> None:
-        """Called from within a call: the other end has taken something."""
+        """Note progress; to be called from within a call when the other end has accepted data."""
         self._since = time.monotonic()
 
     def flush(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
-        """Wait until all is written; return whether it is.
+        """Wait until everything is written; return whether it is.
 
         Args:
-            idle: seconds after which nothing was taken that this gives up.
+            idle: seconds without progress after which this gives up.
             longest: seconds after which it gives up in any case.
         """
         deadline = time.monotonic() + longest
@@ -150,7 +151,7 @@ class Writer:
         return True
 
     def close(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
-        """Take nothing more, and end the thread once all is written; return whether it is, see :meth:`flush`."""
+        """Accept nothing more, and end the thread once all is written; return whether it is, see :meth:`flush`."""
         done = self.flush(idle, longest)
         with self._lock:
             self._closed = True
@@ -203,5 +204,5 @@ class Writer:
 
 
 def flush_all() -> bool:
-    """Flush all writers of this process; return whether all is written. If not, a thread may hang for ever."""
-    return min([writer.flush() for writer in list(_all)], default=True)  # none is left out
+    """Flush all writers of this process; return whether everything is written. If not, a thread may hang forever."""
+    return min([writer.flush() for writer in list(_all)], default=True)  # unlike all(), flushes each of them
