@@ -48,8 +48,8 @@ class Fault:
         rank: the worker's rank in the round.
         step: optimizer steps done, of the whole training; None for the first time that it reaches the moment.
         at: one of :data:`MOMENTS`: when the step is done; while its snapshot is being written into memory; when all
-                ranks have agreed to stop after it and nothing is saved yet; when it is saved and the agent does not know
-                yet; when a snapshot of it has been found and read, but not yet given to ranks that have none.
+            ranks have agreed to stop after it and nothing is saved yet; when it is saved and the agent does not know
+            yet; when a snapshot of it has been found and read, but not yet given to ranks that have none.
         round: number of the round; under torchrun, which does not count rounds, of the start: 1 for the first.
         do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; or wait for some seconds.
         seconds: how long ``slow`` waits.

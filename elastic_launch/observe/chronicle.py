@@ -157,7 +157,7 @@ class Chronicle:
                 told.ended, told.drained, told.kind, told.cause = clock, False, kind, cause
 
     def _ordered(self, clock: float, event: ev.OrderReceived) -> None:
-        """Add a leader's decision. A leader on this host also has its own, fuller events, which may come before or after."""
+        """Add a leader's decision. Events of a leader on this host say more, and may come before or after."""
         self._seen_term = max(self._seen_term, event.term)
         self.over = self.over or event.order == "end"
         if not event.round:

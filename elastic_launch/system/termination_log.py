@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 __all__ = ["ENV_TERMINATION_LOG", "LIMIT", "termination_message", "write_termination_log"]
 
 ENV_TERMINATION_LOG = "ELASTIC_LAUNCH_TERMINATION_LOG"
-"""Variable with the file's path, which a pod sets as ``terminationMessagePath``."""
+"""Variable with the file's path, which a pod may also set as ``terminationMessagePath``."""
 
 DEFAULT = "/dev/termination-log"
 
