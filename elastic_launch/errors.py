@@ -3,17 +3,17 @@
 ::
 
     ElasticLaunchError
-    ├── UsageError                  2   a flag or value that cannot work
-    │   └── CommandLineError            that no parser of arguments takes
+    ├── UsageError                  2   invalid flag or value
+    │   └── CommandLineError            that any argument parser would reject
     └── RendezvousError            95   lost or refused
         ├── EndpointError               cannot be resolved, reached or bound
-        │   └── UnresolvedError         its name is not known, or not yet
+        │   └── UnresolvedError         its name does not resolve, or not yet
         ├── RefusedError                this node does not fit the run
         ├── StoreError                  the control store failed or did not answer in time
-        │   ├── RecordTooLargeError     it never takes a record of that size
-        │   └── DeniedError             it does not let this node in
-        ├── ProtocolError               a message or record that cannot be understood
-        └── InternalError               a part of the rendezvous has failed by a fault of its own
+        │   ├── RecordTooLargeError     it never accepts a record of that size
+        │   └── DeniedError             it denies access to this node
+        ├── ProtocolError               a message or record that cannot be parsed
+        └── InternalError               a part of the rendezvous has failed because of a bug
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Output:
         header: template of the prefix of tee'd lines, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
             ``${hostname}``.
         stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
-            FORMAT_NAMES in braces; empty for the log directory.
+            FORMAT_NAMES in braces; empty for no such file.
         keep: whether streams are kept in the log directory.
         layout: naming of the directories below the run's, one of LAYOUTS.
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty for none.
