@@ -1,24 +1,24 @@
-"""What runs on a node and outlives its workers. Internal: import :mod:`elastic_launch` instead.
+"""The agent: what runs on a node and outlives its workers. Internal: import :mod:`elastic_launch` instead.
 
 ``main``          runs one node's part of a run
-``agent``         LocalElasticAgent: events in, ``policy`` asked, actions carried out
-``policy``        pure decisions; ``policy_types`` are its events and actions
+``agent``         LocalElasticAgent: takes events, asks ``policy``, carries out its actions
+``policy``        pure decisions; ``policy_types`` defines their events and actions
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end
 ``static_world``  a world of fixed size, without rendezvous
-``torch_agent``   torch's own agent, under a foreign rendezvous handler
+``torch_agent``   torch's own agent, for runs under a third-party rendezvous handler
 ``workers/``      worker processes
 ``warm/``         the fork server
-``snapshots/``    snapshots in memory and their copies
+``snapshots/``    in-memory snapshots and their copies
 ``notices/``      preemption notices
 ``probes/``       health checks
 ``calls/``        runs started from Python
 ``reporting``     what the agent prints about orders
-``step_events``   events of steps; ``step_timer`` learns how long a step takes
-``outcome``       how the node's part ended; ``summary`` is the last text on a failed run
-``console``       the agent's own lines; ``torch_events`` are torch's events
-``output_sinks``  consoles and files that output goes to
+``step_events``   events about steps; ``step_timer`` estimates how long a step takes
+``outcome``       how the node's part ended; ``summary`` is the final message of a failed run
+``console``       the agent's own log lines; ``torch_events`` emits torch's events
+``output_sinks``  the consoles and files that output goes to
 ``helpers``       starts helper processes with a safe import path
-``priority``      lets training go first
+``priority``      lowers the priority of background work
 ``dumpable``      whether other processes may inspect this one
 """

@@ -1,4 +1,4 @@
-"""LocalElasticAgent: one node's part of a run. Takes from the inbox, asks the policy, carries out."""
+"""LocalElasticAgent: one node's part of a run. Takes events from the inbox, asks the policy, acts."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class LocalElasticAgent(ElasticAgent):
     """Supervises the workers of one node through all rounds of a run.
 
     Args:
-        backend: the way to the leader; closed with the agent.
-        events: where this node's events go.
+        backend: the connection to the leader; closed with the agent.
+        events: receives this node's events.
         files: writes the run's own files.
-        consoles: the agent's, where workers' output is shown.
-        inbox: shared with whoever feeds signals in; by default the agent's own.
-        processes: makes what starts the workers; by default plain fork and exec.
+        consoles: the agent's consoles, which show the workers' output.
+        inbox: shared with the code that feeds signals in; by default the agent's own.
+        processes: makes the object that starts the workers; by default plain fork and exec.
     """
 
     def __init__(
@@ -119,26 +119,26 @@ class LocalElasticAgent(ElasticAgent):
         self._whereabouts: RunAddress | None = None
         self._hosting = False
         self._member = False
-        self._run_over = False  # the leader has said so
-        self._starting: StaggeredStart | None = None  # a round of which workers are to be started
-        self._watched = 0  # the round whose workers may hang at their end
-        self._rank = 0  # among the members of the present round
+        self._run_over = False  # the leader has said that the run is over
+        self._starting: StaggeredStart | None = None  # a round whose workers are being started
+        self._watched = 0  # the round whose workers may hang at exit
+        self._rank = 0  # among the members of the current round
         self._finished = 0  # the round in which this node's workers have finished
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended; only after :meth:`run`."""
+        """How this node's part ended; only after :meth:`run`."""
         assert self._outcome is not None
         return self._outcome
 
     @property
     def notice(self) -> Notice | None:
-        """The notice because of which this node has left; only after :meth:`run`."""
+        """The notice that made this node leave; only after :meth:`run`."""
         return self._departure.notice
 
     @property
     def finished_round(self) -> int:
-        """The round with which this node has finished, 0 if it was in none that counts; only after :meth:`run`."""
+        """The round that this node has finished, 0 if it was in none that counts; only after :meth:`run`."""
         return self._finished
 
     @property
@@ -153,12 +153,12 @@ class LocalElasticAgent(ElasticAgent):
 
     @property
     def error_file(self) -> Path | None:
-        """Where the worker may have left its exception whose failure ended the run; None: on another node."""
+        """Where the worker whose failure ended the run may have left its exception; None: on another node."""
         return self._error_file
 
     @property
     def kept(self) -> Kept:
-        """What became of the workers' log files; only after :meth:`run`."""
+        """What happened to the workers' log files; only after :meth:`run`."""
         return self._pump.kept
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -185,7 +185,7 @@ class LocalElasticAgent(ElasticAgent):
         self._workers = RoundWorkers(
             self._config.node_id, processes, pump, guard, self._clock, self._files, only_crashes=self._config.torchrun
         )
-        # In this order, each also where one before has failed.
+        # In this order; each runs even if an earlier one has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
         ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]
         ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
@@ -210,7 +210,7 @@ class LocalElasticAgent(ElasticAgent):
             return result_of(self._outcome.code, {}, {})
 
     def _of_run_file(self, act: Callable[[], None]) -> None:
-        """Have something done to the run's file, by the one thread that does."""
+        """Have the one thread that writes the run's file do something to it."""
         self._files.put(lambda data: act())
 
     def _copied(self, copied: Copied | Copying | Save | None) -> bool:
@@ -243,7 +243,7 @@ class LocalElasticAgent(ElasticAgent):
             self._carry_out(action)
 
     def _understand(self, item: object) -> v.Event | None:
-        """Turn what came into what the policy knows, and note it."""
+        """Translate an inbox item into a policy event, and record it."""
         match item:
             case Exited(pid=pid, exit_code=exit_code):
                 return self._exited(pid, exit_code)
@@ -312,11 +312,11 @@ class LocalElasticAgent(ElasticAgent):
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
-                # The host of a c10d run has nobody to serve: the others cannot go on without it.
+                # The host of a c10d run serves nobody: the other nodes cannot continue without it.
                 newest = self._keeper.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
             case v.CopiesDone(given_up=given_up):
-                return item if given_up or self._keeper.idle else None  # else it is of an earlier copy
+                return item if given_up or self._keeper.idle else None  # otherwise it belongs to an earlier copy
             case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
                 return item
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
@@ -333,7 +333,7 @@ class LocalElasticAgent(ElasticAgent):
         config = self._config
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
-        # Written once the run has accepted this node: others may have their file there.
+        # Written only once the run has accepted this node: before, the file may belong to other nodes.
         self._whereabouts = RunAddress(config.run_id, config.backend, where, config.node_id)
         report_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
@@ -346,7 +346,7 @@ class LocalElasticAgent(ElasticAgent):
             self._finished = 0
         if isinstance(order, m.Form):
             self._restarts, self._max_restarts = order.restarts, order.max_restarts
-        if not self._hosting:  # there the leader's own events tell it already
+        if not self._hosting:  # on the host, the leader's own events already report it
             report_order(order, event.round, event.cause)
 
     def _exited(self, pid: int, exit_code: int) -> v.Event | None:
@@ -366,7 +366,7 @@ class LocalElasticAgent(ElasticAgent):
             elif self._view.leaving is None:
                 self._had_failed(reaped)
         if exit_code == 0 and self._view.alive == frozenset(range(self._config.nproc)):
-            self._watch_ends(reaped.round)  # the first that has finished
+            self._watch_ends(reaped.round)  # the first to finish
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
     # From the policy to the world.
@@ -398,7 +398,7 @@ class LocalElasticAgent(ElasticAgent):
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._processes.training()
-                if self._rank == 0:  # one member's word is enough
+                if self._rank == 0:  # one member's estimate is enough
                     self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
             case v.ReportStopped():
                 self._end_round(action)
@@ -418,7 +418,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._outcome = Outcome(code, cause, self._restarts, failure, self._keeper.failed, where)
 
     def _had_failed(self, reaped: Reaped) -> None:
-        """A worker was stopped: it may have raised before, and the leader hears of it before it forms a round."""
+        """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
         if failure := self._workers.failure(reaped.placement.local_rank, False, self._control.pace):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
@@ -426,13 +426,13 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.failed(failure)
 
     def _watch_ends(self, number: int) -> None:
-        """From now on end workers of a round that hang: others have finished."""
+        """From now on, end workers of this round that hang at exit: others have finished."""
         if self._watched != number:
             self._watched = number
             self._inbox.put_later(LOOK_EVERY, LookDue(number))
 
     def _look(self, number: int) -> None:
-        """End workers that hang at their end, while others have finished."""
+        """End workers that hang at exit while others have finished."""
         if number != self._view.round or self._view.phase is not v.Phase.RUNNING or not self._view.alive:
             return
         self._workers.kill_stuck()
@@ -448,7 +448,7 @@ class LocalElasticAgent(ElasticAgent):
         self._membership.ready(number, remaining, begun[0] if begun is not None else -1)
 
     def _await_copies(self, *, bounded: bool) -> None:
-        """Have what is in memory only copied, if that is this node's part."""
+        """Copy to durable storage what is in memory only, if this node is responsible for it."""
         left = self._departure.left
         if self._member:
             self._keeper.secure()
@@ -476,7 +476,7 @@ class LocalElasticAgent(ElasticAgent):
         self._membership.stopped(stopped)
 
     def _serve(self, address: str) -> int:
-        """Serve this node's snapshot to whoever goes on; return the port, 0 if that is not to be."""
+        """Serve this node's snapshot to the nodes that continue; return the port, 0 if it is not served."""
         self._inbox.put_later(v.SERVES, m.Released(0))
         try:
             return self._keeper.serve(listen(address), self._transfer_key())
@@ -490,20 +490,20 @@ class LocalElasticAgent(ElasticAgent):
         return None if token is None else token.key("snapshot", self._config.run_id)
 
     def _start(self, form: m.Form) -> None:
-        """Prepare what a round's workers need, and start each as soon as there is a process for it."""
+        """Prepare what a round's workers need; each starts as soon as a process is available for it."""
         assert self._store is not None
         number = form.round.number
-        self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(number)))  # which takes a while
+        self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(number)))  # may take a while
         self._local_failures.clear()
         self._saves.begin()
         self._rank = place(self._group, form.round, self._config)
-        if self._rank == 0 and not self._config.kind.fixed_ranks:  # whose workers meet at the endpoint
+        if self._rank == 0 and not self._config.kind.fixed_ranks:  # its workers meet at the endpoint
             try:
                 self._store.serve(self._config.timing.read_timeout)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
                 self._react(v.StartFailed(f"the workers' store cannot be served: {error}", frozenset()))
                 return
-        # The first member gives it to the others as its workers restore.
+        # The first member shares it with the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
         self._keeper.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         placed = placements(self._group)
@@ -527,7 +527,7 @@ class LocalElasticAgent(ElasticAgent):
         except OSError as error:
             self._starting = None
             cause = f"worker {placement.rank} cannot be started: {error}"
-            # It says something of this host, and nothing of the script.
+            # The failure is this host's, not the script's.
             code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
             alive = self._view.alive & frozenset(range(local_rank))
             self._react(v.StartFailed(cause, alive, code))
@@ -540,7 +540,7 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.joined(number)
 
     def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
-        """Workers (None: all) are to end: those that are not started yet never will be."""
+        """Workers (None: all) are to end: those that have not started yet never will."""
         starting = self._starting
         if starting is not None and (ending := starting.ending(local_ranks)):
             self._starting = None

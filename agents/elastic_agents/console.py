@@ -1,4 +1,4 @@
-"""The agent's own console: the form of its lines, and the writers that everything there goes through."""
+"""The agent's own console: the format of its lines, and the writers that all console output goes through."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["Consoles", "announce", "configure_logging"]
 _log = logging.getLogger("elastic_launch")
 
 _COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
-"""SGR codes by level; other lines are as they are."""
+"""SGR codes by level; other lines are not coloured."""
 
 LIMIT = 1024 * 1024
-"""Bytes that wait for a console at most, and as many again of the launcher's own lines."""
+"""Bytes queued for a console at most, and as many again for the launcher's own lines."""
 
 PATIENCE = 5.0
-"""Seconds after which a console that has taken nothing counts as one that nobody reads."""
+"""Seconds after which a console that accepts no data counts as unread."""
 
 PIECE = 16384
-"""Bytes that are written at once: less than a pipe holds, so that a slow reader is known from one that has stopped."""
+"""Bytes per write: less than a pipe holds, so that a slow reader can be told from one that has stopped."""
 
 
 class _Source:
-    """One of those that write to a console.
+    """One source of console output.
 
     Attributes:
-        cut: whether another one has ended its last line, which had no end.
+        cut: whether another source has ended its last line, which had no newline.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class _Source:
 
 
 class _Cursor:
-    """Where the next byte on a console would appear: what comes from another source begins at the start of a line."""
+    """Where the next byte on a console would appear: output from another source begins at the start of a line."""
 
     def __init__(self) -> None:
-        self._source: _Source | None = None  # of the present line; None at its start
-        self._returned = False  # the present line has a carriage return: it is a progress bar's
+        self._source: _Source | None = None  # of the current line; None at its start
+        self._returned = False  # the current line has a carriage return: it is a progress bar
 
     def placed(self, source: _Source, data: bytes) -> bytes:
-        """Return data from a source as it is to be written now."""
+        """Return data from a source as it must be written now."""
         if source.cut:
             source.cut = False
             data = data.removeprefix(b"\n")
@@ -61,7 +61,7 @@ class _Cursor:
         start = b""
         if self._source is not None and self._source is not source:
             self._source.cut = True
-            # Two progress bars replace each other in one line, as they do without a launcher.
+            # Two progress bars overwrite each other in one line, as they do without a launcher.
             start = b"" if self._returned and data.startswith(b"\r") else b"\n"
         *whole, last = data.rsplit(b"\n", 1)
         if whole or start:
@@ -72,22 +72,22 @@ class _Cursor:
 
 
 class Consoles:
-    """What this process writes to its standard streams: each in a thread, or both in one if they are the same file."""
+    """This process' output to its standard streams: one thread each, or one for both if they are the same file."""
 
     def __init__(self) -> None:
         self._writers: dict[tuple[int, int], tuple[Writer, _Cursor]] = {}
 
     def put_to(self, descriptor: int, *, wait: bool) -> Callable[[bytes], bool]:
-        """Return what has data of one source written to a descriptor, see :meth:`Writer.put`."""
+        """Return a function that queues one source's data for a descriptor, see :meth:`Writer.put`."""
         writer, cursor = self._writer_of(descriptor)
         return partial(writer.put, partial(_write, writer, descriptor, cursor, _Source()), wait=wait)
 
     def flush(self) -> bool:
-        """Wait, for as long as the consoles are read, until all is written; return whether it is."""
+        """Wait until all is written, as long as the consoles are being read; return whether it is."""
         return all(writer.flush() for writer, _ in self._writers.values())
 
     def close(self) -> None:
-        """Write what is left, as far as the consoles are read."""
+        """Write what is left, as long as the consoles are being read."""
         writers, self._writers = self._writers, {}
         for writer, _ in writers.values():
             writer.close()
@@ -96,7 +96,7 @@ class Consoles:
         try:
             found = os.fstat(descriptor)
             key = (found.st_dev, found.st_ino)
-        except OSError:  # closed: writing will fail, which is no reason to fail here
+        except OSError:  # closed: the write itself will fail later, which is no reason to fail here
             key = (-1, descriptor)
         if key not in self._writers:
             name = {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))
@@ -112,12 +112,12 @@ def _write(writer: Writer, descriptor: int, cursor: _Cursor, source: _Source, da
         try:
             view = view[os.write(descriptor, view[:PIECE]) :]
             writer.progress()
-        except BlockingIOError:  # whoever shares the console has made it so; it is no reason to lose anything
+        except BlockingIOError:  # a process that shares the console has made it non-blocking; keep the data
             room = select.poll()
             room.register(descriptor, select.POLLOUT)
             room.poll()
         except OSError:
-            return  # nobody reads the console any more; the files have it
+            return  # the console has no reader any more; the log files have the output
 
 
 def _tell_lost(name: str, lines: int, seconds: float) -> None:
@@ -132,14 +132,14 @@ def configure_logging(
     quiet: bool = False,
     level: int | None = None,
 ) -> None:
-    """Write the launcher's lines to stderr, from a level on: the one that LOGLEVEL names, unless it is given.
+    """Write the launcher's lines to stderr, from a level on: the given one, else the one that LOGLEVEL names.
 
     Args:
         form: one of :data:`elastic_launch.config.output.LOG_FORMATS`.
         node: id of this node.
-        consoles: what writes them; without it they are written at once, by whoever logs them.
-        quiet: without LOGLEVEL only warnings and errors.
-        level: of the lines; None: as said.
+        consoles: write the lines; without them, the logging thread writes each line at once.
+        quiet: without LOGLEVEL, only warnings and errors.
+        level: of the lines; None: as described above.
     """
     handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
     handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))
@@ -152,7 +152,7 @@ def configure_logging(
 
 
 def announce(config: LaunchConfig) -> None:
-    """Say what begins, and where its files go."""
+    """Print what starts, and where its files go."""
     wanted = os.environ.get("LOGLEVEL") or "INFO"
     if wanted.upper() not in logging.getLevelNamesMapping():
         default = logging.getLevelName(_log.level)
@@ -169,7 +169,7 @@ def announce(config: LaunchConfig) -> None:
 
 
 class _Handler(logging.Handler):
-    """Never waits: who logs may be who others depend on."""
+    """Never blocks: other components may depend on the thread that logs."""
 
     def __init__(self, consoles: Consoles) -> None:
         super().__init__()
@@ -180,12 +180,12 @@ class _Handler(logging.Handler):
 
 
 class _Text(logging.Formatter):
-    """Puts the launcher's name before each message, in the colour of its level, and before that the time.
+    """Puts the launcher's name before each message, in the colour of its level, and the time before that.
 
-    Much of what is told comes from workers and other nodes, and must not move the terminal's cursor.
+    Much of the text comes from workers and other nodes, and must not move the terminal's cursor.
 
     Args:
-        stamped: whether the time; in full, unless somebody sits before it.
+        stamped: whether to print the time; in full, except on a terminal.
     """
 
     def __init__(self, *, stamped: bool) -> None:
@@ -209,7 +209,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One object in a line."""
+    """One JSON object per line."""
 
     def __init__(self, node: str) -> None:
         super().__init__("%(message)s")

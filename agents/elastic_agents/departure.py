@@ -1,4 +1,4 @@
-"""Why this node leaves the run before its end, and what time it has for that: signals, orders, notices."""
+"""Why this node leaves the run before its end, and how much time it has: signals, orders, notices."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["MARGIN", "Departure"]
 _log = logging.getLogger("elastic_launch.agent")
 
 MARGIN = 2.0
-"""Seconds of those that a notice gives that are kept for what follows the drain: to kill what is left, and to exit."""
+"""Seconds of a notice's time reserved for what follows the drain: killing what is left, and exiting."""
 
 
 class Departure:
-    """Turns what says that this node is to leave into what the policy knows; used by the agent's thread.
+    """Turns signals, orders and notices to leave into policy events; used by the agent's thread.
 
     Args:
         pace: how long a drain takes.
-        later: puts an event into the agent's inbox after so many seconds.
+        later: puts an event into the agent's inbox after a number of seconds.
 
     Attributes:
-        notice: the one because of which the node leaves, or None.
+        notice: the notice that makes the node leave, or None.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class Departure:
         self._pace = pace
         self._events = events
         self._later = later
-        # Of two that take one signal, the one that says how much time it leaves.
+        # If two sources use the same signal, the one that states the remaining time wins.
         sources = sorted(config.notices, key=lambda source: source.seconds is not None)
         self._signals = {source.number: source for source in sources if source.number is not None}
         self._until: float | None = None
-        self._signalled: float | None = None  # when the first of the signals came that count as one
+        self._signalled: float | None = None  # when the first of several signals that count as one came
         self._forgiven = False
         self.notice: Notice | None = None
 
     @property
     def left(self) -> float:
-        """Seconds until this node is to be gone: those that a notice or order leaves, else ``--shutdown-timeout``."""
+        """Seconds until this node must be gone: those of a notice or order, else ``--shutdown-timeout``."""
         if self._until is None:
             return self._config.shutdown_timeout
         return max(0.0, self._until - self._clock.now())
 
     @property
     def grace(self) -> float:
-        """Seconds between the signal to end and SIGKILL for workers."""
+        """Seconds between a worker's termination signal and SIGKILL."""
         return min(self._config.shutdown_timeout, self.left)
 
     def by_signal(self, number: int, view: v.View) -> v.Leave | None:
-        """A signal came that is not for the workers."""
+        """Handle a signal that is not forwarded to the workers."""
         name = signal.Signals(number).name
         now = self._clock.now()
         if self._signalled is not None and now - self._signalled < REPEAT:
@@ -81,7 +81,7 @@ class Departure:
         if source is not None:
             return self.by_notice(Notice("signal", "request", name, source.seconds), view)
         if self.notice is not None and view.leaving is not None and not self._forgiven:
-            # Where a machine is taken away, its init system sends SIGTERM at about the time of the notice.
+            # On a machine that is being taken away, the init system sends SIGTERM at about the time of the notice.
             self._forgiven = True
             _log.info("%s received: this node leaves already; a second one kills its workers", name)
             return None
@@ -94,14 +94,14 @@ class Departure:
         """The leader wants this node to leave."""
         self._events.emit(OrderReceived("depart", view.round, order.term, order.reason))
         if view.leaving is not None:
-            return None  # it does so already, and told twice it would not drain
+            return None  # it already leaves; a second Leave would skip the drain
         _log.info("%s: this node leaves the run", order.reason)
         if order.seconds < MOST_SECONDS:
             self._until = self._clock.now() + order.seconds
         return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds, view))
 
     def by_notice(self, notice: Notice, view: v.View) -> v.Leave | None:
-        """This machine, or this node's part of it, is to go."""
+        """This machine, or this node's part of it, will be taken away."""
         if view.leaving is not None and notice == self.notice:
             return None  # schedulers send a signal twice, to the group and to the process
         known = None if notice.seconds is None else round(notice.seconds, 1)
@@ -125,7 +125,7 @@ class Departure:
         return v.Leave(notice.reason, int(ExitCode.TERMINATED), self._to_drain(seconds, view))
 
     def _to_drain(self, left: float, view: v.View) -> float:
-        """Return the seconds left, or 0 if a drain is sure to take longer."""
+        """Return the seconds left, or 0 if a drain certainly takes longer."""
         needed = self._pace.drain_seconds()
         if left >= needed:
             return left

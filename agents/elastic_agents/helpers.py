@@ -1,7 +1,7 @@
 """How the agent starts its helper processes: with a safe import path, and without the run's secrets.
 
 A helper runs beside the user's script, often in the script's own directory, where a ``secrets.py`` or ``json.py`` would
-be imported in place of the standard library's: with ``python -c``, the working directory is searched first.
+be imported instead of the standard library's: with ``python -c``, the working directory is searched first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def helper_command(code: str, *arguments: str) -> list[str]:
     """Return the command of a helper process.
 
     Args:
-        code: Python code; ``sys.argv`` has the arguments from 1 on, ``sys.path`` is :func:`helper_path`.
+        code: Python code; ``sys.argv`` holds the arguments from index 1 on, ``sys.path`` is :func:`helper_path`.
     """
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {helper_path()!r}; {code}", *arguments]
 
 
 def helper_environment() -> dict[str, str]:
-    """Return a helper's environment: this process' own, less the run's secrets.
+    """Return a helper's environment: this process' own, without the run's secrets.
 
-    Drivers of storage find their credentials there. PYTHONPATH is left out, since the interpreter would search it for a
-    ``sitecustomize`` before :func:`helper_path` holds, and an empty entry of it means the working directory.
+    Storage drivers find their credentials there. PYTHONPATH is left out: before :func:`helper_path` takes effect, the
+    interpreter would search it for a ``sitecustomize``, and an empty entry in it means the working directory.
     """
     env = {name: value for name, value in without_secrets(os.environ).items() if name != "PYTHONPATH"}
     return {**env, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -37,9 +37,9 @@ def helper_environment() -> dict[str, str]:
 def helper_path() -> list[str]:
     """Return ``sys.path`` of a helper: this process' own without the directory that the interpreter put first.
 
-    The working directory and the program's may be in it for another reason, such as PYTHONPATH or an editable install.
-    Then they come last, where they hide no other module. The directories of this project follow the standard library,
-    so that a helper is of the same version as the agent.
+    The working directory and the program's directory may be in it for another reason, such as PYTHONPATH or an editable
+    install. Then they come last, where they hide no other module. This project's directories follow the standard
+    library, so that a helper runs the same version as the agent.
     """
     own = set(filter(None, [_real(os.curdir), *(_real(os.path.dirname(_real(name))) for name in _program())]))
     entries = list(sys.path)
@@ -56,12 +56,12 @@ def helper_path() -> list[str]:
 
 
 def _program() -> list[str]:
-    """Return the file that this process runs, if any; ``python -m`` and ``python -c`` name none."""
+    """Return the file that this process runs, if any; there is none with ``python -m`` and ``python -c``."""
     return [name for name in sys.orig_argv[1:2] if not name.startswith("-")]
 
 
 def _real(path: str) -> str:
     try:
         return os.path.realpath(path)
-    except FileNotFoundError:  # the working directory is gone
+    except FileNotFoundError:  # the working directory was removed
         return ""

@@ -1,4 +1,4 @@
-"""One queue for all that an agent reacts to, with timers."""
+"""One queue for everything that an agent reacts to, with timers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["REPEAT", "CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", 
 T = TypeVar("T")
 
 REPEAT = 1.0
-"""Seconds within which signals to leave count as one: wrappers send them to a process and to its group, or send two."""
+"""Seconds within which signals to leave count as one: wrappers send two, or signal a process and its group."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalCaught:
-    """The agent itself got a signal."""
+    """The agent itself received a signal."""
 
     number: int
 
@@ -38,21 +38,21 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class CanStart:
-    """One more worker can be started without waiting for anything."""
+    """One more worker can be started without waiting."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class LookDue:
-    """Some of the round's workers have finished: it is time to look whether the others hang."""
+    """Some of the round's workers have finished: time to check whether the others hang."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateDue:
-    """It is time to tell the leader how long the round still needs."""
+    """Time to report to the leader how long the round still needs."""
 
     round: int
 
@@ -65,7 +65,7 @@ class HowAreYou:
 
 
 class Inbox(Generic[T]):
-    """Filled from any thread and from signal handlers, emptied by one loop."""
+    """A queue filled from any thread and from signal handlers, and emptied by one loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,22 +74,22 @@ class Inbox(Generic[T]):
         self._timers: list[tuple[float, int, T]] = []
         self._order = itertools.count()
         self.closed = False
-        """Whether nobody takes any more."""
+        """Whether items are no longer taken."""
 
     def put(self, item: T) -> None:
         """Add an item; never blocks."""
         self._queue.put(item)
 
     def put_later(self, delay: float, item: T) -> None:
-        """Add an item after delay seconds; for the thread that takes."""
+        """Add an item after delay seconds; for the consuming thread only."""
         heapq.heappush(self._timers, (self._clock.now() + delay, next(self._order), item))
 
     def close(self) -> None:
-        """Nobody will take any more: what is put from now on is lost."""
+        """Items are no longer taken: what is put from now on is lost."""
         self.closed = True
 
     def take(self) -> T:
-        """Return the next item; what has come goes before timers that are due."""
+        """Return the next item; queued items go before timers that are due."""
         while True:
             wait = self._timers[0][0] - self._clock.now() if self._timers else None
             try:
@@ -101,7 +101,7 @@ class Inbox(Generic[T]):
 
 
 class SignalsTo:
-    """Puts signals into an inbox while entered; the handlers found before are restored on leaving."""
+    """Puts signals into an inbox while entered; restores the previous handlers on exit."""
 
     def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[Any]) -> None:
         self._numbers = tuple(numbers)

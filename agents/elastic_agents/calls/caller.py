@@ -1,4 +1,4 @@
-"""Starts an agent's process for a Python program, passes signals on to it, and reads how the run ended."""
+"""Starts an agent's process for a Python program, forwards signals to it, and reads how the run ended."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ __all__ = ["Ended", "run_agent"]
 _log = logging.getLogger("elastic_launch")
 
 UNKNOWN = 255
-"""Exit code of a process whose own is lost."""
+"""Exit code of a process whose own exit code is lost."""
 
 MARGIN = 10.0
 """Seconds that an agent gets beyond its workers' shutdown timeout before it is killed, if the caller cannot wait."""
 
 KILLED = 10.0
-"""Seconds that a process gets from SIGKILL to its end."""
+"""Seconds that a process gets between SIGKILL and its end."""
 
 
 class Ended:
     """How an agent's process has ended.
 
     Attributes:
-        report: what :mod:`elastic_agents.calls.process` says of it; empty if the process was killed.
-        signal: the first of the signals that have come to the caller meanwhile, 0 for none.
+        report: the report by :mod:`elastic_agents.calls.process`; empty if the process was killed.
+        signal: the first signal that the caller received meanwhile, 0 for none.
         exit_code: of the process; -N for signal N; None if it could not be reaped.
         pid: of the process.
     """
@@ -62,9 +62,9 @@ class Ended:
 def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
     """Run this node's part of a run in an agent's process, and wait for its end.
 
-    In the main thread, signals that make an agent leave go to that process until then; handlers are as before
-    afterwards. If an exception ends the wait, as another handler of the caller's may raise one, the process is ended
-    first. Metrics that this process has a handler for are put meanwhile.
+    In the main thread, signals that make an agent leave are forwarded to that process until it ends; the previous
+    handlers are restored afterwards. If an exception ends the wait (another handler of the caller's may raise one), the
+    process is ended first. Metrics that this process has a handler for are put meanwhile.
 
     Args:
         forked: what the workers call if they are forked from this process.
@@ -76,7 +76,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
             pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level(), tell), file)
-        # Before signals are handled here: a forked worker has the handlers that the caller has given this process.
+        # Before signal handlers are installed: a forked worker keeps the handlers that the caller has set.
         inherit = [order, report] if tell is None else [order, report, tell]
         if forked is None:
             process = _executed([*inherit, *config.command.inherit], order, report)
@@ -96,7 +96,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         finally:
             process.end(config.shutdown_timeout + MARGIN)
         told = os.pread(report, os.fstat(report).st_size, 0)
-    # Only now, when no signal is caught any more: none is lost.
+    # Only now that signals are no longer caught: none is lost.
     return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
 
 
@@ -104,7 +104,7 @@ class _Process:
     """The agent's process, a child of this one.
 
     Attributes:
-        exit_code: -N for signal N; None while it runs, and of one that cannot be reaped.
+        exit_code: -N for signal N; None while it runs, and if it cannot be reaped.
     """
 
     def __init__(self, pid: int) -> None:
@@ -119,13 +119,13 @@ class _Process:
             raise
 
     def signal(self, number: int) -> None:
-        """Pass a signal on; from a signal's handler, too."""
+        """Forward a signal; safe to call from a signal handler."""
         if self._descriptor >= 0:
             with suppress(ProcessLookupError):  # it has just been reaped
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def wait(self, timeout: float | None = None, pipe: int = -1) -> bool:
-        """Wait for its end, or until there is something in a pipe; return whether it has come.
+        """Wait for its end, or until a pipe is readable; return whether the process has ended.
 
         Signal handlers run meanwhile.
         """
@@ -137,7 +137,7 @@ class _Process:
         return any(descriptor == self._descriptor for descriptor, _ in found)
 
     def end(self, timeout: float) -> None:
-        """End it if it still runs: by SIGTERM, after a time by SIGKILL, when the guard ends its workers."""
+        """End it if it still runs: by SIGTERM, after a timeout by SIGKILL, upon which the guard ends its workers."""
         if self._descriptor < 0:
             return
         try:
@@ -154,13 +154,13 @@ class _Process:
             os.close(descriptor)
 
     def _reap(self) -> None:
-        """Take its exit code. It has ended or been killed; still the kernel may hold it, or a debugger."""
+        """Read its exit code. It has ended or was killed, but the kernel or a debugger may still hold it."""
         deadline = time.monotonic() + KILLED
         while True:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.exit_code = UNKNOWN  # other code in this process has waited for it
+                self.exit_code = UNKNOWN  # other code in this process has already waited for it
                 return
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
@@ -176,7 +176,7 @@ class _Process:
 
 
 def _command(order: int, report: int, *server: int) -> list[str]:
-    # Behind the interpreter's own path: nothing of the caller's stands for the standard library's.
+    # After the interpreter's own path: no module of the caller's can shadow the standard library.
     path = [os.path.abspath(entry) for entry in sys.path if entry]
     code = (
         f"import sys; sys.path += [entry for entry in {path!r} if entry not in sys.path]; "
@@ -186,7 +186,7 @@ def _command(order: int, report: int, *server: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the agent's: what the caller's own launcher finds in its error file is the caller's to say."""
+    """Return the agent's environment, without the caller's own error file: only the caller writes that one."""
     return {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
 
 
@@ -198,7 +198,7 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
             pass_fds=inherit,
             start_new_session=True,  # a terminal's signals reach it through the caller only
         )
-    started.returncode = UNKNOWN  # from now on it is not Popen's to wait for
+    started.returncode = UNKNOWN  # Popen must no longer wait for it
     return _Process(started.pid)
 
 
@@ -208,7 +208,7 @@ def _forked(forked: ForkedCall, inherit: Sequence[int], order: int, report: int)
 
 
 def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:
-    """Return what puts metrics, and the agent's end of its pipe; None if no handler here wants any."""
+    """Return the object that puts metrics, and the agent's end of its pipe; None if no handler here wants metrics."""
     if not wanted():
         return None, None
     source, tell = os.pipe2(os.O_CLOEXEC)
@@ -228,7 +228,7 @@ def _await(process: _Process, monitor: Monitor | None) -> None:
 
 @contextmanager
 def _handling(numbers: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
-    """Have a function handle signals; only the main thread can."""
+    """Install a signal handler while entered; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         _log.warning(
             "called from another thread than the main thread: signals to this process do not reach the workers; "
@@ -252,5 +252,5 @@ def _memory(name: str, stack: ExitStack) -> int:
 
 
 def _level() -> int | None:
-    """The level of the agent's lines on the console: as this process' own logging has it, unless LOGLEVEL names one."""
+    """The level of the agent's console lines: that of this process' own logging, unless LOGLEVEL names one."""
     return None if os.environ.get("LOGLEVEL") else _log.getEffectiveLevel()

@@ -1,8 +1,8 @@
-"""Workers that are forked from the caller, as ``start_method="fork"`` wants it.
+"""Workers that are forked from the caller, for ``start_method="fork"``.
 
-A worker must be a child of the agent, and a copy of the caller. So the caller forks a process, which forks another one
-and becomes the agent by an exec; that other one is a copy of the caller still, and forks the workers as a warm server
-does (:mod:`elastic_agents.warm.server`).
+A worker must be both a child of the agent and a copy of the caller. So the caller forks a process, which forks a second
+one and then becomes the agent by an exec. The second process is still a copy of the caller, and forks the workers as a
+warm server does (:mod:`elastic_agents.warm.server`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def fork_agent(
     args: tuple[object, ...],
     results: Sequence[int],
 ) -> int:
-    """Fork the agent's process, and from it the one that forks the workers; return the first one's pid.
+    """Fork the agent's process, and from it the process that forks the workers; return the pid of the first.
 
     Args:
-        command: makes the agent's, given the other one's pid, and descriptors of the socket to it and the pipe from it.
+        command: builds the agent's command from the pid of the second process and the descriptors of the socket to it
+            and of the pipe from it.
         inherit: descriptors for the agent alone.
         results: by local rank, descriptors for what a worker's function returns.
 
@@ -50,13 +51,13 @@ def fork_agent(
             stack.callback(os.close, descriptor)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # or each worker would write what is in it
-        with warnings.catch_warnings():  # of other threads, which is the caller's own choice
+                stream.flush()  # otherwise each worker would write what is buffered
+        with warnings.catch_warnings():  # about other threads: that is the caller's own choice
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
             return pid
-        try:  # never to return into the caller's code
+        try:  # must never return into the caller's code
             os.setsid()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
             if server := os.fork():
@@ -80,7 +81,7 @@ def _serve(
     args: tuple[object, ...],
     results: Sequence[int],
 ) -> NoReturn:
-    """Fork workers until the agent hangs up; in each, wait for orders and call the function."""
+    """Fork workers until the agent hangs up; in each worker, wait for orders and call the function."""
     os.setsid()
     die_with_parent()
     os.write(tell, json.dumps({"ready": []}).encode() + b"\n")

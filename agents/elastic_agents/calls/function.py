@@ -28,7 +28,7 @@ class Results:
 
     Args:
         name: of the function.
-        results: descriptors that the workers write it to.
+        results: descriptors that the workers write their results to.
     """
 
     def __init__(self, name: str, results: Sequence[int]) -> None:
@@ -39,8 +39,8 @@ class Results:
         """Return what a worker has returned in a round that has succeeded.
 
         Raises:
-            RuntimeError: if it has left nothing, as after ``os._exit(0)``.
-            Exception: whatever unpickling raises.
+            RuntimeError: if it has left no result, as after ``os._exit(0)``.
+            Exception: any exception raised by unpickling.
         """
         descriptor = self.results[local_rank]
         found = os.pread(descriptor, HEADER.size, 0)
@@ -54,7 +54,7 @@ class Results:
 
 
 class ForkedCall(Results):
-    """A function that workers call which are forked from this process.
+    """A function that is called by workers forked from this process.
 
     Args:
         nproc: how many workers there are on this node.
@@ -68,7 +68,7 @@ class ForkedCall(Results):
 
     @property
     def command(self) -> Command:
-        """What stands for a worker's command: it executes nothing."""
+        """A placeholder for the worker's command: nothing is executed."""
         python = os.fsdecode(spawn.get_executable())
         argv = (python, "-c", self.name, "${local_rank}")
         return Command(argv, (self.name,), function=True, forked=True)
@@ -78,15 +78,15 @@ class ForkedCall(Results):
 
 
 class FunctionCall(Results):
-    """A function that every worker calls, pickled as :mod:`multiprocessing` does it for a process that it spawns.
+    """A function that every worker calls, pickled as :mod:`multiprocessing` does for a process that it spawns.
 
     Args:
         nproc: how many workers there are on this node.
 
     Raises:
-        ValueError: if the function or an argument cannot be pickled, or the function is in a ``__main__`` that no other
-            process can import.
-        Exception: another one that the caller's own classes raise as they are pickled.
+        ValueError: if the function or an argument cannot be pickled, or if the function is in a ``__main__`` that no
+            other process can import.
+        Exception: any other exception that the caller's own classes raise while they are pickled.
     """
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
@@ -99,7 +99,7 @@ class FunctionCall(Results):
 
     @property
     def command(self) -> Command:
-        """What a worker executes."""
+        """The command that a worker executes."""
         settings = {"call": self._call, "results": self.results, "tracker": self._tracker}
         code = entered("from elastic_agents.calls.worker import main", "main(*sys.argv[1:])")
         tracker = () if self._tracker is None else (self._tracker,)
@@ -115,7 +115,7 @@ class FunctionCall(Results):
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """The name of a function, or of what a ``functools.partial`` calls."""
+    """The name of a function, or of the function that a ``functools.partial`` calls."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__)
@@ -128,7 +128,7 @@ def _memory(name: str, stack: ExitStack) -> int:
 
 
 class _Child:
-    """What :mod:`multiprocessing` knows of a child while it pickles: descriptors keep their numbers there."""
+    """Stands for the child while :mod:`multiprocessing` pickles: descriptors keep their numbers in it."""
 
     DupFd = _SpawnPopen.DupFd
 
@@ -141,9 +141,9 @@ class _Child:
 
 
 def _pickle(function: Callable[..., object], args: tuple[object, ...], descriptor: int) -> list[int]:
-    """Write a call to a descriptor; return those that a worker must inherit for it, as of queues and shared tensors."""
+    """Write a call to a descriptor; return the descriptors a worker must inherit for it (queues, shared tensors)."""
     child = _Child()
-    # It raises where the caller's module is imported by a worker: there is no `if __name__ == "__main__"`.
+    # Raises if a worker imports the caller's module and it has no `if __name__ == "__main__"`.
     prepared = spawn.get_preparation_data("worker")
     if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and _is_in_main(function):
         raise ValueError(
@@ -164,7 +164,7 @@ def _pickle(function: Callable[..., object], args: tuple[object, ...], descripto
 
 
 def _why_not(function: Callable[..., object], args: tuple[object, ...]) -> str:
-    """Say which part of a call cannot be pickled, and what to do."""
+    """Say which part of a call cannot be pickled, and how to fix it."""
     name = name_of(function)
     parts: list[tuple[str, object]] = [(f"entrypoint {name}", function)]
     for number, arg in enumerate(args, 1):

@@ -1,8 +1,8 @@
-"""torch's metrics of an agent, put where the caller's handlers are: in the caller's process.
+"""torch's metrics of an agent, put in the caller's process, where the caller's handlers are.
 
-They have the names that torch's agent gives them (``torch.distributed.elastic.metrics``, group ``torchelastic``). The
-agent's process writes what it measures into a pipe, one JSON array a line: a metric's name and value; or a state of the
-workers and the restarts that are left, which the caller's process repeats at each monitor interval.
+The metrics have the names that torch's agent uses (``torch.distributed.elastic.metrics``, group ``torchelastic``). The
+agent's process writes what it measures into a pipe as JSON arrays, one per line: a metric's name and value, or the
+state of the workers and the remaining restarts, which the caller's process repeats at each monitor interval.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ HEALTHY, SUCCEEDED, FAILED = "healthy", "succeeded", "failed"
 
 
 def wanted() -> bool:
-    """Whether this process has a handler that does something with these metrics."""
+    """Whether this process has a handler that uses these metrics."""
     from torch.distributed.elastic.metrics.api import NullMetricHandler, getStream
 
     return not isinstance(getStream("torchelastic").handler, NullMetricHandler)
 
 
 class Meter:
-    """From what happens on a node to metrics and states; called by the agent's thread only.
+    """Turns what happens on a node into metrics and states; called by the agent's thread only.
 
     Args:
         nproc: workers on this node.
         now: a monotonic clock.
-        put: takes a metric.
-        tell: takes a state of the workers.
+        put: receives a metric.
+        tell: receives a state of the workers.
     """
 
     def __init__(self, nproc: int, now: Callable[[], float], put: Put, tell: Callable[[str], object]) -> None:
@@ -51,8 +51,8 @@ class Meter:
         self._now = now
         self._put = put
         self._tell = tell
-        self._since = now()  # when this node had no workers any more
-        self._stopping: float | None = None  # since when the last round's workers stop
+        self._since = now()  # when this node last had workers
+        self._stopping: float | None = None  # since when the last round's workers are stopping
         self._formed = 0.0
         self._started = self._gone = self._finished = 0
         self._state = ""
@@ -108,7 +108,7 @@ class Meter:
 
 
 class MetricPipe:
-    """The agent's end of the pipe. It never waits: what a caller does not read in time is dropped."""
+    """The agent's end of the pipe. Never blocks: what the caller does not read in time is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -116,7 +116,7 @@ class MetricPipe:
         os.set_blocking(descriptor, False)
 
     def put(self, name: str, value: int) -> None:
-        """Pass on a metric, or a state and the restarts that are left."""
+        """Send a metric, or a state and the remaining restarts."""
         try:
             os.write(self._descriptor, json.dumps([name, value]).encode() + b"\n")
         except BlockingIOError:
@@ -124,17 +124,17 @@ class MetricPipe:
                 self._dropped = True
                 _log.warning("metrics are dropped: the caller's handler takes them too slowly (said once)")
         except BrokenPipeError:
-            pass  # the caller has ended, and this process will
+            pass  # the caller has ended, and this process will end too
 
 
 class Monitor:
-    """The caller's end of the pipe: gives metrics to this process' handlers, as torch's agent does.
+    """The caller's end of the pipe: passes metrics to this process' handlers, as torch's agent does.
 
     Attributes:
         descriptor: of that end.
 
     Args:
-        interval: seconds between two metrics of a state that lasts.
+        interval: seconds between repeated metrics while a state lasts.
     """
 
     def __init__(self, descriptor: int, role: str, interval: float) -> None:
@@ -149,11 +149,11 @@ class Monitor:
 
     @property
     def pause(self) -> float | None:
-        """Seconds until :meth:`put` has something to do even if nothing comes; None if it has not."""
+        """Seconds until :meth:`put` has something to do even if no data arrives; None if there is nothing to do."""
         return max(0.0, self._due - time.monotonic()) if self._state == HEALTHY else None
 
     def put(self) -> None:
-        """Put what has come or is due; what a handler raises ends the wait."""
+        """Put what has arrived or is due; an exception from a handler ends the wait."""
         while data := self._read():
             *lines, self._pending = (self._pending + data).split(b"\n")
             for line in lines:
@@ -180,7 +180,7 @@ class Monitor:
 
 
 def put_results(role: str, result: RunResult, restarts: int, max_restarts: int) -> None:
-    """Put how a run has ended."""
+    """Put how a run ended."""
     failed = result.is_failed()
     left = max_restarts - restarts
     flakiness = 100.0 if failed else 100.0 - 100.0 * (left + 1) / (max_restarts + 1)
@@ -194,7 +194,7 @@ def put_results(role: str, result: RunResult, restarts: int, max_restarts: int) 
 
 @contextmanager
 def timed_run() -> Iterator[None]:
-    """Put how long a run takes, and whether it has a result."""
+    """Put how long a run takes, and whether it returns a result."""
     began, how = time.monotonic(), "failure"
     try:
         yield

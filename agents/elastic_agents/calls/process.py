@@ -32,13 +32,13 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the caller wants.
+    """The caller's order.
 
     Attributes:
         config: without its token, which is never pickled.
         token: its text.
         caller: the caller's pid.
-        level: of the agent's own lines on the console; None: as LOGLEVEL says.
+        level: of the agent's own console lines; None: as LOGLEVEL says.
         metrics: descriptor of a pipe for metrics, if the caller wants any.
     """
 
@@ -53,10 +53,10 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     """Run the agent and report how it ended.
 
     Args:
-        order: descriptor of a pickled Order, which the caller has written.
-        report: descriptor that gets the report, as JSON.
-        server, orders, source: pid of the process that forks the workers, and the descriptors of the socket to it and
-            of the pipe from it; 0 for none.
+        order: descriptor of a pickled Order, written by the caller.
+        report: descriptor that receives the report, as JSON.
+        server, orders, source: pid of the process that forks the workers, and the descriptors of the socket to it
+            and of the pipe from it; 0 for none.
     """
     for descriptor in (order, report):
         os.set_inheritable(descriptor, False)
@@ -81,17 +81,17 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
 
 
 def _end_with(caller: int) -> None:
-    """Get SIGTERM when the thread ends that started this process, as if its process is killed (prctl(2))."""
+    """Get SIGTERM when the thread that started this process ends, as when its process is killed (prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != caller:
         os._exit(128 + signal.SIGTERM)
 
 
 class _Watcher:
-    """Sees what the agent does, for the caller.
+    """Observes the agent for the caller.
 
     Attributes:
-        told: how it has ended.
+        told: how the agent ended.
     """
 
     def __init__(self, config: LaunchConfig, pipe: MetricPipe | None) -> None:
@@ -126,7 +126,7 @@ def _run(config: LaunchConfig, level: int | None, report: int, begun: Bootstrap 
     try:
         code = run(config, begun, level=level, watcher=watcher)
     except ElasticLaunchError as error:
-        code = type(error).exit_code  # one of this project's own, whatever the process is to exit with
+        code = type(error).exit_code  # one of this project's own codes, whatever exit code the process returns
         told = {"code": code, "cause": str(error)}
     with open(report, "w") as file:
         json.dump(told, file)

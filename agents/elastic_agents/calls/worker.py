@@ -1,7 +1,7 @@
-"""A worker that calls a function: what stands between its interpreter's start and the function.
+"""A worker that calls a function: what runs between the interpreter's start and the function.
 
-It is what ``multiprocessing`` does in a process that it has spawned, see :mod:`multiprocessing.spawn`. Of this
-project's packages nothing is imported that is heavy.
+It does what ``multiprocessing`` does in a process that it has spawned, see :mod:`multiprocessing.spawn`. It imports
+none of this project's heavy packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_agents.warm.ending import ERROR_FILE, record
 __all__ = ["HEADER", "call", "main"]
 
 HEADER = struct.Struct("<Q")
-"""What stands before a pickled result: the number of the round."""
+"""Precedes a pickled result: the number of the round."""
 
 ROUND = "ELASTIC_LAUNCH_ROUND"
 """The variable with the round's number (elastic_launch.contract.ENV_ROUND)."""
@@ -62,8 +62,8 @@ def _loaded(data: mmap.mmap) -> tuple[Callable[..., object], tuple[object, ...]]
         function, args = pickle.load(data)
     except AttributeError as error:
         if not str(error).startswith("Can't get attribute"):
-            raise  # by a module that is imported for it
-        from elastic_launch.errors import UsageError  # of which no restart is made
+            raise  # raised by a module that the function needs
+        from elastic_launch.errors import UsageError  # such a failure is not restarted
 
         raise UsageError(
             f"a new process does not find what the call was given: {error}.",
@@ -74,9 +74,9 @@ def _loaded(data: mmap.mmap) -> tuple[Callable[..., object], tuple[object, ...]]
 
 
 def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], local_rank: str, result: int) -> None:
-    """Call a function, and leave what it returns where the caller looks for it.
+    """Call a function, and leave its result where the caller looks for it.
 
-    An exception is left as torch's ``@record`` leaves it, since torch's launcher wraps every function in that.
+    An exception is recorded as torch's ``@record`` does, since torch's launcher wraps every function in that.
 
     Args:
         load: gets the function and its arguments.
@@ -86,7 +86,7 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
         faulthandler.enable()
     try:
         function, args = load()
-        # As torch: in texts a placeholder stands for the local rank.
+        # As in torch: in strings, a placeholder stands for the local rank.
         filled = [x.replace("${local_rank}", local_rank) if isinstance(x, str) else x for x in args]
         _leave(_returned(function, filled), result)
     except BaseException as error:
