@@ -1,4 +1,4 @@
-"""Runs one node's part of a run, and tells how it ended."""
+"""Runs one node's part of a run, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
 
     class Watcher(EventSink, Protocol):
-        """Sees an agent begin and end, and its events, which may come from several threads."""
+        """Observes an agent's start and end, and its events, which may come from several threads."""
 
         def begun(self, agent: LocalElasticAgent) -> None: ...
 
@@ -60,14 +60,14 @@ __all__ = ["resume", "run"]
 _log = logging.getLogger("elastic_launch")
 
 LIMIT = 4 * 1024 * 1024
-"""Bytes of events that wait to be written at most."""
+"""Bytes of events queued for writing at most."""
 
 PATIENCE = 3.0
-"""Seconds after which the file system that has a run's files counts as one that does not answer."""
+"""Seconds without an answer after which the file system that holds a run's files counts as hanging."""
 
 
 class _Journal:
-    """Events go to the node's file; the leader's decisions also to the console, one line each, with what they cost."""
+    """Writes events to the node's file; prints the leader's decisions, and their cost, as one line each."""
 
     def __init__(self, file: JsonLines, clock: Clock, watcher: Watcher | None) -> None:
         self._file = file
@@ -90,9 +90,9 @@ def run(
     """Run this node's part of a run and return its exit code.
 
     Args:
-        begun: what this process has begun with, having announced the run; None: with nothing.
+        begun: what this process has already started, after announcing the run; None: nothing.
         level: of the launcher's own lines; None: as LOGLEVEL says.
-        watcher: is shown what the agent does.
+        watcher: observes what the agent does.
     """
     consoles = Consoles()
     with closing(consoles):
@@ -105,11 +105,11 @@ def run(
 
 
 def resume(state: AgentState, begun: Bootstrap, error: BaseException | None) -> NoReturn:
-    """Run an agent that has executed itself anew (:mod:`elastic_agents.warm.reexec`), to the end of its process.
+    """Run an agent that has re-executed itself (:mod:`elastic_agents.warm.reexec`), to the end of its process.
 
     Args:
-        state: what it has kept over the exec.
-        error: with which the import of torch has ended, if it has; a second import would fail of what that has left.
+        state: what it kept across the exec.
+        error: the exception that ended the import of torch, if any; a second import would fail on what it left.
     """
     config: LaunchConfig = pickle.loads(state.config)
     if state.token is not None:
@@ -161,7 +161,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             watcher,
         )
         _check(config)
-        # First of all: it takes longest, and needs nothing of what follows.
+        # First, because it takes longest and depends on nothing below.
         processes = start_processes(config, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
@@ -182,7 +182,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             health.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
             result = agent.run()
-            # What is not saved may still be, by the user, in the time that is left.
+            # The user may still use the remaining time to save what is not saved.
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
                 watch.farewell(agent.notice)
         if watcher is not None:
@@ -202,7 +202,7 @@ def _tell_lost(lines: int, seconds: float) -> None:
 
 @contextmanager
 def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | None]:
-    """Answer who asks whether this node is well, if that is wanted; from the start, which may take long."""
+    """Answer health probes, if that is configured; from the start, because starting may take long."""
     if config.health_port is None:
         yield None
         return
@@ -215,7 +215,7 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
 
 
 def _check(config: LaunchConfig) -> None:
-    """Have torch judge what it is asked for, before anything is started; it is waited for only if it is asked."""
+    """Have torch validate its own options before anything starts; torch is imported only if one of them is used."""
     options = config.options
     with _quiet_torch():
         if options.numa_binding is not None:
@@ -229,7 +229,7 @@ def _check(config: LaunchConfig) -> None:
 
 
 def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> int:
-    """Print the summary; a root cause comes last, where the user looks first."""
+    """Print the summary; a root cause is printed last, where the user looks first."""
     logs = _logs(config, kept)
     if outcome.unsaved and outcome.unsaved not in outcome.where:
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
@@ -251,7 +251,7 @@ def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> 
 
 
 def _logs(config: LaunchConfig, kept: Kept) -> str:
-    """Where the workers' output is, if it is in files."""
+    """Where the workers' output is, if it is kept in files."""
     if not config.output.keep or not kept.useful:
         return ""
     return f"; logs{', in part,' if kept.complaint else ''} in {config.run_directory}"
@@ -276,7 +276,7 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _read_log_level() -> None:
-    """Have torch look at its variable once more: it was imported for the warm server, too, which is to print all."""
+    """Have torch read its variable again: it was also imported for the warm server, which must print everything."""
     library = Path(sys.modules["torch"].__path__[0]) / "lib" / "libc10.so"
     try:
         ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()  # c10::initLogging()

@@ -22,10 +22,10 @@ class Outcome:
     """How this node's part of the run ended.
 
     Attributes:
-        failure: the run's root cause, if a worker's failure ended it.
+        failure: the run's root cause, if a worker's failure ended the run.
         restarts: restarts charged to the run's budget, as far as this node knows.
         unsaved: why the last copy to durable storage failed, if it did.
-        where: where the state is that the training came to, if it was this node's part to save it.
+        where: where the latest training state is, if this node was responsible for saving it.
     """
 
     code: int
@@ -56,9 +56,9 @@ def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int,
 def _failure(reaped: Reaped, error_file: str) -> ProcessFailure:
     local_rank, pid, code = reaped.placement.local_rank, reaped.pid, reaped.exit_code
     if read_error_file(Path(error_file)) is None:
-        error_file = ""  # torch would read whatever the worker has put there
+        error_file = ""  # torch would read whatever the worker has written there
     try:
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        # torch reads the file there and then; the worker may have had no room for the whole of it.
+        # torch reads the file immediately; it may be incomplete if the worker had no room for it
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file="")

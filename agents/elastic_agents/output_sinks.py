@@ -1,4 +1,4 @@
-"""What a stream of output is poured into: a console, a file, or either of them line by line."""
+"""Where output goes: a console, a file, or either of them line by line."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
 _log = logging.getLogger("elastic_launch.agent")
 
 LONGEST_LINE = 65536
-"""Bytes of a line that are held until it ends; a longer one is passed on in pieces of this length."""
+"""Bytes of an unfinished line that are held; a longer line is passed on in pieces of this length."""
 
 HOLD = 0.2
-"""Seconds for which a console waits for the end of a line: ``python -u`` writes a line in pieces."""
+"""Seconds for which a console waits for the end of a line: ``python -u`` writes lines in pieces."""
 
 _COLOURS = (36, 33, 32, 35, 34)
-"""SGR codes by which ranks are told apart; red is for errors."""
+"""SGR codes that distinguish ranks; red is for errors."""
 
 
 class Sink(Protocol):
-    """Takes bytes until it is closed; never raises for what is on its other side."""
+    """Takes bytes until it is closed; never raises if its destination fails."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -48,17 +48,17 @@ class Sink(Protocol):
 
 
 class Console:
-    """A stream of the agent's own; it stays open.
+    """One of the agent's own streams; it stays open.
 
-    Lines are passed on whole, since others write there as well: a line without an end once it is :data:`HOLD` old.
+    Lines are passed on whole, since other sources write there as well; unfinished lines once they are :data:`HOLD` old.
     So is each state of a progress bar, which begins with a carriage return.
 
     Args:
-        put: has what it is given written there, and may wait for room.
-        unfinished: has this object in it while there is a line without an end.
+        put: writes data to the stream, and may block until there is room.
+        unfinished: contains this object while it holds an unfinished line.
 
     Attributes:
-        due: by the monotonic clock, when the line without an end is to be shown.
+        due: when the unfinished line is to be shown, by the monotonic clock.
     """
 
     def __init__(self, put: Callable[[bytes], object], unfinished: set[Console]) -> None:
@@ -78,7 +78,7 @@ class Console:
         self._pass_on(data, end)
 
     def show(self) -> None:
-        """Pass on the line without an end."""
+        """Pass on the unfinished line."""
         self._pass_on(self._held, len(self._held))
 
     def close(self) -> None:
@@ -95,22 +95,22 @@ class Console:
 
 
 class Logged:
-    """The launcher's own lines: what one of its helper processes says is one of them. Takes whole lines."""
+    """The launcher's own log lines: prints a helper process' output as such lines. Takes whole lines."""
 
     def write(self, data: bytes) -> None:
         for line in data.decode(errors="replace").splitlines():
             _log.warning("%s", line.removeprefix("[elastic-launch] "))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Kept:
-    """What became of an agent's log files.
+    """What happened to an agent's log files.
 
     Attributes:
-        any: whether anything is in them.
-        complaint: why something is not; the first one is logged, the others would say the same.
+        any: whether they contain anything.
+        complaint: why something could not be written; only the first error is logged, the others would be the same.
     """
 
     def __init__(self) -> None:
@@ -124,32 +124,32 @@ class Kept:
         return self.any or not self.complaint
 
     def complain(self, error: OSError) -> None:
-        """Something could not be written."""
+        """A write has failed."""
         if not self.complaint:
             self.complaint = str(error)
             _log.warning("the workers' output is not kept in files: %s", error)
 
     def hang(self) -> None:
-        """The file system takes nothing, for some time."""
+        """The file system has accepted no data for some time."""
         if not self._hangs:
             self._hangs = True
             _log.warning("the workers' output is not written to files: the file system does not answer")
 
     def lost(self, lines: int, seconds: float) -> None:
-        """Lines are in no file, since none took anything for a while."""
+        """Lines are missing from all files, since no file accepted data for a while."""
         self._hangs = False
         self.complaint = self.complaint or "the file system did not answer"
         _log.warning("%d lines are missing in log files: these took nothing for %.0f s", lines, seconds)
 
 
 class Appended:
-    """A file that is appended to, and made when there is something to write.
+    """A file that is appended to, and created when there is something to write.
 
-    It may be shared with other writers: what one call of :meth:`write` brings stays together.
+    It may be shared with other writers: what one call of :meth:`write` writes stays together.
 
     Args:
-        writer: of all files of an agent.
-        kept: likewise.
+        writer: writes all files of an agent.
+        kept: shared by all files of an agent.
     """
 
     def __init__(self, path: Path, writer: Writer, kept: Kept) -> None:
@@ -158,7 +158,7 @@ class Appended:
         self._kept = kept
         self._file: BinaryIO | None = None
         self._missing = 0  # lines
-        self._whole = True  # what came last ended with a line
+        self._whole = True  # the last data ended with a newline
 
     def write(self, data: bytes) -> None:
         whole = data
@@ -191,16 +191,16 @@ class Appended:
         if self._file is not None:
             try:
                 self._file.close()
-            except OSError as error:  # network file systems may say only now that there was no room (close(2))
+            except OSError as error:  # network file systems may report a full disk only now (close(2))
                 self._kept.complain(error)
 
 
 class Lines:
-    """Passes on whole lines, those that hold a filter if there are any, each with a prefix.
+    """Passes on whole lines, each with a prefix; with filters, only lines that contain one of them.
 
-    A carriage return ends a line as well. What is held is not looked at again, whatever pieces a line comes in.
+    A carriage return ends a line as well. Held data is not scanned again, however many pieces a line comes in.
 
-    Several lines at a time, but no more than a pipe takes in one piece: the agent's own lines come from other threads.
+    Lines are batched up to what a pipe takes in one piece: the agent's own lines come from other threads.
     """
 
     def __init__(self, sink: Sink, prefix: str, filters: Sequence[str] = ()) -> None:
@@ -209,7 +209,7 @@ class Lines:
         self._filters = [text.encode(errors="surrogateescape") for text in filters]
         self._held: list[bytes] = []
         self._size = 0
-        self._returned = False  # the present line was begun by a carriage return, and has nothing in it
+        self._returned = False  # the current line began with a carriage return, and is empty so far
 
     def write(self, data: bytes) -> None:
         self._pass_on(self._cut(data))
@@ -236,7 +236,7 @@ class Lines:
             self._held, self._size = [last], len(last)
 
     def _states(self, text: bytes) -> Generator[bytes, None, bytes]:
-        """A progress bar returns to the line's start and goes on: each state is a line, as it is with torchrun."""
+        """A progress bar returns to the line's start and continues: each state becomes a line, as with torchrun."""
         *states, last = text.split(b"\r")
         for state in states:
             if state or self._held:
@@ -266,14 +266,14 @@ class Lines:
 
 
 def has_colours(descriptor: int) -> bool:
-    """Whether colours may be written: to a terminal that knows them, unless NO_COLOR is set (https://no-color.org)."""
+    """Whether colours may be written: to a terminal with colours, unless NO_COLOR is set (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return os.isatty(descriptor)
 
 
 def painted(text: str, code: int) -> str:
-    """Text in a colour, by its code in ECMA-48's SGR."""
+    """Return text in a colour, given by its SGR code (ECMA-48)."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 

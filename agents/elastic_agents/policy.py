@@ -1,14 +1,14 @@
-"""What an agent does about what happens: pure decisions.
+"""What an agent does in response to events: pure decisions.
 
-``decide(view, event)`` returns the new view and the actions to carry out, in order. It knows nothing of processes,
+``decide(view, event)`` returns the new view and the actions to carry out, in order. It has no access to processes,
 sockets or time. A node is always in one phase:
 
 - WAITING: no workers; waits for the leader to form a round (or for the leader itself).
 - RUNNING: the round's workers run, or some have finished.
-- DRAINING: they have been asked to stop, all after the same step.
+- DRAINING: the workers have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
-- STOPPING: the workers that are left are being ended; then the node waits again, or exits if ``leaving`` is set.
-- SAVING: this node leaves, or the run ends; what it has in memory only is being copied to durable storage, or served
+- STOPPING: the remaining workers are being ended; then the node waits again, or exits if ``leaving`` is set.
+- SAVING: this node leaves, or the run ends; what is only in its memory is being copied to durable storage, or served
   to the next round.
 - OVER: nothing left to do.
 """
@@ -66,7 +66,7 @@ _PREEMPTING = (-signal.SIGTERM, -signal.SIGINT)
 
 
 def decide(view: View, event: Event, nproc: int) -> Decision:
-    """Return what follows from an event on a node with nproc workers."""
+    """Return the response to an event on a node with nproc workers."""
     if view.phase is Phase.OVER:
         return view, []
     match event:
@@ -173,12 +173,12 @@ def _drain_over(view: View) -> Decision:
 def _stop(view: View, number: int = signal.SIGTERM) -> Decision:
     """End the round on this node.
 
-    Workers that save as they go need no grace, and to wait for others that may be dead would only cost time.
+    Workers that save as they train need no grace, and waiting for others that may be dead would only cost time.
 
     Args:
         number: the signal that the other workers get.
     """
-    # Without these reports the leader would charge the crashes that they caused elsewhere.
+    # Without these reports the leader would charge the crashes that these workers caused elsewhere.
     held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
     view = replace(view, held=frozenset())
     match view.phase:
@@ -203,7 +203,7 @@ def _kill(view: View) -> Decision:
     if view.alive:
         return replace(view, phase=Phase.STOPPING), [Kill()]
     if view.phase is Phase.WAITING and view.leaving is None:
-        return view, []  # it is said already; the next round may be formed with the port that was said then
+        return view, []  # already reported; the next round may be formed with the port that was reported then
     return _settle(view)
 
 
@@ -216,23 +216,23 @@ def _settle(view: View, drained: int = -1) -> Decision:
     if drained < 0:
         told = view.told
         view, actions = _over(view, view.leaving, view.cause)
-        # Nobody is to wait for what this node saves on its way.
+        # The others must not wait for what this node saves as it leaves.
         return view, actions if told or view.phase is Phase.OVER else [ReportStopped(view.round), *actions]
-    # Others go on from their own memory or this node's; where neither is, whoever comes needs what is on the disk.
+    # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
     view = replace(view, phase=Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
     stopped: list[Action] = [ReportStopped(view.round, drained, view.keeps)] if view.told else []
     return view, [*stopped, AwaitCopies()]
 
 
 def _released(view: View) -> Decision:
-    """Nobody needs this node's snapshot (any more), or nobody can say so."""
+    """No node needs this node's snapshot (any more), or the leader that would say so is gone."""
     if view.phase is not Phase.SAVING or not view.serving:
         return view, []
     return replace(view, serving=False), [AwaitCopies()]
 
 
 def _saved(view: View) -> Decision:
-    """What is to be saved is, or there is no time left for it."""
+    """Everything that must be saved is saved, or there is no time left for it."""
     stopped: list[Action] = [] if view.told else [ReportStopped(view.round, view.step, secured=True)]
     if view.leaving is None:
         return replace(view, phase=Phase.WAITING, told=True), stopped
@@ -241,7 +241,7 @@ def _saved(view: View) -> Decision:
 
 
 def _over(view: View, code: int, cause: str) -> Decision:
-    """Exit, once what is in memory only is saved: the memory goes with this node."""
+    """Exit, once what is in memory only is saved: the memory is lost with this node."""
     view = replace(view, leaving=int(code), cause=cause)
     done = code in (ExitCode.DONE, ExitCode.RENDEZVOUS)
     if view.phase is Phase.SAVING or done or not view.round:
@@ -278,7 +278,7 @@ def _link_down(view: View, event: LinkDown) -> Decision:
             return view, [Warn(f"waiting for the endpoint: {event.reason}")]
         return view, [Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
     if event.gone or view.nodes == 1:
-        # The host's workers died with it: the others would only hang. A node alone might train beside the others.
+        # The host's workers died with it: the others would only hang. A single node might train beside the others.
         view, actions = _stop(view)
         text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
         return view, [Warn(text), *actions]
@@ -286,7 +286,7 @@ def _link_down(view: View, event: LinkDown) -> Decision:
 
 
 def _cut_off(view: View, event: CutOff) -> Decision:
-    """The others may form a round without this node: what could train or write beside them is killed."""
+    """The others may form a round without this node: kill what could train or write in parallel with them."""
     stopping = view.phase is Phase.STOPPING and view.leaving is None
     if not view.alive or not (view.nodes == 1 or stopping or event.certain):
         return view, []
@@ -300,7 +300,7 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
     view = replace(view, alive=view.alive - {event.local_rank})
     if view.phase is Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
-    # What a drained worker dies of as it ends does not count: its state is saved.
+    # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _PREEMPTING:
             return replace(view, held=view.held | {event.local_rank}), [Hold(event.round, event.local_rank)]
@@ -308,7 +308,7 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
     if view.alive or view.held:
         return view, []
     if view.drained:
-        # Where some say that they have finished, the script has ended without heeding the stop.
+        # If only some were drained, the script has ended without honouring the stop.
         return _settle(view, view.step if len(view.drained) == nproc else -1)
     return replace(view, phase=Phase.FINISHED), [ReportDone(view.round)]
 
@@ -321,7 +321,7 @@ def _fail(view: View, reports: list[Action]) -> Decision:
 
 
 def _leave(view: View, event: Leave) -> Decision:
-    """Leave the run, after a drain if there is time for one; told a second time, at once."""
+    """Leave the run, after a drain if there is time for one; on a second request, at once."""
     if view.phase is Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}")
         return view, [ReportLeaving(event.reason, event.seconds), AwaitCopies(bounded=True)]
@@ -331,7 +331,7 @@ def _leave(view: View, event: Leave) -> Decision:
         return _kill(view) if view.alive else (view, [])
     view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())
     if view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0:
-        # The ranks agree among themselves, so nobody has to wait for the leader's order.
+        # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
         return replace(view, phase=Phase.DRAINING), [ReportLeaving(event.reason, event.seconds), *actions]
     view, actions = _stop(view, event.number) if view.alive else _over(view, event.code, view.cause)

@@ -1,4 +1,4 @@
-"""What the agent's policy speaks of: its view, the events that come in, the actions that go out."""
+"""The policy's types: its view, the events that come in, and the actions that go out."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ Schedulers signal whole groups.
 """
 
 SERVES = 600.0
-"""Seconds for which a node that leaves serves its snapshot at most, however many it has left."""
+"""Seconds for which a leaving node serves its snapshot at most, even if it has more time left."""
 
 TEARDOWN = 5.0
-"""Seconds that a worker which has said that it is drained has to end; it may hang in what it leaves."""
+"""Seconds that a worker has to exit after reporting that it is drained; it may hang during teardown."""
 
 
 ENDING = 30.0
-"""Seconds that a worker has to exit whose script, threads and exit functions have ended: what it holds may be large."""
+"""Seconds that a worker has to exit once its script, threads and exit functions have ended: its data may be large."""
 
 
 class Phase(Enum):
@@ -78,19 +78,19 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that the policy knows.
+    """The policy's complete state.
 
     Attributes:
-        round: number of the present or last round.
+        round: number of the current or last round.
         nodes: nodes in it.
         alive: local ranks of the workers not yet reaped.
-        ready: local ranks whose workers train by this project's library: they can be drained.
+        ready: local ranks whose workers train with this project's library: they can be drained.
         drained: local ranks whose workers have stopped by agreement of all ranks, after the same step, and saved.
-        step: optimizer steps that these have done.
+        step: optimizer steps that the drained workers have done.
         keeps: this node has a snapshot of that step, and can serve it to others when it leaves.
-        serving: it left, stopped, and others may need that snapshot.
+        serving: this node has left and stopped, and others may need that snapshot.
         final: the run ends when the round is drained: the node saves before it reports that.
-        told: the leader knows that the round's workers are gone, or need not.
+        told: the leader knows that the round's workers are gone, or need not know.
         held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
         leaving: exit code with which the node leaves once its workers are reaped, or None.
         cause: why it leaves.
@@ -112,7 +112,7 @@ class View:
     cause: str = ""
 
 
-# Events beside the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
+# Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker said that it has begun to train and can be drained."""
+    """A worker reported that it has begun to train and can be drained."""
 
     round: int
     local_rank: int
@@ -134,10 +134,10 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrained:
-    """A worker said that it has stopped by agreement of all ranks, with its state in memory, and ends now.
+    """A worker reported that it has stopped by agreement of all ranks, with its state in memory, and is ending.
 
     Attributes:
-        keeps: whether the node has a snapshot of that step by now, and can serve it to others.
+        keeps: whether the node now has a snapshot of that step, and can serve it to others.
     """
 
     round: int
@@ -148,7 +148,7 @@ class WorkerDrained:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker said that its script has ended, and that only what it holds is still to be destroyed."""
+    """A worker reported that its script has ended, and that only its objects remain to be destroyed."""
 
     round: int
     local_rank: int
@@ -156,12 +156,12 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This node is to leave the run: a signal, a notice, somebody's wish.
+    """This node is to leave the run: because of a signal, a notice, or a request.
 
     Attributes:
         code: exit code with which it leaves.
-        seconds: that it has for a drain; 0 if there is no time for one.
-        number: the signal that workers get which cannot be drained.
+        seconds: time for a drain; 0 if there is none.
+        number: the signal sent to workers that cannot be drained.
     """
 
     reason: str
@@ -172,10 +172,10 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class CopiesDone:
-    """What was to be copied to durable storage is copied, or could not be.
+    """The copies to durable storage are complete, or could not be made.
 
     Attributes:
-        given_up: there was no time for it, or this node is no member any more.
+        given_up: there was no time for them, or this node is no longer a member.
     """
 
     given_up: bool = False
@@ -190,7 +190,7 @@ class DrainOver:
 
 @dataclass(frozen=True, slots=True)
 class TeardownOver:
-    """The time has passed that a worker has to exit which is drained, or whose script has ended."""
+    """The time is over in which a worker had to exit that is drained, or whose script has ended."""
 
     round: int
     local_rank: int
@@ -208,8 +208,8 @@ class StartFailed:
     """A worker could not be started.
 
     Attributes:
-        started: local ranks of those that were started before it.
-        code: that this node ends with.
+        started: local ranks of the workers that were started before it.
+        code: exit code of this node.
     """
 
     cause: str
@@ -219,7 +219,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class HoldOver:
-    """The wait for the agent's own signal has passed."""
+    """The wait for the agent's own signal is over."""
 
     round: int
     local_rank: int
@@ -253,14 +253,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start the round's workers and report that they are."""
+    """Start the round's workers and report that they have started."""
 
     form: m.Form
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Send a signal to workers (None: all that are left) and raise GraceOver after the grace."""
+    """Send a signal to workers (None: all that are left), and raise GraceOver after the grace period."""
 
     round: int
     local_ranks: frozenset[int] | None = None
@@ -269,14 +269,14 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill workers (None: all that are left), with their whole sessions."""
+    """Kill workers (None: all that are left), with their entire sessions."""
 
     local_ranks: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
-    """Ask the round's workers to stop after the same step; raise DrainOver after the seconds, if there are any."""
+    """Ask the round's workers to stop after the same step; raise DrainOver after the seconds, if given."""
 
     round: int
     cause: str
@@ -285,10 +285,10 @@ class AskStop:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCopies:
-    """Raise CopiesDone once what is in memory is copied to durable storage, and nobody fetches a snapshot.
+    """Raise CopiesDone once what is in memory is copied to durable storage, and no node is fetching a snapshot.
 
     Attributes:
-        bounded: raise DrainOver after the time that this node has left: no drain has set a limit.
+        bounded: also raise DrainOver after the time that this node has left, since no drain has set a limit.
     """
 
     bounded: bool = False
@@ -333,7 +333,7 @@ class ReportStopped:
     Attributes:
         drained: optimizer steps done, if all have stopped by agreement, else -1.
         serve: whether to serve the snapshot to others from now on.
-        secured: copies to durable storage were waited for.
+        secured: whether the node has waited for copies to durable storage.
     """
 
     round: int
@@ -351,7 +351,7 @@ class ReportDone:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeaving:
-    """Tell the leader that this node leaves, and how many seconds there are for a drain."""
+    """Report to the leader that this node is leaving, and how many seconds there are for a drain."""
 
     reason: str
     seconds: float = 0.0
@@ -359,7 +359,7 @@ class ReportLeaving:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Tell the user."""
+    """Print a warning."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""How processes that can wait let the training go first."""
+"""Lowers the priority of processes that can wait, so that training goes first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NICE = 10
 
 
 def give_way() -> None:
-    """Take what the others leave of cores that are scarce; where some are idle, nothing changes.
+    """Use only the CPU time that other processes leave; if cores are idle, nothing changes.
 
-    A kernel that groups processes by their sessions heeds a process' own nice value within its session only
-    (sched(7), "The autogroup feature").
+    A kernel that groups processes by session applies a process' own nice value only within its session (sched(7), "The
+    autogroup feature").
     """
     with contextlib.suppress(OSError):
         os.nice(NICE)

@@ -1,4 +1,4 @@
-"""What an agent tells of itself and of its orders, beside the leader's decisions: on its console, and in an event."""
+"""What an agent reports about itself and its orders, besides the leader's decisions: on its console and as an event."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["received", "report_ended", "report_forwarded", "report_late", "repor
 _log = logging.getLogger("elastic_launch.agent")
 
 MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd
-"""What a member is ordered about its rounds."""
+"""Orders to a member about its rounds."""
 
 _spared: set[int] = set()
-"""Signals of which it was said that some workers do not get them."""
+"""Signals already reported as not forwarded to some workers."""
 
 
 def report_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
-    """Say where this node belongs, and on the host what the others are to be started with."""
+    """Print this node's role and endpoint and, on the host, how to start the other nodes."""
     if hosting and config.announce:
         options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
         if config.limits.max_restarts != 3:
@@ -39,7 +39,7 @@ def report_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address
 
 
 def report_forwarded(number: int, spared: list[int]) -> None:
-    """Say once for each signal which ranks it was kept from."""
+    """Print, once for each signal, the ranks that it was not forwarded to."""
     name = signal.Signals(number).name
     _log.debug("%s passed on to the workers", name)
     if spared and number not in _spared:
@@ -49,13 +49,13 @@ def report_forwarded(number: int, spared: list[int]) -> None:
 
 
 def report_ended(reaped: Reaped) -> None:
-    """Say which worker failed."""
+    """Print which worker failed."""
     rank, code = reaped.placement.rank, describe(reaped.exit_code)
     _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
 
 
 def report_late(failure: m.Failure) -> None:
-    """Say that a worker which was stopped had failed before, or may have."""
+    """Print that a stopped worker had failed before, or may have."""
     text = "rank %d (pid %d) had failed before it was stopped: %s"
     if failure.supposed:
         text = "rank %d (pid %d) may have failed before it was stopped; %s"
@@ -66,7 +66,7 @@ def received(order: MemberOrder, present: int) -> OrderReceived:
     """Return the event for an order.
 
     Args:
-        present: number of the round that this node is in.
+        present: number of the node's current round.
     """
     kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
     number = order.round.number if isinstance(order, m.Form) else present
@@ -76,7 +76,7 @@ def received(order: MemberOrder, present: int) -> OrderReceived:
 
 
 def report_order(order: MemberOrder, number: int, cause: str) -> None:
-    """Say what the leader has ordered; its end is told by the summary.
+    """Print what the leader has ordered; the end of the run is reported by the summary.
 
     Args:
         number: of the round.

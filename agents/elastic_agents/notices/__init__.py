@@ -1,7 +1,7 @@
-"""Preemption notices: what tells a node, some seconds ahead, that it will be taken away.
+"""Preemption notices: the warning, some seconds ahead, that a node will be taken away.
 
-``types``  a notice, the interface of a source, and times in documents
-``watch``  which sources are watched, and a thread for each
+``types``  a notice, the interface of a source, and the parsing of times
+``watch``  selects the sources to watch, and runs a thread for each
 ``auto``   detects the cloud that this node is in
 ``aws``    EC2's instance metadata
 ``gcp``    Compute Engine's metadata server
@@ -9,8 +9,8 @@
 ``local``  a file that appears, the end of a Slurm job
 ``http``   one bounded request to a metadata service
 
-What a document means is decided by pure functions, which raise :class:`~elastic_agents.notices.types.Trouble` on what
-the protocol does not know; a source that is in trouble says so once, and never harms the run.
+Pure functions parse the documents, and raise :class:`~elastic_agents.notices.types.Trouble` for anything that the
+protocol does not define. A source in trouble reports it once, and never harms the run.
 """
 
 from elastic_agents.notices.types import Notice, Source, Trouble

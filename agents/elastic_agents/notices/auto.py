@@ -1,4 +1,4 @@
-"""Where this node is, as far as that costs nothing: files of the firmware, and the environment."""
+"""Detects the cloud that this node is in, where that is cheap: from firmware files and the environment."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 __all__ = ["DMI", "cloud_of", "read_dmi"]
 
 DMI = Path("/sys/class/dmi/id")
-"""What the firmware says of the machine, as the kernel shows it to everybody."""
+"""The firmware's description of the machine, which the kernel makes readable to all users."""
 
 FIELDS = ("sys_vendor", "product_name", "product_version", "bios_vendor", "bios_version", "chassis_asset_tag")
 
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""The asset tag of every Azure machine; Hyper-V elsewhere has another one."""
+"""The asset tag of every Azure machine; Hyper-V elsewhere has a different one."""
 
 
 def cloud_of(dmi: Mapping[str, str]) -> str | None:
-    """Return which cloud a machine is in by what its firmware says: ``aws``, ``gcp``, ``azure`` or None.
+    """Return the cloud that the machine's firmware names: ``aws``, ``gcp``, ``azure`` or None.
 
-    EC2: "Identify EC2 instances" in its User Guide, of which the instances on Xen have Amazon in a version only. GCP:
-    "Detect if a VM is running in Compute Engine".
+    EC2: "Identify EC2 instances" in its User Guide; instances on Xen have Amazon only in a version. GCP: "Detect if a
+    VM is running in Compute Engine".
     """
     if dmi.get("sys_vendor") == "Amazon EC2" or any(
         "amazon" in dmi.get(field, "").lower() for field in ("bios_vendor", "bios_version", "product_version")
@@ -32,7 +32,7 @@ def cloud_of(dmi: Mapping[str, str]) -> str | None:
 
 
 def read_dmi(directory: Path = DMI) -> dict[str, str]:
-    """Return what is there of FIELDS."""
+    """Return those of FIELDS that exist."""
     found = {}
     for field in FIELDS:
         try:

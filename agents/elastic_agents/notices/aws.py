@@ -1,7 +1,7 @@
 """EC2: the instance metadata service, version 2 (IMDSv2).
 
-The protocol is that of the EC2 User Guide: "Use the Instance Metadata Service to access instance metadata", "Spot
-Instance interruption notices", "EC2 instance rebalance recommendations", "Scheduled events for your instances"; and of
+The protocol is documented in the EC2 User Guide: "Use the Instance Metadata Service to access instance metadata", "Spot
+Instance interruption notices", "EC2 instance rebalance recommendations", "Scheduled events for your instances"; and in
 the EC2 Auto Scaling User Guide: "Retrieve the target lifecycle state through instance metadata".
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html leads to the others.
 """
@@ -21,16 +21,16 @@ NAME = "AWS"
 META = "/latest/meta-data/"
 
 PROMISE = 120.0
-"""Seconds between a spot interruption's notice and the interruption."""
+"""Seconds between a spot interruption notice and the interruption."""
 
 TTL = 21600
-"""Seconds for which a token holds; the most that there is."""
+"""Seconds for which a token is valid; the maximum."""
 
 DEADLINE = 2.0
 """Seconds for one request."""
 
 PAUSE = 5.0
-"""Seconds between two looks, as AWS recommends."""
+"""Seconds between two polls, as AWS recommends."""
 
 HOPS = (
     "the metadata service gives no token. To a container its answer may need one hop more than it is allowed: give it "
@@ -41,10 +41,10 @@ HOPS = (
 def instance_action(body: bytes, now: datetime) -> Notice:
     """Read ``spot/instance-action``: ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``.
 
-    A hibernation has no time ahead of it, and is treated like the others: what can be saved is saved.
+    A hibernation gives no time in advance, and is treated like the others: what can be saved is saved.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if the document is anything else.
     """
     found = decoded("spot/instance-action", body)
     action = found.get("action") if isinstance(found, dict) else None
@@ -58,7 +58,7 @@ def rebalance(body: bytes, *, leaves: bool) -> Notice:
     """Read ``events/recommendations/rebalance``: ``{"noticeTime": "2020-10-27T08:22:00Z"}``, an elevated risk only.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if the document is anything else.
     """
     found = decoded("events/recommendations/rebalance", body)
     if not isinstance(found, dict) or not isinstance(found.get("noticeTime"), str):
@@ -69,10 +69,10 @@ def rebalance(body: bytes, *, leaves: bool) -> Notice:
 def scheduled(body: bytes, now: datetime) -> list[Notice]:
     """Read ``events/maintenance/scheduled``: a list of events with Code, EventId, NotBefore and State.
 
-    Those that are active count. The node leaves SOON before the first moment at which one may begin.
+    Only active events count. The node leaves SOON before the earliest start of any of them.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if the document is anything else.
     """
     found = decoded("events/maintenance/scheduled", body)
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
@@ -92,18 +92,18 @@ def scheduled(body: bytes, now: datetime) -> list[Notice]:
 def lifecycle(body: bytes) -> Notice | None:
     """Read ``autoscaling/target-lifecycle-state``: the state that the group moves this instance to.
 
-    How long the group waits is known to its lifecycle hook only.
+    Only the group's lifecycle hook knows how long the group waits.
     """
     terminated = body.strip() == b"Terminated"
     return Notice(NAME, "scale-in", "its Auto Scaling group terminates it") if terminated else None
 
 
 class Aws:
-    """Asks for all of these in turn.
+    """Polls all of these documents in turn.
 
     Args:
-        base: of the service.
-        early: leave at a rebalance recommendation.
+        base: URL of the service.
+        early: whether to leave at a rebalance recommendation.
     """
 
     name = NAME
@@ -118,8 +118,8 @@ class Aws:
     def poll(self) -> Sequence[Notice]:
         self._token = self._token or self._new_token()
         notices: list[Notice] = []
-        found: tuple[str, str] | None = None  # not the error itself, whose traceback would hold a connection
-        # Trouble with one document, which a filter keeps back perhaps, must not hide what another one says.
+        found: tuple[str, str] | None = None  # not the error itself: its traceback would hold a connection
+        # Trouble with one document (a filter may block it) must not hide another document.
         for ask in (self._interrupted, self._scaled_in, self._scheduled, self._recommended):
             try:
                 notices += ask()
@@ -157,7 +157,7 @@ class Aws:
         self._http.close()
 
     def _get(self, path: str) -> Reply | None:
-        """Return what is there, or None; a token that does not hold any more is replaced once."""
+        """Return the document, or None if there is none; an expired token is replaced once."""
         for _ in range(2):
             self._token = self._token or self._new_token()
             reply = self._http.ask("GET", META + path, {"X-aws-ec2-metadata-token": self._token}, deadline=DEADLINE)
@@ -175,7 +175,7 @@ class Aws:
         try:
             reply = self._http.ask("PUT", "/latest/api/token", headers, deadline=DEADLINE)
         except Unanswered as trouble:
-            # A refused connection is no matter of hops.
+            # A refused connection is not caused by the hop limit.
             raise Unanswered(HOPS, trouble.detail) if "timed out" in trouble.detail else trouble from None
         if reply.status != 200 or not reply.text.isascii() or not reply.text.isprintable() or not reply.text:
             raise Trouble(f"the metadata service gives no token (status {reply.status})", "PUT /latest/api/token")

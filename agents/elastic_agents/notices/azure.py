@@ -1,7 +1,7 @@
 """Azure: Scheduled Events of the instance metadata service.
 
-The protocol is that of Microsoft's documentation: "Azure Metadata Service: Scheduled Events for Linux VMs" (version
-2020-07-01) and "Azure Instance Metadata Service".
+The protocol is documented by Microsoft: "Azure Metadata Service: Scheduled Events for Linux VMs" (version 2020-07-01)
+and "Azure Instance Metadata Service".
 https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events
 """
 
@@ -26,28 +26,28 @@ MY_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {"Metadata": "true"}
 
 PROMISE = {"Preempt": 30.0, "Terminate": 300.0, "Redeploy": 600.0, "Reboot": 900.0}
-"""The least seconds that an event is announced ahead, by its type; see there under "Event scheduling"."""
+"""The minimum seconds of advance notice, by event type; see "Event scheduling" there."""
 
 FIRST = 150.0
-"""Seconds for the first request, which switches the service on: up to two minutes."""
+"""Seconds for the first request, which enables the service: that takes up to two minutes."""
 
 DEADLINE = 10.0
-"""Seconds for each further one."""
+"""Seconds for each later request."""
 
 FAREWELL = 2.0
-"""Seconds for the approval, for which the exit waits."""
+"""Seconds for the approval; the exit waits for it."""
 
 
 def events(body: bytes, mine: Callable[[], str], now: datetime) -> list[Notice]:
-    """Read the document: what happens to a machine of all that are told of.
+    """Read the document, which lists events of several machines; return those of this machine.
 
-    A Freeze stops the machine for some seconds and loses nothing, so that the node only says so.
+    A Freeze stops the machine for some seconds and loses nothing, so the node only reports it.
 
     Args:
-        mine: gives this machine's name, as in Resources; of one of a scale set ``SET_NUMBER``. Asked if there are any.
+        mine: returns this machine's name, as in Resources; in a scale set, ``SET_NUMBER``. Called only if needed.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if the document is anything else.
     """
     document = decoded("the scheduled events", body)
     found = document.get("Events") if isinstance(document, dict) else None
@@ -57,7 +57,7 @@ def events(body: bytes, mine: Callable[[], str], now: datetime) -> list[Notice]:
     me = _folded(mine()) if found else ""
     for event in found:
         if not isinstance(event, dict) or not isinstance(event.get("Resources"), list):
-            continue  # it says of no machine that it is meant
+            continue  # it does not say which machines are meant
         names = {_folded(str(name)) for name in event["Resources"]}
         if me in names:
             notices += _notice(event, now, alone=len(names) == 1)
@@ -73,23 +73,23 @@ def _notice(event: dict[str, object], now: datetime, *, alone: bool) -> list[Not
         return [Notice(NAME, "maintenance", f"{kind} (unknown)", left, leaves=False, id=number, alone=alone)]
     name = "preemption" if kind == "Preempt" else "scale-in" if kind == "Terminate" else "maintenance"
     if event.get("EventStatus") == "Started":
-        return [Notice(NAME, name, kind, None, True, number, alone, begun=True)]  # nothing is promised any more
-    # One that is days ahead, as on hardware that begins to fail, can wait.
+        return [Notice(NAME, name, kind, None, True, number, alone, begun=True)]  # no time is promised any more
+    # An event that is days ahead, as on hardware that begins to fail, can wait.
     far = left is not None and left > PROMISE[kind] + SOON
     seconds = left if far else promised(left, PROMISE[kind])
     return [Notice(NAME, name, kind, seconds, not far, number, alone)]
 
 
 def _folded(name: str) -> str:
-    """Names are equal whatever their case; versions of the service before 2017-08-01 put an underscore before them."""
+    """Names are case-insensitive; versions of the service before 2017-08-01 put an underscore before them."""
     return name.casefold().removeprefix("_")
 
 
 class Azure:
-    """Asks once a second, as Microsoft recommends.
+    """Polls once a second, as Microsoft recommends.
 
     Args:
-        approves: of what the node has left for: then it begins at once.
+        approves: whether to approve the event that the node has left for: it then begins at once.
     """
 
     name = NAME
@@ -105,7 +105,7 @@ class Azure:
     def poll(self) -> Sequence[Notice]:
         reply = self._get(EVENTS, DEADLINE if self._answered else FIRST)
         self._answered = True
-        # Mostly there are none, and a name that was kept might be what something else once answered.
+        # Usually there are no events; the name is not cached, as another service might once have answered.
         return events(reply.body, self._mine, dated(reply.headers))
 
     def _mine(self) -> str:
@@ -116,7 +116,7 @@ class Azure:
 
     def farewell(self, notice: Notice) -> str:
         if not self._approves or not notice.id or not notice.alone:
-            return ""  # approved of, it begins for every machine that it names
+            return ""  # an approved event begins for every machine that it names
         asked = json.dumps({"StartRequests": [{"EventId": notice.id}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}
         reply = Http(self._base).ask("POST", EVENTS, headers, deadline=FAREWELL, body=asked)

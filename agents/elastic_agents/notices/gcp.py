@@ -1,7 +1,7 @@
 """Compute Engine: the metadata server.
 
-The protocol is that of the Compute Engine documentation: "View and query VM metadata" (with the section on waiting for
-changes), "Preemptible VM instances", "Query metadata server for maintenance event notices".
+The protocol is documented by Compute Engine: "View and query VM metadata" (with the section on waiting for changes),
+"Preemptible VM instances", "Query metadata server for maintenance event notices".
 https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice leads to the others.
 """
 
@@ -20,23 +20,23 @@ NAME = "GCP"
 INSTANCE = "/computeMetadata/v1/instance/"
 
 PROMISE = 30.0
-"""Seconds between preemption's notice and the end of the machine."""
+"""Seconds between a preemption notice and the end of the machine."""
 
 DEADLINE = 5.0
-"""Seconds for one request, beyond those that the server is asked to wait."""
+"""Seconds for one request, in addition to those that the server is asked to wait."""
 
 WAIT = 10
-"""Seconds for which the server is asked to wait for a preemption; then it is asked for maintenance again."""
+"""Seconds that the server is asked to wait for a preemption; then maintenance is polled again."""
 
 MAINTENANCE = 60.0 - WAIT - 1
-"""Seconds between hearing of a maintenance and its beginning, which is announced 60 s ahead, or up to an hour."""
+"""Seconds between learning of a maintenance and its start, which is announced 60 s ahead, or up to an hour."""
 
 
 def preempted(text: str) -> Notice | None:
     """Read ``preempted``: ``TRUE`` or ``FALSE``.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if it is anything else.
     """
     if text not in ("TRUE", "FALSE"):
         raise Trouble("instance/preempted is neither TRUE nor FALSE", repr(text[:60]))
@@ -44,12 +44,12 @@ def preempted(text: str) -> Notice | None:
 
 
 def maintenance(text: str) -> Notice | None:
-    """Read ``maintenance-event``: ``NONE``, or what is done to the machine.
+    """Read ``maintenance-event``: ``NONE``, or what will happen to the machine.
 
-    Who is migrated alive stands still for a moment and goes on, so that the node only says so.
+    A live migration pauses the machine for a moment and loses nothing, so the node only reports it.
 
     Raises:
-        Trouble: if it is something else.
+        Trouble: if it is anything else.
     """
     match text:
         case "NONE":
@@ -62,18 +62,18 @@ def maintenance(text: str) -> Notice | None:
 
 
 class Gcp:
-    """Waits for a preemption, and asks for maintenance in between."""
+    """Waits for a preemption, and polls for maintenance in between."""
 
     name = NAME
     watched = "preemption and maintenance of this Compute Engine machine"
-    pause = 0.5  # the server does the waiting; this is for one that does not
+    pause = 0.5  # the server does the waiting; this is for a server that does not
 
     def __init__(self, base: str = LINK_LOCAL) -> None:
         self._http = Http(base)
         self._etag = ""
 
     def poll(self) -> Sequence[Notice]:
-        # To have asked for it once is also what makes the server give a minute ahead.
+        # Polling once is also what makes the server announce maintenance a minute ahead.
         happening = maintenance(self._get("maintenance-event", DEADLINE).text)
         if happening is not None:
             return [notice for notice in (happening, self._preempted(wait=0)) if notice is not None]
@@ -87,7 +87,7 @@ class Gcp:
         self._http.close()
 
     def _preempted(self, wait: int) -> Notice | None:
-        """Ask with the last ETag: a change since then is answered at once, whenever it was."""
+        """Send the last ETag: any change since then is answered at once."""
         query = f"?wait_for_change=true&timeout_sec={wait}&last_etag={quote(self._etag, safe='')}" if wait else ""
         reply = self._get(f"preempted{query}", wait + DEADLINE)
         self._etag = reply.headers.get("etag", "")[:80]

@@ -1,4 +1,4 @@
-"""One bounded request to a metadata service: of time, of bytes, past every proxy."""
+"""One request to a metadata service, bounded in time and bytes, and sent past every proxy."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from elastic_agents.notices.types import Trouble
 __all__ = ["LIMIT", "LINK_LOCAL", "Http", "Reply", "Unanswered"]
 
 LINK_LOCAL = "http://169.254.169.254"
-"""Where AWS, GCP and Azure have their metadata service, under this address each."""
+"""The address of the metadata service of AWS, GCP and Azure alike."""
 
 LIMIT = 64 * 1024
-"""Bytes of a body that are read; documents have some hundred."""
+"""Bytes of a body that are read at most; documents have some hundred."""
 
 CONNECT = 2.0
 """Seconds for a connection; the service is on the host below."""
 
 
 class Unanswered(Trouble):
-    """Nobody was there, or the answer did not come in time."""
+    """There was no server, or no answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer; names of headers are in small letters."""
+    """An answer; header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -44,7 +44,7 @@ class Reply:
 
 
 class _Socket(socket.socket):
-    """A socket whose time-out holds for all of its reads together: who trickles bytes gains nothing."""
+    """A socket whose timeout covers all of its reads together, so a server that trickles bytes gains nothing."""
 
     __slots__ = ("until",)
     until: float
@@ -61,9 +61,9 @@ class _Socket(socket.socket):
 
 
 class Http:
-    """Asks one server, a connection for each request; used by one thread, closed by any.
+    """Sends requests to one server, one connection each; used by one thread, closed by any.
 
-    The standard library's urllib heeds HTTP_PROXY, and a proxy has another host's metadata; http.client does not.
+    The standard library's urllib honours HTTP_PROXY, but a proxy has another host's metadata; http.client does not.
 
     Args:
         base: ``http://HOST[:PORT]``; the host as an IPv4 address, so that no name is looked up.
@@ -82,11 +82,11 @@ class Http:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            deadline: seconds for all of it.
+            deadline: seconds for the whole request.
 
         Raises:
-            Unanswered: if there is none in time.
-            Trouble: if it is not HTTP, or endless.
+            Unanswered: if there is no answer in time.
+            Trouble: if the answer is not HTTP, or endless.
         """
         connection = HTTPConnection(self._host, self._port)
         try:
@@ -124,10 +124,10 @@ class Http:
         return made
 
     def close(self) -> None:
-        """End a request that is under way; no other one succeeds."""
+        """Abort the request in progress; no later one succeeds."""
         with self._lock:
             self._closed = True
             if self._socket is not None:
-                # Where it is not connected yet, this ends the attempt.
+                # If it is not connected yet, this ends the attempt.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)

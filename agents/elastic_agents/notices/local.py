@@ -15,11 +15,11 @@ LONGEST = 1e6
 """Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 
 AHEAD = 60.0
-"""Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and after KillWait SIGKILL."""
+"""Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and SIGKILL after KillWait."""
 
 
 def seconds_in(text: str) -> float | None:
-    """Return the seconds that a file gives; None if it gives none."""
+    """Return the number of seconds in a file's text; None if there is none."""
     try:
         found = float(text)
     except ValueError:
@@ -28,9 +28,9 @@ def seconds_in(text: str) -> float | None:
 
 
 class File:
-    """A file that makes the node leave once it is there; it may hold the seconds that are left.
+    """A file whose existence makes the node leave; it may contain the seconds that are left.
 
-    One that is there at the start counts, too: whoever made it was not asked whether it was early.
+    A file that exists at the start counts, too: its author could not know whether the node had started.
     """
 
     name = "file"
@@ -58,11 +58,11 @@ class File:
         return ""
 
     def close(self) -> None:
-        """Nothing is waited for."""
+        """There is nothing to close: poll does not block."""
 
 
 def _beginning(path: str) -> str:
-    """Return how a file begins; nothing, if it cannot be read or is none: it is there all the same."""
+    """Return the beginning of a file; empty if it cannot be read or is not a regular file: it exists all the same."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -76,9 +76,9 @@ def _beginning(path: str) -> str:
 
 
 class Slurm:
-    """The end of a job as it was known when it began: SLURM_JOB_END_TIME, a Unix time (sbatch(1), since 22.05).
+    """The end of a job, as known when the job began: SLURM_JOB_END_TIME, a Unix time (sbatch(1), since 22.05).
 
-    The clocks of a cluster may be compared, since munge refuses who is five minutes off. It is done once, at the start.
+    Comparing the cluster's clocks is safe, since munge rejects hosts that are five minutes off. Done once, at start.
     """
 
     name = "Slurm"
@@ -98,7 +98,7 @@ class Slurm:
         if end.isascii() and end.isdigit() and len(end) < 12:
             self._end = clock() + int(end) - now()
             if self._end <= clock():
-                # The job was given more time since.
+                # The job's time limit has been extended since.
                 self._end = math.inf
                 self.watched += ", whose end as it was known at its start has passed"
         else:
@@ -114,4 +114,4 @@ class Slurm:
         return ""
 
     def close(self) -> None:
-        """Nothing is waited for."""
+        """There is nothing to close: poll does not block."""

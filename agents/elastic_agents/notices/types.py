@@ -1,4 +1,4 @@
-"""What a notice is, and how times of documents are read."""
+"""Defines a notice, and parses the times in documents."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ SOON = 120.0
 
 
 LATE = 5.0
-"""Seconds to count on when the moment that was named has passed, and the machine still runs."""
+"""Seconds to assume when the announced moment has passed and the machine still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This machine, or this node's part of it, is to go.
+    """This machine, or this node's part of it, will be taken away.
 
     Attributes:
-        source: who says so, in words: AWS, GCP, Azure, Slurm, file, signal.
+        source: the notice's origin, in words: AWS, GCP, Azure, Slurm, file, signal.
         kind: ``preemption``, ``maintenance``, ``rebalance``, ``scale-in``, ``time limit`` or ``request``.
-        why: in words.
-        seconds: that are left; None: not known.
-        leaves: whether the node leaves because of it, or only says so.
-        id: what tells it from others of its kind.
+        why: the reason, in words.
+        seconds: the time left; None: not known.
+        leaves: whether the node leaves because of it, or only reports it.
+        id: distinguishes it from others of its kind.
         alone: whether it concerns this machine only.
-        begun: whether it has begun by now, as far as is known. What an agent finds like that at its first look is past
-            for it: it is the agent of a machine that has come back.
+        begun: whether it has already begun, as far as is known. An agent ignores a begun notice that its first poll
+            returns: the agent runs on a machine that has come back.
     """
 
     source: str
@@ -58,20 +58,20 @@ class Notice:
 
     @property
     def key(self) -> str:
-        """What tells it from the others of its source."""
+        """Distinguishes the notice from others of its source."""
         return f"{self.kind} {self.id} {self.why}"
 
     @property
     def reason(self) -> str:
-        """Why the node leaves, as after ``stopped by``."""
+        """Why the node leaves, in words that follow ``stopped by``."""
         return self.why if self.source == "signal" else f"{self.source} notice: {self.why}"
 
 
 class Trouble(Exception):
-    """A source cannot be asked, or answers what it should not.
+    """A source cannot be reached, or gives an invalid answer.
 
     Args:
-        what: is wrong; said once for each text.
+        what: what is wrong; each text is reported once.
         detail: what was found this time.
     """
 
@@ -82,12 +82,12 @@ class Trouble(Exception):
 
 
 class Source(Protocol):
-    """Something that is asked for notices, again and again, by a thread of its own.
+    """A source of notices, polled repeatedly by its own thread.
 
     Attributes:
         name: as in :class:`Notice`.
         watched: what is watched, in words.
-        pause: seconds between two turns.
+        pause: seconds between two polls.
     """
 
     name: str
@@ -95,15 +95,15 @@ class Source(Protocol):
     pause: float
 
     def poll(self) -> Sequence[Notice]:
-        """Return all notices that hold at present; one that was returned before does no harm.
+        """Return all current notices; returning one again does no harm.
 
         Raises:
-            Trouble: if that cannot be known.
+            Trouble: if they cannot be determined.
         """
         ...
 
     def farewell(self, notice: Notice) -> str:
-        """The node has left because of the notice and has no further use of its time; return what was done, in words.
+        """The node has left because of the notice and needs no more of its time; return what was done, in words.
 
         Raises:
             Trouble: if that failed.
@@ -111,7 +111,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """End a poll that is under way, and let no other begin; called from another thread."""
+        """Abort a poll in progress, and let no other begin; called from another thread."""
         ...
 
 
@@ -119,10 +119,10 @@ def decoded(what: str, body: bytes) -> Any:
     """Return the JSON in a body.
 
     Args:
-        what: it is, for the error.
+        what: what the body is, for the error.
 
-    Raises:
-        Trouble: if there is none.
+        Raises:
+        Trouble: if it is not JSON.
     """
     try:
         return json.loads(body)
@@ -131,13 +131,13 @@ def decoded(what: str, body: bytes) -> Any:
 
 
 def plain(value: object, most: int = 40) -> str:
-    """Return a word of a document as it may stand in a line of ours."""
+    """Return a value from a document as text that is safe to print in a log line."""
     return "".join(character for character in str(value)[:most] if character.isprintable())
 
 
 def moment(text: object) -> datetime | None:
-    """Read a time as the clouds write it: ``2017-09-18T08:22:00Z``, ``[Mon, ]19 Sep 2016 18:29:47 GMT``; else None."""
-    from email.utils import parsedate_to_datetime  # which imports much, and only clouds need it
+    """Read a time in the clouds' formats: ``2017-09-18T08:22:00Z``, ``[Mon, ]19 Sep 2016 18:29:47 GMT``; else None."""
+    from email.utils import parsedate_to_datetime  # expensive to import, and needed on clouds only
 
     if not isinstance(text, str) or len(text) > 64:
         return None
@@ -149,22 +149,22 @@ def moment(text: object) -> datetime | None:
 
 
 def seconds_until(text: object, now: datetime) -> float | None:
-    """Return the seconds from now until a time that a document names, negative if it has passed; None if it is none.
+    """Return the seconds from now until the time in a document, negative if it has passed; None if it is not a time.
 
     Args:
-        now: by the clock of whoever wrote the document, if that is known.
+        now: by the clock of the document's author, if that is known.
     """
     found = moment(text)
     return None if found is None else (found - now).total_seconds()
 
 
 def promised(left: float | None, promise: float) -> float:
-    """Return the seconds to count on where a cloud promises so many; a few if its time has passed by its own clock."""
+    """Return the seconds to assume where a cloud promises a minimum; a few if its time has passed by its own clock."""
     if left is None or not math.isfinite(left):
         return promise
     return min(left if left > 0 else LATE, promise)
 
 
 def dated(headers: Mapping[str, str]) -> datetime:
-    """Return the time by the clock of whoever answered: two hosts' clocks are never compared if that can be helped."""
+    """Return the time by the answering server's clock: two hosts' clocks are not compared if that can be avoided."""
     return moment(headers.get("date")) or datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""A thread for each source of notices."""
+"""Runs a thread for each source of notices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["NoticeWatch", "sources_of", "watching"]
 _log = logging.getLogger("elastic_launch.notices")
 
 REMEMBERED = 20
-"""Troubles, notices that make nobody leave, and such that do, that are told of one source."""
+"""Reports per source: this many troubles and notices without consequence, and this many that make the node leave."""
 
 
 class NoticeWatch:
-    """Asks each source in a thread of its own, and puts what is new into an inbox.
+    """Polls each source in its own thread, and puts new notices into an inbox.
 
     Args:
-        put: takes a notice from any thread.
+        put: receives a notice, from any thread.
     """
 
     def __init__(self, sources: Sequence[Source], put: Callable[[Notice], None]) -> None:
@@ -45,7 +45,7 @@ class NoticeWatch:
         self.close()
 
     def close(self) -> None:
-        """End the threads; one that the kernel holds, as in a file system that hangs, is left behind."""
+        """End the threads; one that is blocked in the kernel, as in a hanging file system, is left behind."""
         self._closing.set()
         for source in self._sources:
             source.close()
@@ -81,13 +81,13 @@ class NoticeWatch:
             self._closing.wait(source.pause)
 
     def _tell(self, notice: Notice, told: _Told, left: _Told) -> None:
-        """Pass a notice on once; once the node leaves, only what makes it leave sooner."""
+        """Pass a notice on once; once the node leaves, only a notice that makes it leave sooner."""
         if left.first(notice.key) if notice.leaves else not left and told.first(notice.key):
             self._put(notice)
 
 
 class _Told:
-    """What was told of one source; a hostile one gets no more than REMEMBERED lines."""
+    """What was reported of one source; a hostile source gets no more than REMEMBERED lines."""
 
     def __init__(self) -> None:
         self._texts: set[str] = set()
@@ -96,7 +96,7 @@ class _Told:
         return bool(self._texts)
 
     def first(self, text: str) -> bool:
-        """Whether to tell it."""
+        """Whether to report it."""
         if text in self._texts or len(self._texts) >= REMEMBERED:
             return False
         self._texts.add(text)
@@ -104,7 +104,7 @@ class _Told:
 
 
 def _lost(died: ThreadDied) -> None:
-    """Training goes on without this source."""
+    """A source's thread has died; training continues without it."""
     _log.error("%s: no more notices, because of an internal error: %s", died.name, died.error)
 
 
@@ -116,13 +116,13 @@ def _troubled(source: Source, trouble: Trouble) -> str:
 def sources_of(
     wanted: Iterable[NoticeSource], environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]] = read_dmi
 ) -> list[Source]:
-    """Return what is to be asked, and say so in one line for each.
+    """Return the sources to poll, and log one line for each.
 
     Args:
-        dmi: gives what the firmware says; asked only for ``auto``.
+        dmi: returns the firmware's description; called only for ``auto``.
     """
     found: dict[str, Source] = {}
-    # What was asked for in so many words goes before what auto finds.
+    # Explicitly requested sources go before those that auto finds.
     for one in sorted(wanted, key=lambda one: (one.kind == "auto", not one.early)):
         for source in _sources(one, environ, dmi):
             if found.setdefault(source.name + one.path, source) is source:
@@ -132,7 +132,7 @@ def sources_of(
 
 
 def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]]) -> Iterable[Source]:
-    # The modules are imported where they are needed: elsewhere nobody pays for an HTTP client.
+    # Modules are imported only where needed: other runs do not import an HTTP client.
     kind: str | None = one.kind
     if kind == "auto":
         if "SLURM_JOB_ID" in environ:
@@ -152,7 +152,7 @@ def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Ma
         case "azure":
             from elastic_agents.notices.azure import Azure
 
-            yield Azure(approves=one.kind == "azure")  # a machine that was found by auto may be shared
+            yield Azure(approves=one.kind == "azure")  # a machine found by auto may be shared
         case "slurm":
             from elastic_agents.notices.local import Slurm
 
@@ -164,5 +164,5 @@ def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Ma
 
 
 def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> NoticeWatch:
-    """Return what watches the sources once it is entered."""
+    """Return a context manager that watches the sources while it is entered."""
     return NoticeWatch(sources_of(wanted, os.environ), put)

@@ -1,4 +1,4 @@
-"""HTTP probes of a supervisor such as the kubelet.
+"""HTTP probes for a supervisor such as the kubelet.
 
 ``health``       the answers
 ``http_server``  a small bounded server

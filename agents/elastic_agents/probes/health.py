@@ -1,9 +1,9 @@
-"""Answers the probes of a kubelet, or of another supervisor, by HTTP.
+"""Answers HTTP probes by a kubelet or another supervisor.
 
-``/livez``: the agent answers, and not just this server: its one loop takes the question out of its inbox. So an agent
+``/livez``: the agent answers, and not just this server: its main loop takes the question out of its inbox. So an agent
 that waits for other nodes is alive, and one that is stuck is not. ``/readyz``: its workers train.
 
-The kubelet takes 200 to 399 for yes and all else, or silence, for no
+The kubelet treats status 200 to 399 as success and everything else, or silence, as failure
 (https://kubernetes.io/docs/concepts/workloads/pods/probes/).
 """
 
@@ -31,11 +31,11 @@ PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
 
 ASK_EVERY = 0.05
-"""Seconds between two questions to the agent: however many clients ask, its loop is asked no more often."""
+"""Seconds between two questions to the agent's loop: more clients do not cause more questions."""
 
 
 def health_listener(config: LaunchConfig) -> socket.socket | None:
-    """Return a socket that listens for probes, if there are to be any.
+    """Return a listening socket for probes, if they are configured.
 
     Raises:
         EndpointError: if it cannot listen there.
@@ -63,7 +63,7 @@ def health_listener(config: LaunchConfig) -> socket.socket | None:
 
 
 def _own_address(config: LaunchConfig) -> str:
-    """The address that this node will advertise, as far as that is known without asking DNS, which may take long."""
+    """The address that this node will advertise, as far as it is known without a DNS lookup, which may take long."""
     try:
         if config.endpoint is not None and config.limits.max_nodes > 1:
             ipaddress.ip_address(config.endpoint.host)
@@ -85,17 +85,17 @@ class Health:
         self._listener = listener
         self._asked_at = 0.0
         self._asking = False
-        self._said = ("", 0.0)  # by the agent's loop, and when
+        self._said = ("", 0.0)  # the agent's last answer, and when it was given
         self._server = HttpServer(listener, {"/livez": self._livez, "/readyz": self._readyz}, name="health")
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where it listens."""
+        """The address where it listens."""
         host, port = self._listener.getsockname()[:2]
         return Endpoint(str(host), int(port))
 
     def ask(self, inbox: Inbox[object]) -> None:
-        """From now on the agent's loop is asked, by its inbox; until then it imports."""
+        """From now on, ask the agent's loop through its inbox; until then, the agent is importing."""
         self._inbox = inbox
 
     def close(self) -> None:
@@ -112,12 +112,12 @@ class Health:
         return Response.text(200 if well and text == "running" else 503, text) if text else None
 
     def _state(self, request: Request) -> tuple[bool, str]:
-        """Whether the agent answers, and what; nothing as long as it has not answered yet."""
+        """Whether the agent is alive, and its phase; an empty phase while it has not answered yet."""
         inbox = self._inbox
         if inbox is None:
             return True, "starting"
         if inbox.closed:
-            # What takes long after the loop is to save what must not be lost.
+            # What takes long after the loop is saving what must not be lost.
             return True, "leaving"
         text, at = self._said
         if at >= request.at:

@@ -1,10 +1,10 @@
 """A small HTTP/1.1 server for probes, metrics and pages: one thread, a bounded number of connections.
 
-A connection carries one request and is closed after the response. It has a deadline as a whole, so a client that sends
-or reads a byte at a time holds it no longer than a client that is silent. If all connections are in use, a new one
-takes the place of the oldest one that has not sent its request yet: a flood of idle connections keeps no probe out.
+A connection carries one request and is closed after the response. The whole connection has one deadline, so a client
+that sends or reads one byte at a time holds it no longer than a silent client. If all connections are in use, a new one
+replaces the oldest one that has not sent its request yet, so a flood of idle connections blocks no probe.
 
-It imports little, as it also runs beside the import of torch, in a process that forks workers.
+It imports little, as it also runs during the import of torch, in a process that forks workers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _log = logging.getLogger("elastic_launch.http")
 MAX_CONNECTIONS = 32
 
 DEADLINE = 10.0
-"""Seconds from the accept of a connection to its end, whatever it does."""
+"""Seconds from accepting a connection to its end, whatever the client does."""
 
 LINGER = 1.0
-"""Seconds for which the client may still send after the response: closed at once, the kernel might discard it."""
+"""Seconds in which the client may still send after the response: on an earlier close the kernel might discard it."""
 
 MAX_HEAD = 8192
 """Bytes of a request's line and headers."""
 
 ACCEPTS, ACCEPT_EVERY = 32, 0.005
-"""So many connections are accepted at once, and then none for so many seconds: a flood leaves the agent its time."""
+"""At most so many connections are accepted at once, then none for so many seconds: a flood must not starve the agent."""
 
 ASK_AGAIN = 0.05
-"""Seconds after which a responder that had no response yet is called again, unless it wakes the server before."""
+"""Seconds after which a responder that had no response is called again, unless it wakes the server before."""
 
 REASONS = {
     200: "OK",
@@ -60,9 +60,9 @@ class Request:
     """A GET or HEAD request.
 
     Attributes:
-        query: what follows the question mark.
+        query: the part after the question mark.
         at: when it was complete, by ``time.monotonic``.
-        bare: it is a HEAD request: the response is sent without its body.
+        bare: whether it is a HEAD request: the response is sent without its body.
     """
 
     path: str
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is sent back."""
+    """A response to send."""
 
     status: int
     body: bytes
@@ -81,30 +81,30 @@ class Response:
 
     @classmethod
     def text(cls, status: int, text: str) -> Response:
-        """A line of plain text."""
+        """Return one line of plain text."""
         return cls(status, f"{text}\n".encode())
 
 
 Responder = Callable[[Request], Response | None]
-"""Called in the server's thread, so it must not block: without a response yet it returns None, and is called again."""
+"""Called in the server's thread, so it must not block. It returns None while it has no response; it is called again."""
 
 
 class HttpServer:
     """Serves until it is closed.
 
     Args:
-        listener: it goes on to listen when the server is closed: its owner closes it.
+        listener: keeps listening after the server is closed: its owner closes it.
         routes: responders by path.
-        name: of the thread.
+        name: of the server's thread.
 
     Raises:
-        OSError: if there is no descriptor left.
-        RuntimeError: if there is no thread left.
+        OSError: if no descriptor is left.
+        RuntimeError: if no thread is left.
     """
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Responder], *, name: str = "http") -> None:
         self._listener, self._routes = listener, routes
-        self._connections: dict[int, _Connection] = {}  # by number, the oldest first
+        self._connections: dict[int, _Connection] = {}  # by number, oldest first
         self._next_number = 0
         self._accept_at = 0.0
         self._listening = False
@@ -123,12 +123,12 @@ class HttpServer:
             self._held = undo.pop_all()
 
     def wake(self) -> None:
-        """Have responders that had no response called again now; from any thread."""
-        with contextlib.suppress(OSError):  # BlockingIOError: it is being woken already
+        """Call responders that had no response again now; may be called from any thread."""
+        with contextlib.suppress(OSError):  # BlockingIOError: it is already being woken
             self._tell.send(b"x")
 
     def close(self) -> None:
-        """End all connections and the thread."""
+        """Close all connections and end the thread."""
         self._closing = True
         self.wake()
         self._thread.join()
@@ -155,7 +155,7 @@ class HttpServer:
                     self._told.recv(4096)
             elif key.fileobj is not self._listener:
                 self._go_on(key.data)
-        # After those that are here, which may have sent their requests: they are then not the idle ones.
+        # After existing connections are served: those may have sent their requests, and then do not count as idle.
         if any(key.fileobj is self._listener for key, _ in ready):
             self._accept()
         now = time.monotonic()
@@ -166,7 +166,7 @@ class HttpServer:
                 self._ask(connection)
 
     def _due(self) -> float:
-        """When something is to be done though nothing has come."""
+        """When there is something to do even if no data arrives."""
         due = [connection.deadline for connection in self._connections.values()]
         if any(connection.waiting for connection in self._connections.values()):
             due.append(time.monotonic() + ASK_AGAIN)
@@ -187,7 +187,7 @@ class HttpServer:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError:  # no descriptor is left: those of others may help
+            except OSError:  # no descriptor is left: closing another connection may help
                 if self._connections:
                     self._end(min(self._connections.values(), key=_Connection.worth))
                 break
@@ -203,7 +203,7 @@ class HttpServer:
         self._listen(False)
 
     def _go_on(self, connection: _Connection) -> None:
-        """Read or write what can be without waiting."""
+        """Read or write what is possible without blocking."""
         try:
             if connection.answered and connection.unsent:
                 self._send(connection)
@@ -229,7 +229,7 @@ class HttpServer:
             self._answer(connection, found)
             return
         connection.request = found
-        # Until there is a response nothing that comes counts, and a client may have closed its side already.
+        # Until there is a response, incoming data is ignored, and the client may already have closed its side.
         self._selector.unregister(connection.sock)
         self._ask(connection)
 
@@ -272,11 +272,11 @@ class HttpServer:
 
 
 class _Connection:
-    """A client's connection: it sends its request, waits for the response, gets it, and is closed.
+    """A client's connection: receives the request, waits for the response, sends it, and is closed.
 
     Attributes:
         request: once it is complete.
-        answered: whether there is a response, of which ``unsent`` is left.
+        answered: whether there is a response; ``unsent`` is the rest of it.
     """
 
     __slots__ = ("answered", "deadline", "head", "number", "request", "sock", "unsent")
@@ -292,12 +292,12 @@ class _Connection:
         return self.request is not None and not self.answered
 
     def worth(self) -> tuple[bool, bool, int]:
-        """The least is ended first: one that has its response, then one that has not asked, and of these the oldest."""
+        """The least is closed first: an answered connection, then one without a request; among these the oldest."""
         return not self.answered or bool(self.unsent), self.answered or self.waiting, self.number
 
 
 def _parse(head: bytes) -> Request | Response:
-    """Return the request, or the response that tells what is wrong with it (RFC 9112)."""
+    """Return the request, or the response that says what is wrong with it (RFC 9112)."""
     line, *fields = head.split(b"\r\n")
     asked = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/([0-9])\.([0-9])", line)
     if asked is None:
