@@ -1,6 +1,6 @@
-"""A fixed world: this node's part of it starts at once, without a rendezvous, and ends as a whole.
+"""A fixed world: this node's part starts at once, without a rendezvous, and ends as a whole.
 
-Nobody here knows the other nodes: who waits for whom is left to the workers' own store at the master's address.
+Nodes do not know each other: waiting is left to the workers' own store at the master's address.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["Rank", "StaticWorld", "expanded", "run"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
-# What another launcher has said to its workers does not hold for ours.
+# Variables that another launcher has set for its workers do not apply to ours.
 _OTHERS = re.compile(r"(TORCHELASTIC|ELASTIC_LAUNCH|ROLE|GROUP)_")
 
 SHOWN_LINES = 50
-"""Lines of a crashed rank's file that are shown at the end, at most."""
+"""Maximum number of lines of a crashed rank's file that are shown at the end."""
 
 SHOWN_BYTES = 65536
 
@@ -48,8 +48,8 @@ class Rank:
     """Where one worker's files are.
 
     Attributes:
-        stdout, stderr: its output; None: the console.
-        error_file: its exception, if it uses torch's ``@record``.
+        stdout, stderr: files for its output; None: the console.
+        error_file: file for its exception, if it uses torch's ``@record``.
     """
 
     stdout: Path | None
@@ -63,11 +63,11 @@ class StaticWorld:
 
     Attributes:
         argv: what every worker executes, without the script's arguments.
-        arguments: these, in which ``~`` and variables are expanded for each rank.
+        arguments: the script's arguments, in which ``~`` and variables are expanded for each rank.
         ranks: files of this node's workers, in rank order.
         grace: seconds between SIGTERM and SIGKILL.
-        verbose: whether to tell of what goes well, too.
-        log_format: form of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
+        verbose: whether to report successes, too.
+        log_format: format of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
     """
 
     argv: tuple[str, ...]
@@ -84,7 +84,7 @@ class StaticWorld:
     log_format: str = "time"
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return a worker's environment: environ and what Composer adds to it."""
+        """Return a worker's environment: environ plus Composer's variables."""
         env = {name: value for name, value in environ.items() if not _OTHERS.match(name)}
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         return env | {
@@ -102,7 +102,7 @@ class StaticWorld:
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
-    """Expand a leading ``~``, and ``$NAME`` and ``${NAME}`` by env; unknown variables stay."""
+    """Expand a leading ``~``, and ``$NAME`` and ``${NAME}`` from env; unknown variables stay as they are."""
     return re.sub(
         r"\$(?:(\w+)|\{([^{}]*)\})", lambda m: env.get(m[1] or m[2], m[0]), os.path.expanduser(text), flags=re.ASCII
     )
@@ -119,12 +119,12 @@ class _Worker:
     rank: int
     pid: int
     files: Rank
-    asked: bool = False  # to end
+    asked: bool = False  # whether it was asked to end
     exit_code: int | None = None
 
     @property
     def crashed(self) -> bool:
-        """Whether it failed by itself: not as it was asked to, and not by the kill that followed."""
+        """Whether it failed by itself: not as it was asked to end, and not by the kill that followed."""
         if not self.exit_code:
             return False
         return not self.asked or (self.exit_code > 0 and self.exit_code != ExitCode.TERMINATED)
@@ -133,11 +133,11 @@ class _Worker:
 def run(world: StaticWorld) -> int:
     """Run this node's workers to their end and return the exit code.
 
-    It is 0 if all ended with 0; that of the first that did not, see :mod:`elastic_launch.errors`; 128 + N if signal N
-    has stopped this process.
+    The code is 0 if all workers ended with 0; else that of the first that failed, see :mod:`elastic_launch.errors`;
+    128 + N if signal N has stopped this process.
 
     Raises:
-        UsageError: if a file for output cannot be opened.
+        UsageError: if an output file cannot be opened.
     """
     with closing(Consoles()) as consoles:
         configure_logging(world.log_format, node=str(world.node_rank), consoles=consoles)
@@ -160,12 +160,12 @@ class _Agent:
         self._inbox = inbox
         self._workers: dict[int, _Worker] = {}  # by pid
         self._sessions: set[int] = set()
-        self._first: _Worker | None = None  # that failed
+        self._first: _Worker | None = None  # the first that failed
         self._signal = 0
-        self._signalled: float | None = None  # when the first of the signals came that count as one
+        self._signalled: float | None = None  # when the first of several signals that count as one came
         self._stopping = False
         self._failed_start = ""
-        # Of an earlier run, if its files are appended to.
+        # Sizes from an earlier run, if its files are appended to.
         self._before: dict[Path, int] = {}
 
     def run(self) -> int:
@@ -182,7 +182,7 @@ class _Agent:
         return self._tell()
 
     def _outputs(self, stack: ExitStack) -> Iterator[tuple[int, int]]:
-        """Open the files of all workers before the first is started."""
+        """Open all workers' files before the first worker starts."""
         for rank in self._world.ranks:
             for path in (rank.error_file, rank.stdout, rank.stderr):
                 with _writing(path):
@@ -246,7 +246,7 @@ class _Agent:
             self._stop(f"rank {worker.rank} ended with {describe(code)}")
 
     def _stop(self, cause: str) -> None:
-        """Ask the workers that are left to end; they are killed when their grace is over."""
+        """Ask the remaining workers to end; they are killed after the grace period."""
         self._stopping = True
         left = [worker for worker in self._workers.values() if worker.exit_code is None]
         if not left:
@@ -256,7 +256,7 @@ class _Agent:
         for worker in left:
             worker.asked = True
             self._processes.signal(worker.pid, signal.SIGTERM)
-            # A stopped process would not see it before its grace is over.
+            # A stopped process would not handle the signal before its grace is over.
             self._processes.signal(worker.pid, signal.SIGCONT)
         self._inbox.put_later(self._world.grace, _GraceOver())
 
@@ -267,20 +267,20 @@ class _Agent:
                 self._processes.signal(worker.pid, signal.SIGKILL)
 
     def _end_sessions(self, sids: set[int] | None = None) -> None:
-        """Kill what workers (None: all) have left behind, grandchildren included."""
+        """Kill the processes that workers (None: all) have left behind, grandchildren included."""
         chosen = set(self._sessions) if sids is None else sids
         try:
             if stuck := kill_sessions(chosen):
                 _log.warning("processes %s cannot be killed", ", ".join(map(str, stuck)))
         except OSError as error:
             _log.warning("what workers have started may still run: %s", error)
-            return  # the end tries again, or the guard
+            return  # retried at the end, or done by the guard
         for sid in chosen:
             self._sessions.discard(sid)
             self._guard.remove(sid)
 
     def _tell(self) -> int:
-        """Show what crashed ranks have said, the first one last, and return the exit code."""
+        """Show the output of crashed ranks, the first one to crash last, and return the exit code."""
         first = self._first
         crashed = [worker for worker in self._workers.values() if worker.crashed and worker is not first]
         for worker in [*crashed, *([first] if first else [])]:
@@ -317,7 +317,7 @@ def _writing(path: Path | None) -> Iterator[None]:
 
 
 def _tail(path: Path, start: int) -> list[str]:
-    """Return the last lines of a file after a number of bytes."""
+    """Return the last lines of a file, from a byte offset on."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What the workers of a round say of their steps, as events: when training begins, its first step, and all of them."""
+"""What the workers of a round report about their steps, as events: start of training, first step, and all steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StepEvents"]
 class StepEvents:
     """Follows one round after the other; used by one thread.
 
-    Its last word on a round comes when all of its workers have hung up: only then has all been read that they said.
+    It closes a round only when all of its workers have disconnected: only then has everything they sent been read.
     """
 
     def __init__(self, clock: Clock, events: EventSink) -> None:
@@ -36,7 +36,7 @@ class StepEvents:
         self._open += 1
 
     def step(self, round_number: int, step: int, at: float) -> None:
-        """A worker has done its step at a moment; the first to say so counts."""
+        """A worker finished a step at a given time; the first report counts."""
         if round_number != self._round or step <= self._last:
             return
         first = self._last == self._first
@@ -45,14 +45,14 @@ class StepEvents:
             self._events.emit(FirstStep(round_number, step))
 
     def hung_up(self, round_number: int) -> None:
-        """A worker that had begun says no more."""
+        """A worker that had begun has disconnected."""
         if round_number == self._round and self._open:
             self._open -= 1
             if not self._open:
                 self._write()
 
     def close(self) -> None:
-        """No worker says anything more."""
+        """Nothing more will be reported."""
         if self._open:
             self._open = 0
             self._write()

@@ -1,4 +1,4 @@
-"""How long a step takes: what decides whether there is time for a drain, and when the training will end."""
+"""How long a step takes: decides whether there is time for a drain, and estimates when the training will end."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic_launch.shared_progress import WorkerProgress
 __all__ = ["StepTimer"]
 
 STEPS = 2
-"""Steps that may pass until all ranks have stopped: the one in which they are asked, and the one after it."""
+"""Steps that may pass until all ranks have stopped: the one in which they are asked, and the next."""
 
 ENOUGH = 3
-"""Steps of a round from which the rest is estimated; the median leaves out what is slow about the first."""
+"""Steps of a round after which the rest is estimated; the median excludes slow first steps."""
 
 KEPT = 20
-"""Steps that count."""
+"""Number of recent steps that are kept."""
 
 
 class StepTimer:
     """Learns from the workers' steps; used by several threads.
 
     Args:
-        look: returns how far the workers are; asked for whenever somebody wants to know something.
+        look: returns how far the workers are; called whenever a value is needed.
     """
 
     def __init__(self, look: Callable[[], WorkerProgress | None] = lambda: None) -> None:
@@ -40,14 +40,14 @@ class StepTimer:
         self._total = 0
 
     def begin(self, round_number: int, step: int, now: float, total: int = 0) -> None:
-        """A worker begins to train with so many steps done of so many; 0 if that is not known."""
+        """A worker begins to train, with so many steps done of a total; 0 if the total is not known."""
         with self._lock:
             if round_number > self._round:
                 self._round, self._step, self._at = round_number, step, now
                 self._first, self._total = step, total
 
     def step(self, round_number: int, step: int, now: float) -> None:
-        """A worker has done its step; the first to say so counts."""
+        """A worker has finished a step; the first report counts."""
         with self._lock:
             if round_number == self._round and step > self._step:
                 number = step - self._step
@@ -60,19 +60,19 @@ class StepTimer:
             self.step(*reached)
 
     def saved(self, seconds: float) -> None:
-        """Saving took a worker so long."""
+        """A worker took this long to save."""
         with self._lock:
             self._saving = seconds
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The last round in which a worker began to train, and the optimizer steps done in all; 0 before."""
+        """The last round in which a worker began to train, and the total optimizer steps done; 0 before."""
         self._look_again()
         with self._lock:
             return self._round, self._step
 
     def of_round(self, round_number: int) -> tuple[int, int] | None:
-        """Optimizer steps done when a round's workers began to train, and those done in all; None if none has begun."""
+        """Optimizer steps done when a round's workers began to train, and total steps done; None if none has begun."""
         self._look_again()
         with self._lock:
             return (self._first, self._step) if round_number == self._round else None
@@ -89,14 +89,14 @@ class StepTimer:
         self._look_again()
         with self._lock:
             done = self._step - self._first
-            # Who trains on beyond the total has begun a second training, of which nothing is known.
+            # A script that trains beyond the total has begun a second training, of which nothing is known.
             if done < ENOUGH or self._step > self._total:
                 return -1.0
             mine = list(self._steps)[-done:]
             return (self._total - self._step) * statistics.median(mine)
 
     def drain_seconds(self) -> float:
-        """Seconds that a drain takes at least, as far as is known: two steps, and saving."""
+        """Minimum seconds that a drain takes, as far as is known: two steps, and saving."""
         self._look_again()
         with self._lock:
             return STEPS * (statistics.median(self._steps) if self._steps else 0.0) + self._saving

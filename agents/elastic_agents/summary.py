@@ -1,4 +1,4 @@
-"""The last words on a run that failed: whose fault it was, and what may help."""
+"""The final report on a failed run: the root cause, and what may help."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _ON_SYMPTOMS = {
 
 
 def root_cause(failure: Failure) -> str:
-    """Return the failure in several lines: who, where, how, the traceback or stderr's end, a hint, the logs."""
+    """Return the failure in several lines: rank, place, cause, the traceback or end of stderr, a hint, the logs."""
     lines = [_who(failure), *(f"    {line}" for line in failure.detail), *_where(failure)]
     return "\n".join(lines)
 
 
 def failure_summary(code: int, cause: str, failure: Failure | None) -> str:
-    """Return the same for where there is little room, with the run's end before it."""
+    """Return a shorter report for where there is little room, preceded by how the run ended."""
     end = f"exit code {code}: {cause}"
     if failure is None:
         return termination_message([end], ())
@@ -47,7 +47,7 @@ def failure_summary(code: int, cause: str, failure: Failure | None) -> str:
 
 
 def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
-    """Leave why the run ended where the launcher's own caller looks for it, as torchrun does.
+    """Write why the run ended to the error file of the launcher's own caller, as torchrun does.
 
     Args:
         worker: where the worker that failed first may have left its exception, if it is on this node.
@@ -66,12 +66,12 @@ def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
 
 
 def hint_on(failure: Failure) -> str:
-    """Return what may help against a failure, or nothing."""
+    """Return what may help against a failure; empty if nothing is known."""
     if failure.symptom:
         return _ON_SYMPTOMS.get(failure.symptom, "")
     if failure.kind == "out of memory":
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"
-    if failure.exit_code < 0 and failure.kind != "hang":  # the agent has sent it
+    if failure.exit_code < 0 and failure.kind != "hang":  # the agent has sent the signal
         return _ON_SIGNALS.get(-failure.exit_code, "")
     if "OutOfMemoryError" in failure.message or "CUDA out of memory" in failure.message:
         return "the device's memory is full: smaller micro-batches need less"

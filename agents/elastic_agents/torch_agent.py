@@ -1,7 +1,7 @@
-"""A run under a rendezvous of somebody else's: torch's own agent runs the workers, as torchrun has it.
+"""A run under a third-party rendezvous handler: torch's own agent runs the workers, as under torchrun.
 
-Such a handler says which nodes are in a round, and when it must be asked again. Links, drains, one restart budget and
-memory snapshots need more than that, so nothing is lost by leaving the rest to the agent that it was made for.
+Such a handler says which nodes are in a round, and when it must be called again. Links, drains, a shared restart budget
+and in-memory snapshots need more than that, so leaving the rest to the agent that handlers are made for loses nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_torch_agent(config: LaunchConfig) -> int:
     """Run this node's part of a run under torch's agent and return the exit code.
 
     Raises:
-        UsageError: if the handler cannot be made.
+        UsageError: if the handler cannot be created.
         RendezvousError: if it fails.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -45,7 +45,7 @@ def run_torch_agent(config: LaunchConfig) -> int:
         config.backend,
     )
     for name in os.environ.keys() - without_secrets(os.environ).keys():
-        del os.environ[name]  # torch's agent hands its whole environment to the workers
+        del os.environ[name]  # torch's agent passes its entire environment to the workers
     if config.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     try:
@@ -64,7 +64,7 @@ def run_torch_agent(config: LaunchConfig) -> int:
 
 
 def torch_config(config: LaunchConfig) -> TorchConfig:
-    """Return the same for torch's own agent."""
+    """Return the equivalent configuration of torch's own agent."""
     from torch.distributed.launcher.api import LaunchConfig as TorchConfig
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -87,7 +87,7 @@ def torch_config(config: LaunchConfig) -> TorchConfig:
         max_restarts=config.limits.max_restarts,
         monitor_interval=options.monitor_interval,
         start_method=options.start_method,
-        # torch 2.13 and older know no name of the host.
+        # torch 2.13 and older do not replace the host name.
         log_line_prefix_template=config.output.header.replace("${hostname}", socket.gethostname()),
         local_addr=config.local_addr,
         event_log_handler=options.event_log_handler,

@@ -1,4 +1,4 @@
-"""Status events in torch's form, for ``--event-log-handler``."""
+"""Status events in torch's format, for ``--event-log-handler``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["TorchEvents", "check_handler"]
 
 
 def check_handler(name: str) -> None:
-    """Find out whether torch has a handler of that name.
+    """Check whether torch has a handler of that name.
 
     Raises:
         UsageError: if it has none.
@@ -41,13 +41,13 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """A sink that passes events on, and tells a handler of torch's how workers and the agent end.
+    """A sink that passes events on, and reports the end of workers and agent to a handler of torch's.
 
     The events have the names and the metadata of those that torch's agent records
-    (https://docs.pytorch.org/docs/stable/elastic/events.html), one at each worker's end instead of its last only.
+    (https://docs.pytorch.org/docs/stable/elastic/events.html), but for every end of a worker, not just the last.
 
     Args:
-        consoles: write what a handler would write to stderr itself, and wait for.
+        consoles: write what a handler would otherwise write to stderr itself, blocking.
 
     Attributes:
         group: this node's workers, once there is an agent.
@@ -70,7 +70,7 @@ class TorchEvents:
             self._worker(event)
 
     def ended(self, code: int, cause: str, restarts: int) -> None:
-        """Tell how the agent ended."""
+        """Report how the agent ended."""
         error = json.dumps({"message": cause, "exit_code": code}) if code else None
         self._record("FAILED" if code else "SUCCEEDED", EventSource.AGENT, {"agent_restarts": restarts}, error)
 
@@ -95,7 +95,7 @@ class TorchEvents:
     ) -> None:
         config, group = self._config, self.group
         if self._name == "null":
-            return  # to ask for this host's name may take long, where there is no network
+            return  # looking up this host's name may take long without a network
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),
@@ -120,7 +120,7 @@ class TorchEvents:
 
 
 class _Stream:
-    """What a handler of the logging module needs of a stream."""
+    """The part of a stream that a handler of the logging module needs."""
 
     def __init__(self, put: Callable[[bytes], object]) -> None:
         self._put = put
@@ -129,4 +129,4 @@ class _Stream:
         self._put(text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """The console's thread does so."""
+        """Do nothing: the console's thread flushes."""

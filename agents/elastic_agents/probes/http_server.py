@@ -35,7 +35,7 @@ MAX_HEAD = 8192
 """Bytes of a request's line and headers."""
 
 ACCEPTS, ACCEPT_EVERY = 32, 0.005
-"""At most so many connections are accepted at once, then none for so many seconds: a flood must not starve the agent."""
+"""At most so many connections are accepted at once, then none for so many seconds: a flood cannot starve the agent."""
 
 ASK_AGAIN = 0.05
 """Seconds after which a responder that had no response is called again, unless it wakes the server before."""

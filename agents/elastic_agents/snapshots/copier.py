@@ -1,8 +1,8 @@
-"""The agent's side of a process that copies a snapshot to durable storage; ``copying`` is the process' own.
+"""The agent's side of a process that copies a snapshot to durable storage; ``copying`` is the process itself.
 
-Storage may hang: a network file system whose server is gone holds a process in a call that no signal interrupts. So a
-copier is judged by its progress, however long it takes in all; one that makes none is killed, and left behind if it
-cannot be.
+Storage may hang: a network file system whose server is gone blocks a process in a call that no signal interrupts. So a
+copier may take any total time as long as it makes progress. One that makes none is killed, and left behind if it cannot
+be killed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["Answer", "Copier"]
 _log = logging.getLogger("elastic_launch.agent")
 
 WARN_AFTER = 10.0
-"""Seconds without progress after which a warning names the storage."""
+"""Seconds without progress after which a warning names the storage location."""
 
 STALL = 60.0
-"""Seconds without progress after which a copier is killed. Files are forced to the disk 64 MiB at a time."""
+"""Seconds without progress after which a copier is killed. Files are synced to disk 64 MiB at a time."""
 
 URL_STALL = 300.0
-"""The same behind a URL, where a driver may send all of a file in one call, and tries again by itself."""
+"""The same for a URL, where a driver may send an entire file in one call, and retries on its own."""
 
 KILLED_WITHIN = 5.0
-"""Seconds within which a process that is killed ends, unless the kernel holds it."""
+"""Seconds within which a killed process ends, unless the kernel holds it."""
 
 _TURN = 1.0  # Seconds
 _MOST_BYTES = 65536
@@ -47,8 +47,8 @@ class Answer:
     """How a copy ended, see ``elastic_launch.contract.Copied``.
 
     Attributes:
-        final: whether it is of no use to try again.
-        pruning: the checkpoint is there, and old ones are being removed: another answer follows.
+        final: whether retrying is pointless.
+        pruning: the checkpoint is written, and old ones are being removed: another answer follows.
     """
 
     path: str = ""
@@ -62,20 +62,20 @@ class Answer:
 
 
 class Copier:
-    """One process, started at once.
+    """One process, started immediately.
 
     Args:
         order: what to copy, see ``copying``.
-        descriptors: that it inherits.
-        url: whether the storage is behind a URL.
-        stderr: opens a descriptor for what it says; None: it says it where this process does.
+        descriptors: inherited by the process.
+        url: whether the destination is a URL.
+        stderr: opens a descriptor for its stderr; None: it shares this process' stderr.
 
     Raises:
         OSError: if it cannot be started.
     """
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []
-    """Processes that could not be killed; they are reaped when the kernel lets go of them."""
+    """Processes that could not be killed; they are reaped when the kernel releases them."""
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class Copier:
         self._given_up = False
 
     def kill(self) -> None:
-        """Have :meth:`hear_out` return soon, also if the kernel holds the process; from any thread."""
+        """Make :meth:`hear_out` return soon, even if the kernel holds the process; may be called from any thread."""
         self._given_up = True
         self._process.kill()
 
     def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
-        """Wait until the process has copied, has failed, or makes no progress; it has ended then, or is left behind.
+        """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left behind.
 
         Args:
-            may_commit: asked before the copy appears.
+            may_commit: called before the copy becomes visible.
             progress: called now and then while the copy makes progress.
         """
         assert self._process.stdin is not None
@@ -125,7 +125,7 @@ class Copier:
         try:
             return self._hear_out(may_commit, progress)
         finally:
-            self._process.kill()  # what has answered ends anyway
+            self._process.kill()  # after an answer it ends anyway
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
             self._process.stdout.close()
@@ -167,7 +167,7 @@ class Copier:
         return replace(there, error=f"The process that copies it {how}.")
 
     def _line(self) -> bytes | None:
-        """Return the next line, what there is of it at the end, or None if the process makes no progress."""
+        """Return the next line, an incomplete one at the end of file, or None if the process makes no progress."""
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
         silent, warned = 0.0, False
@@ -179,13 +179,13 @@ class Copier:
                 if not warned and silent >= WARN_AFTER:
                     warned = True
                     text = "%s does not respond: a copy has made no progress for %g s"
-                    if not self._begun:  # a busy machine, and the storage is not to blame
+                    if not self._begun:  # the machine is busy; the storage is not to blame
                         text = "the process that copies to %s has not begun after %g s"
                     text += "; after %g s another one is tried"
                     _log.warning(text, self._directory, WARN_AFTER, self._stall)
                 began = time.monotonic()
                 if not selector.select(min(_TURN, self._stall - silent)):
-                    # An agent that was itself frozen has not heard what the process has said meanwhile.
+                    # An agent that was frozen itself has not read what the process wrote meanwhile.
                     silent += min(time.monotonic() - began, 2 * _TURN)
                     continue
                 if not (data := os.read(source, _MOST_BYTES)):
@@ -200,7 +200,7 @@ class Copier:
     def _say(self, word: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            # Past the buffer: what stays there would break the pipe once more as it is closed.
+            # Bypass the buffer: data left in it would raise BrokenPipeError again on close.
             os.write(self._process.stdin.fileno(), word)
         except BrokenPipeError:
             _log.debug("the copier is gone")

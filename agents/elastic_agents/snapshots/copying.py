@@ -1,9 +1,9 @@
-"""Copies one snapshot from a slot to a directory or URL, or a share of it: a process of its own, which storage that
-hangs cannot keep the agent with. Needs no torch.
+"""Copies one snapshot, or a share of it, from a slot to a directory or URL. Runs as a separate process, so that storage
+that hangs cannot block the agent. Needs no torch.
 
-Its arguments are in one JSON object. It says ``progress`` as it begins, then about once a second while it makes some.
-Before it commits, it says ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is there, and at
-last, it says how it went: a JSON object, see ``copier.Answer``.
+Its arguments are one JSON object. It writes ``progress`` when it begins, then about once a second while it makes
+progress. Before it commits, it writes ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is
+written, and again at the end, it writes the result: a JSON object, see ``copier.Answer``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["copy", "main"]
 _log = logging.getLogger(__name__)
 
 SILENCE = 1.0
-"""Seconds between two words on the progress."""
+"""Seconds between two progress messages."""
 
 
 class _Followed(Slot):
-    """A slot whose reader makes progress: what it has asked for before is written by then."""
+    """A slot that reports progress as it is read: by then, what was read before has been written."""
 
     def __init__(self, tensors: int, head: int, progress: Callable[[], None]) -> None:
         super().__init__(tensors, head)
@@ -51,11 +51,11 @@ def copy(
     progress: Callable[[], None],
     there: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Copy a snapshot and prune, if it may; return what is said of it at last.
+    """Copy a snapshot, and prune if it may; return the final result.
 
     Args:
         progress: called now and then, from any thread.
-        there: called with what is to be said when the checkpoint is there, before old ones are removed.
+        there: called with the result once the checkpoint is written, before old ones are removed.
     """
     began = time.monotonic()
     slot = _Followed(order["tensors"], order["head"], progress)
@@ -101,7 +101,7 @@ def copy(
 
 
 def _split(order: dict[str, Any], slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:
-    """Return what is to be written by several nodes; None if it cannot be divided: one tensor may be most of it."""
+    """Return the split among several nodes; None if it cannot be divided: one tensor may be most of the snapshot."""
     if order["shares"] == 1:
         return None
     try:
@@ -114,7 +114,7 @@ def _split(order: dict[str, Any], slot: Slot, header: Header, progress: Callable
 def main() -> None:
     """Carry out the order that is the only argument."""
     logging.basicConfig(format="[elastic-launch] %(message)s")
-    # What drivers of storage print is not for the agent.
+    # The agent must not read what storage drivers print.
     agent = os.dup(1)
     os.dup2(2, 1)
     saying = threading.Lock()
@@ -126,8 +126,8 @@ def main() -> None:
             with saying:
                 os.write(agent, f"{text}\n".encode())
         except BrokenPipeError:
-            # The agent was killed, so nothing is committed any more. What is being written must come to its end all
-            # the same, and be removed there: a driver may store the half of a file that is closed by an exception.
+            # The agent was killed, so nothing is committed any more. The current write must still finish, and its result
+            # be removed: if an exception closes a file, a driver may store half of it.
             gone = True
 
     def progress() -> None:
@@ -141,6 +141,6 @@ def main() -> None:
         return not gone and sys.stdin.readline().startswith("yes")
 
     order = json.loads(sys.argv[1])
-    progress()  # it has begun: from now on storage is to blame if nothing is said
+    progress()  # it has begun: from now on, silence is the storage's fault
     say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))
     sys.exit(1 if gone else 0)

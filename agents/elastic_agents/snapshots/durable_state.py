@@ -1,4 +1,4 @@
-"""Where the state of a node's training is: what its workers and its copier have reported of durable storage."""
+"""Where a node's training state is: what its workers and its copier have reported about durable storage."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class DurableState:
 
     Args:
         keeper: copies what is in memory.
-        pace: how far the workers are.
+        pace: how far the workers have trained.
     """
 
     def __init__(self, keeper: SnapshotStore, pace: StepTimer) -> None:
         self._keeper = keeper
         self._pace = pace
-        self._saved: int | None = None  # step of the last checkpoint that the workers have reported
-        self._unsaved = ""  # why their last one could not be written
-        self._kept: Copied | None = None  # the last copy that is in durable storage
+        self._saved: int | None = None  # step of the last checkpoint that the workers reported
+        self._unsaved = ""  # why their last checkpoint could not be written
+        self._kept: Copied | None = None  # the last copy in durable storage
 
     def begin(self) -> None:
-        """Workers of another round begin."""
+        """Workers of a new round begin."""
         self._saved, self._unsaved = None, ""
 
     def copied(self, copied: Copied) -> None:
@@ -34,10 +34,10 @@ class DurableState:
         self._kept = copied
 
     def reported(self, step: int, error: str) -> bool:
-        """A worker of the round has told of a checkpoint: of one that it has written, or of a copy of its agent's.
+        """A worker of the round has reported a checkpoint: one that it has written, or a copy by its agent.
 
         Returns:
-            whether it is one that it has written.
+            whether the worker has written it itself.
         """
         self._saved, self._unsaved = self._saved if error else step, error
         if error or (self._kept is not None and self._kept.step == step):
@@ -46,14 +46,14 @@ class DurableState:
         return True
 
     def has(self, step: int) -> bool:
-        """Whether the state after a step of the present round is in durable storage."""
+        """Whether the state after a step of the current round is in durable storage."""
         return self._saved == step or self._keeper.has_saved(step)
 
     def why_not(self, *, writes: bool) -> str:
-        """Return why what this node was to save is not; empty if nothing was.
+        """Return why this node's state is not saved; empty if nothing went wrong.
 
         Args:
-            writes: whether the round's first worker is here, which saves if any does.
+            writes: whether this node has the round's first worker, the one that saves if any does.
         """
         if self._keeper.failed or self._unsaved:
             return self._keeper.failed or self._unsaved
@@ -62,10 +62,10 @@ class DurableState:
         return "the script saves no checkpoints" if writes and not self._keeper.saves else ""
 
     def where(self, *, others: bool) -> str:
-        """Return where the state is that the node of the round's first worker ends with; empty if that is not known.
+        """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
 
         Args:
-            others: whether other nodes go on, and may save.
+            others: whether other nodes continue, and may save.
         """
         number, step = self._pace.reached
         if not number:
@@ -77,6 +77,6 @@ class DurableState:
             return f"nothing is saved, {counted(step, 'step')} lost: {self.why_not(writes=True)}"
         place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
         lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
-        if self._keeper.failed or self._unsaved:  # another run may have taken the place, and removed it
+        if self._keeper.failed or self._unsaved:  # another run may have taken over the location, and removed it
             return f"step {saved} was the last to be saved{place}{lost}"
         return f"step {saved} is saved{place}{lost}"

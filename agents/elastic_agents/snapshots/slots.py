@@ -1,4 +1,4 @@
-"""Which slot holds what: the agent's book on the snapshots of its node. Pure."""
+"""Which slot holds what: the agent's record of its node's snapshots. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HeldSlot:
     """A snapshot in a slot.
 
     Attributes:
-        sequence: rises with every snapshot of the node.
+        sequence: increases with every snapshot of the node.
     """
 
     slot: int
@@ -25,7 +25,7 @@ class HeldSlot:
 
 
 class SlotTable:
-    """Invariant: the newest snapshot and the one that is being copied are never where the next one is written."""
+    """Invariant: neither the newest snapshot nor the one being copied is in the slot that is written next."""
 
     def __init__(self) -> None:
         self.newest: HeldSlot | None = None
@@ -40,12 +40,12 @@ class SlotTable:
         return min(set(range(SLOTS)) - taken)
 
     def stored(self, held: HeldSlot) -> None:
-        """Take note of a new snapshot."""
+        """Record a new snapshot."""
         if held.sequence > self.sequence:
             self.newest, self.sequence = held, held.sequence
 
     def seen(self, held: Iterable[HeldSlot]) -> None:
-        """Take note of all that is in the slots, of which workers have dropped some or not told yet."""
+        """Record the slots' actual content: workers may have dropped snapshots, or not yet reported some."""
         self.newest = max(held, key=lambda one: one.sequence, default=None)
         self.sequence = max(self.sequence, self.newest.sequence if self.newest else 0)
 

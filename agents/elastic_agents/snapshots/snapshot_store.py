@@ -1,4 +1,4 @@
-"""Keeps the snapshots of a node: in slots, which outlive its workers, and, by copies, in durable storage."""
+"""Keeps a node's snapshots: in slots, which outlive the workers, and as copies in durable storage."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["SnapshotStore"]
 _log = logging.getLogger("elastic_launch.agent")
 
 ATTEMPTS = 4
-"""Times that a copy is tried before its error is told."""
+"""Attempts at a copy before its error is reported."""
 
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
 
 COPYING_EVERY = 10.0
-"""Seconds after which workers are told again that a copy goes on."""
+"""Seconds after which workers are informed again that a copy is still in progress."""
 
 CATCH_UP = 60.0
-"""Seconds for which a copy that comes late waits for the next snapshot that is taken to be copied."""
+"""Seconds for which a late copy waits for the next snapshot that is marked for copying."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What is to be copied: the newest snapshot or, if it is this one, by several nodes, this one's share."""
+    """What to copy: the newest snapshot or, if several nodes copy this very snapshot, this node's share of it."""
 
     directory: str
     keep: int
@@ -46,22 +46,22 @@ class _Order:
     shares: int = 1
     share: int = 0
     nonce: str = ""
-    last: bool = False  # at the end: not if it is there already, or something newer
+    last: bool = False  # the final copy: skipped if this snapshot or a newer one is already stored
 
 
 class SnapshotStore:
-    """The snapshots of one node, through all rounds; its thread copies one at a time, the newest there is.
+    """One node's snapshots, through all rounds; its thread copies one at a time, the newest available.
 
-    Before a snapshot is taken to be copied the workers compare their states, and not before others. So a node that was
-    too busy for it, and has a newer one by now, asks its workers for another; where there are none, the newest is
-    copied, and its meta tells that it was not compared. What several nodes copy together is always the very snapshot
-    that was to be copied; those behind the first node let it be if they are late.
+    Workers compare their states only before a snapshot that is marked for copying. So a node that was too busy to copy it
+    and now has a newer one asks its workers for another compared snapshot. If there are no workers, the newest
+    snapshot is copied, and its meta says that it was not compared. What several nodes copy together is always the
+    marked snapshot; nodes other than the first skip their share if they are late.
 
     Args:
-        may_commit: whether this node is still a member of the run; asked, from any thread, before a copy appears.
-        tell: called from the thread with how a copy ended, or None if there was nothing to copy; that one goes on; or
-            with what to ask of the workers. Returns whether any were there to be told.
-        stderr: opens what the copies' processes write to; None: they write to this process' own.
+        may_commit: whether this node is still a member of the run; called, from any thread, before a copy appears.
+        tell: called from the thread with the result of a copy (None if there was nothing to copy), with the news that a
+            copy is in progress, or with a request to the workers. Returns whether it reached any worker.
+        stderr: opens the file that copying processes write to; None: they share this process' stderr.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class SnapshotStore:
         self._target: _Order | None = None
         self._order: _Order | None = None
         self._copied = 0
-        self._given_up = 0  # that could not be copied, after all attempts
-        self._took: set[str] = set()  # directories that this run has taken, as far as this node knows
+        self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
+        self._took: set[str] = set()  # directories that this run owns, as far as this node knows
         self._busy = False
-        self._reading = False  # what is pinned is being copied
+        self._reading = False  # the pinned snapshot is being copied
         self._closing = False
-        self._ended = False  # of the thread
+        self._ended = False  # the thread has ended
         self._copier: Copier | None = None
         self._next_word = 0.0
         self._server: TransferServer | None = None
         self._fetch: TransferClient | None = None
         self._thread = VitalThread(self._run, "copier")
         self.failed = ""
-        """Why the last copy failed, and what to do; empty if it did not."""
+        """Why the last copy failed, and how to fix it; empty if it did not."""
 
     def start(self) -> None:
-        """Make the slots; empty, they take no memory.
+        """Create the slots; empty ones use no memory.
 
         Raises:
             OSError: if there are no descriptors left.
@@ -104,7 +104,7 @@ class SnapshotStore:
         self._thread.start()
 
     def offer(self) -> tuple[Slots, list[int]]:
-        """Return what a worker is told of the slots, and their descriptors."""
+        """Return the description of the slots for a worker, and their descriptors."""
         with self._changed:
             self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
@@ -112,7 +112,7 @@ class SnapshotStore:
             return Slots(len(self._slots), use, self._book.sequence, self._fetch is not None), descriptors
 
     def stored(self, stored: Stored) -> int:
-        """Take note of a snapshot, have it copied if it is to be; return the slot to write next."""
+        """Record a snapshot, and queue a copy if it is marked for one; return the slot to write next."""
         with self._changed:
             self._book.stored(HeldSlot(stored.slot, stored.sequence, stored.step, stored.round))
             order = _Order(stored.directory, stored.keep, stored.owner)
@@ -126,11 +126,11 @@ class SnapshotStore:
             return self._book.use
 
     def may_commit(self) -> bool:
-        """Whether a checkpoint that a worker has written itself, for want of memory, may appear; from any thread."""
+        """Whether a checkpoint that a worker writes itself, for lack of memory, may become visible; from any thread."""
         return self._may_commit()
 
     def secure(self) -> None:
-        """Have the newest snapshot copied if it was not: the run ends, and its memory with it."""
+        """Queue a copy of the newest snapshot if there is none: the run ends, and its memory is lost."""
         with self._changed:
             self._look()
             newest = self._book.newest
@@ -151,7 +151,7 @@ class SnapshotStore:
 
     @property
     def saves(self) -> bool:
-        """Whether this node is to copy snapshots to durable storage."""
+        """Whether this node is responsible for copying snapshots to durable storage."""
         with self._changed:
             return self._target is not None
 
@@ -164,7 +164,7 @@ class SnapshotStore:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be copied, and nobody fetches what is served."""
+        """Whether no copy is queued or running, and no node fetches what is served."""
         served = self._server is not None and self._server.busy
         with self._changed:
             return self._at_rest and not served
@@ -174,7 +174,7 @@ class SnapshotStore:
         return self._order is None and not self._busy
 
     def serve(self, listener: socket.socket, key: bytes | None) -> int:
-        """Serve the newest snapshot to other nodes from now on; no worker writes any more. Return the port.
+        """Serve the newest snapshot to other nodes from now on; workers no longer write. Return the port.
 
         Args:
             listener: taken over.
@@ -186,10 +186,10 @@ class SnapshotStore:
         return self._server.port
 
     def fetch(self, sources: Sequence[SnapshotSource], key: bytes | None, tell: Callable[[Fetched], None]) -> None:
-        """Begin to fetch a snapshot that no member of the round has; without sources, end what was begun.
+        """Begin to fetch a snapshot that no member of the round has; without sources, end a fetch in progress.
 
         Args:
-            tell: called from a thread with what workers are to know when it is there, or is not to be had.
+            tell: called from a thread with the result for the workers: the snapshot has arrived, or is unavailable.
         """
         with self._changed:
             before, newest = self._fetch, self._book.newest
@@ -217,7 +217,7 @@ class SnapshotStore:
     ) -> None:
         with self._changed:
             if self._fetch is not fetch:
-                return  # another one follows it, into the same slot
+                return  # another fetch follows, into the same slot
             self._fetch = None
             if header is not None:
                 self._book.stored(HeldSlot(slot, header.sequence, header.step, header.round))
@@ -225,12 +225,12 @@ class SnapshotStore:
         tell(fetched)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until nothing is to be copied; whether that came in time."""
+        """Wait until nothing is left to copy; return whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._at_rest or self._ended, timeout) and self._at_rest
 
     def close(self) -> None:
-        """Give up what is not copied yet, and free the memory."""
+        """Give up what is not yet copied, and free the memory."""
         with self._changed:
             self._closing = True
             if self._copier is not None:
@@ -252,9 +252,9 @@ class SnapshotStore:
         self._tell(None)
 
     def _look(self) -> None:
-        """Take note of what workers have not told.
+        """Record changes that workers have not reported.
 
-        A snapshot is whole well before it is spoken of. They drop one without a word if ranks were found to differ.
+        A snapshot is complete well before it is reported. Workers drop one silently if the ranks differ.
         """
         found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
         self._book.seen(HeldSlot(number, header.sequence, header.step, header.round) for header, number in found)
@@ -291,7 +291,7 @@ class SnapshotStore:
             return order if self._busy else None
 
     def _caught_up(self, order: _Order) -> _Order:
-        """Return an order whose snapshot is still there, if there will be one."""
+        """Return an order whose snapshot is still available, if possible."""
         newest = self.newest
         with self._changed:
             if self._order is not None:
@@ -308,7 +308,7 @@ class SnapshotStore:
             return order
 
     def _take(self, order: _Order) -> HeldSlot | None:
-        """Keep the snapshot of an order while it is copied, or the newest if that is gone."""
+        """Pin the snapshot of an order while it is copied, or the newest if that one is gone."""
         with self._changed:
             if self._book.pinned is None or self._book.pinned.sequence != order.sequence:
                 self._book.pin()
@@ -316,14 +316,14 @@ class SnapshotStore:
             return self._book.pinned
 
     def _let_go(self) -> None:
-        """A copy has ended; what the next order is to copy stays."""
+        """A copy has ended: unpin its snapshot, unless the next order is to copy it."""
         self._reading = False
         pinned = self._book.pinned
         if pinned is not None and (self._order is None or pinned.sequence != self._order.sequence):
             self._book.unpin()
 
     def _copy_share(self, order: _Order) -> None:
-        """Copy this node's share, once: the first node writes what does not come."""
+        """Copy this node's share, once: the first node writes any share that is missing."""
         held = self._take(order)
         if held is None or held.sequence != order.sequence:
             return
@@ -332,7 +332,7 @@ class SnapshotStore:
             _log.warning("a share of the checkpoint of step %d: %s", held.step, answer.error)
 
     def _copy(self, order: _Order) -> Copied | None:
-        """Try until a copy is there, or the attempts are over; the newest snapshot each time."""
+        """Try until a copy succeeds, or the attempts are used up; each copies the newest snapshot."""
         pause = PAUSE
         for attempt in range(1, ATTEMPTS + 1):
             order = self._caught_up(order) if attempt > 1 else order
@@ -357,7 +357,7 @@ class SnapshotStore:
         return None
 
     def _copy_once(self, order: _Order, held: HeldSlot) -> tuple[Copied, bool]:
-        """Return how it ended, and whether it is of no use to try again."""
+        """Return the result, and whether retrying is pointless."""
         answer = self._ask(order, held)
         copied = Copied(
             step=held.step,
@@ -385,7 +385,7 @@ class SnapshotStore:
             "share": order.share,
             "nonce": order.nonce,
             "last": order.last,
-            # What an earlier run left on a node that this run has just come to. Behind URLs there is no such place.
+            # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
             "take": order.directory not in self._took and not url,
         }
         with self._changed:
@@ -402,7 +402,7 @@ class SnapshotStore:
                 self._copier = None
 
     def _progress(self) -> None:
-        """Have the workers know that a copy goes on: at the end of the training they wait for it."""
+        """Inform the workers that a copy is in progress: at the end of the training they wait for it."""
         if time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + COPYING_EVERY
             self._tell(Copying())

@@ -1,15 +1,15 @@
-"""Giving a snapshot to another node: from the memory of one that leaves to the first member of the next round.
+"""Transfers a snapshot to another node: from the memory of a leaving node to the first member of the next round.
 
-A connection is a link of two messages each way, with the snapshot's bytes in between (for what a token adds see
+A connection carries two messages each way, with the snapshot's bytes in between (for what a token adds see
 ``elastic_launch.rendezvous.wire.authentication``):
 
     fetcher  {round, step}
-    server   {training, tensors, state, meta}: which training it is of, and sizes in bytes
+    server   {training, tensors, state, meta}: the training it belongs to, and sizes in bytes
     fetcher  {}
     server   the content of the tensor file, the state, the meta
     server   {sha256} of that content
 
-So what was altered on the way is noticed; with a token also what was altered on purpose. Nothing is encrypted.
+So accidental changes in transit are detected; with a token, deliberate ones too. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ __all__ = ["TransferClient", "TransferServer"]
 _log = logging.getLogger("elastic_launch.agent")
 
 IDLE = 10.0
-"""Seconds without a byte, or without the whole of a message, after which either side gives up."""
+"""Seconds without a byte, or without a complete message, after which either side gives up."""
 
 SLOWEST = 512 * 1024
-"""Bytes a second with which a snapshot comes at least."""
+"""Minimum rate in bytes per second at which a snapshot arrives."""
 
 FETCHERS = 4
-"""Nodes that are served at once; a further one is closed."""
+"""Nodes served at once; a further connection is closed."""
 
 STRANGERS = 32
-"""Connections at once that have not yet asked for what is served, and proven with a token that they may: each has IDLE
-for that. For a further one the oldest is closed of those from the address that has most."""
+"""Connections at once that have not yet asked for the snapshot, and proven with a token that they may: each has IDLE
+seconds for that. A further connection closes the oldest one of the address that has the most."""
 
 _LINE = 64 * 1024
 _CHUNK = 1024 * 1024
-_MOST = 2**53  # Numbers beyond are no counts.
+_MOST = 2**53  # Larger numbers are not counts.
 _TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO)
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class _Wire:
         self._flush()
 
     def hear(self, kind: type[T], seconds: float | None = None) -> T:
-        """Return the next message; all of it, with what a token adds, has to come within the seconds, or IDLE."""
+        """Return the next message; all of it, with what a token adds, must arrive within the seconds, or IDLE."""
         deadline = time.monotonic() + (IDLE if seconds is None else seconds)
         self._flush()
         while not self._lines:
@@ -116,7 +116,7 @@ class _Wire:
         self._sock.sendall(part)  # all of it within that time
 
     def receive(self, size: int) -> Iterator[memoryview]:
-        """Yield so many bytes in parts, each of which is good until the next."""
+        """Yield this many bytes in parts, each of which is valid until the next."""
         deadline = time.monotonic() + IDLE + size / SLOWEST
         buffer = memoryview(bytearray(min(size, _CHUNK)))
         while size:
@@ -128,13 +128,13 @@ class _Wire:
             size -= count
 
     def await_end(self) -> None:
-        """Wait until the other side hangs up: it has read all."""
+        """Wait until the other side closes the connection: it has read everything."""
         with suppress(OSError):
             self._sock.settimeout(IDLE)
             self._sock.recv(1)
 
     def _wait(self, deadline: float) -> None:
-        """Have the next call wait for IDLE at most, and no longer than until a moment."""
+        """Limit the next call to IDLE, and to a deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
@@ -148,7 +148,7 @@ class _Wire:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection to the server; a stranger until it has asked for what is served, with proof if there is a token."""
+    """A connection to the server; a stranger until it has asked for the snapshot, with proof if there is a token."""
 
     sock: socket.socket
     address: str
@@ -163,7 +163,7 @@ class TransferServer:
     Args:
         listener: taken over.
         key: of the connections, derived from the run's token; None without one.
-        rests: called from a thread of this object's when nobody fetches any more.
+        rests: called from one of this object's threads when no node is fetching any more.
     """
 
     def __init__(self, listener: socket.socket, slot: Slot, key: bytes | None, rests: Callable[[], None]) -> None:
@@ -187,12 +187,12 @@ class TransferServer:
 
     @property
     def strangers(self) -> int:
-        """Connections that have not yet asked for anything."""
+        """Connections that have not yet asked for the snapshot."""
         with self._lock:
             return sum(peer.stranger for peer in self._peers)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         self._closing.set()
         with self._lock:
             peers = list(self._peers)
@@ -219,7 +219,7 @@ class TransferServer:
 
     def _admit(self, peer: _Peer) -> None:
         while len(self._peers) >= 2 * (STRANGERS + FETCHERS) and not self._closing.wait(0.01):
-            pass  # until the threads of those that were evicted have run
+            pass  # until the threads of the evicted connections have run
         with self._lock:
             if self._closing.is_set():
                 peer.sock.close()
@@ -266,7 +266,7 @@ class TransferServer:
                 raise ProtocolError(f"{FETCHERS} others fetch it already.")
             peer.stranger = False
         wire.say(_Offered(header.training, header.tensors, header.state, header.meta))
-        wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # it finds the memory first
+        wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # the fetcher allocates the memory first
         digest = hashlib.sha256()
         for part in chain(self._slot.tensor_parts(header), [self._slot.state(header), self._slot.meta(header)]):
             digest.update(part)
@@ -277,15 +277,15 @@ class TransferServer:
 
 
 class TransferClient:
-    """Fetches one snapshot into a slot, in a thread of its own; the slot is empty until it is there.
+    """Fetches one snapshot into a slot, in its own thread; the slot is empty until the snapshot is complete.
 
     Args:
-        sources: that have it; one after the other is tried.
-        slot: into which nobody else writes meanwhile.
-        sequence: number that the snapshot gets on this node.
-        key: as for Server.
-        done: called from the thread with what is in the slot; None if all have failed.
-        after: a fetch into the same slot that was given up.
+        sources: nodes that have the snapshot; tried one after the other.
+        slot: no other writer uses it meanwhile.
+        sequence: number of the snapshot on this node.
+        key: as for TransferServer.
+        done: called from the thread with the slot's content; None if all sources have failed.
+        after: an abandoned fetch into the same slot.
     """
 
     def __init__(
@@ -309,23 +309,23 @@ class TransferClient:
         self._thread = VitalThread(self._run, "fetch")
 
     def start(self) -> None:
-        """Begin; done may be called at once."""
+        """Begin; done may be called immediately."""
         self._thread.start()
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was given up."""
+        """Whether it was cancelled."""
         return self._closing
 
     def cancel(self) -> None:
-        """Give up, soon."""
+        """Cancel; takes effect soon."""
         with self._lock:
             self._closing = True
             if self._sock is not None:
                 _shut(self._sock)
 
     def join(self) -> None:
-        """Wait until the slot is left alone; bounded."""
+        """Wait until the slot is no longer written; bounded."""
         if self._thread.ident is not None:
             self._thread.join(2 * IDLE)
 
@@ -394,6 +394,6 @@ class TransferClient:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wake up whoever waits at a socket."""
+    """Wake up any thread that waits on a socket."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
