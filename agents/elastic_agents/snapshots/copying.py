@@ -126,7 +126,7 @@ def main() -> None:
             with saying:
                 os.write(agent, f"{text}\n".encode())
         except BrokenPipeError:
-            # The agent was killed, so nothing is committed any more. The current write must still finish, and its result
+            # The agent was killed, so nothing is committed any more. The current write must finish, and its result
             # be removed: if an exception closes a file, a driver may store half of it.
             gone = True
 

@@ -52,8 +52,8 @@ class _Order:
 class SnapshotStore:
     """One node's snapshots, through all rounds; its thread copies one at a time, the newest available.
 
-    Workers compare their states only before a snapshot that is marked for copying. So a node that was too busy to copy it
-    and now has a newer one asks its workers for another compared snapshot. If there are no workers, the newest
+    Workers compare their states only before a snapshot that is marked for copying. So a node that was too busy to
+    copy it and now has a newer one asks its workers for another compared snapshot. If there are no workers, the newest
     snapshot is copied, and its meta says that it was not compared. What several nodes copy together is always the
     marked snapshot; nodes other than the first skip their share if they are late.
 

@@ -1,7 +1,7 @@
-"""What an import must not do in a process that is to be forked, and how that is noticed.
+"""Detects what an import must not do in a process that will be forked.
 
-It must not start threads that a fork does not end, use a device, or read what differs between workers. Each is noticed
-as it happens, and attributed to the module that is being imported.
+It must not start threads that a fork does not end, use a device, or read what differs between workers. Each is detected
+when it happens, and attributed to the module being imported.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PER_WORKER = frozenset(
         *("ELASTIC_LAUNCH_SOCKET", "ELASTIC_LAUNCH_START_REASON"),
     ]
 )
-"""Variables that workers have and the server has not."""
+"""Variables that workers have and the server does not."""
 
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")
-"""What a process opens that computes on a device of NVIDIA's, of AMD's, or through Windows."""
+"""Files that a process opens to compute on a device: NVIDIA's, AMD's, or through Windows."""
 
 FORKABLE = frozenset({"jemalloc_bg_thd"})
-"""Threads that a forked process does without: jemalloc, which pyarrow brings, frees memory in the child, too."""
+"""Threads that a forked process does without: jemalloc (part of pyarrow) frees memory in the child, too."""
 
 
 class Watch:
-    """Notices what imports do between :meth:`begin` and :meth:`faults`.
+    """Detects what imports do between :meth:`begin` and :meth:`faults`.
 
     Attributes:
-        read: names of all variables that were asked for.
+        read: names of all variables that were looked up.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Watch:
         self._spy.read.clear()
 
     def faults(self) -> tuple[str, ...]:
-        """Return what happened since, each a few words that follow the name of a module."""
+        """Return what has happened since, each as a few words that follow a module's name."""
         before, now = self._before, _State.now()
         self.read |= self._spy.read
         found = []
@@ -72,7 +72,7 @@ class Watch:
         return tuple(found)
 
     def close(self) -> None:
-        """Put the environment's dictionary back, with what is in it now."""
+        """Restore the environment's original dictionary, with the current content."""
         self._variables.clear()
         self._variables.update(self._spy)
         _use(self._variables)
@@ -80,7 +80,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What of this process a fork would share or lose."""
+    """The state of this process that a fork would share or lose."""
 
     python_threads: int
     tasks: int
@@ -103,14 +103,14 @@ class _State:
 
 
 def _open() -> Iterator[str]:
-    """What is behind this process' descriptors and would be shared: no files that are only read."""
+    """Return what this process' descriptors refer to and workers would share; files opened for reading do not count."""
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
             with open(f"/proc/self/fdinfo/{name}") as info:
                 flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
         except OSError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
         written = flags & os.O_ACCMODE != os.O_RDONLY and target.startswith("/") and not target.startswith("/dev/")
         if written or target in DEVICES or target.partition(":")[0] in ("socket", "pipe", "anon_inode"):
             yield target
@@ -131,7 +131,7 @@ def _children() -> Iterator[str]:
 
 
 class _Spy(dict[bytes, bytes]):
-    """The environment's dictionary, which remembers what it was asked for."""
+    """The environment's dictionary; records which names are looked up."""
 
     def __init__(self, source: dict[bytes, bytes]) -> None:
         super().__init__(source)
@@ -151,7 +151,7 @@ class _Spy(dict[bytes, bytes]):
 
 
 def _use(variables: dict[bytes, bytes]) -> None:
-    """Have both views of the environment look into one dictionary, as they do from the start."""
+    """Make both views of the environment use one dictionary, as they do from the start."""
     os.environ._data = os.environb._data = variables  # type: ignore[attr-defined]
 
 
@@ -161,7 +161,7 @@ def tasks() -> int:
 
 
 def _lasting() -> int:
-    """Count this process' threads that a forked process would miss."""
+    """Count this process' threads that would be missing in a forked process."""
     found = 0
     for task in os.listdir("/proc/self/task"):
         try:
@@ -173,7 +173,7 @@ def _lasting() -> int:
 
 
 def watched() -> str:
-    """Return what makes each process of its own worth more than a fork of this one; "" if nothing does."""
+    """Return why each worker needs a process of its own instead of a fork of this one; "" if there is no reason."""
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
     if sys.gettrace() or sys.getprofile() or any(monitoring and monitoring.get_tool(tool) for tool in range(6)):
         return "a debugger or profiler watches each process from its start"
@@ -185,7 +185,7 @@ def watched() -> str:
 def lives_after_fork(before: int) -> bool:
     """Whether more threads than before remain when the process forks.
 
-    Libraries that know of forks (OpenBLAS) end theirs before one, and start them again when they are needed.
+    Libraries that support forks (OpenBLAS) end their threads before one, and restart them when needed.
     """
     pid = os.fork()
     if pid == 0:
@@ -195,7 +195,7 @@ def lives_after_fork(before: int) -> bool:
 
 
 def poisoned_by_fork() -> bool:
-    """Whether a forked process could not use CUDA, since a library has asked the driver for devices."""
+    """Whether a forked process could not use CUDA, because a library has queried the driver for devices."""
     pid = os.fork()
     if pid == 0:
         cuda = sys.modules["torch.cuda"]

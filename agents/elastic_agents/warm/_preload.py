@@ -1,4 +1,4 @@
-"""What to import ahead for a script: the plan, the imports themselves, and which of them must not be done ahead."""
+"""What to import ahead of time for a script: the plan, the imports, and the modules that must not be imported ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH = (
     "torch.distributed.tensor",
     "torch.nn.parallel",
 )
-"""What a training script comes to import sooner or later once it has imported torch."""
+"""Modules that a training script imports sooner or later once it has imported torch."""
 
 OURS = (
     "elastic_launch.training.trainer",
@@ -37,7 +37,7 @@ OURS = (
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 HARMLESS = frozenset({"numpy", "elastic_launch"})
-"""What a script may import before torch without a difference: torch imports the one, and the other is this project."""
+"""Modules that a script may import before torch without a difference: torch imports numpy, and the other is ours."""
 
 REMEDY = "--preload names modules to load ahead all the same"
 
@@ -47,9 +47,9 @@ class Plan:
     """What to import.
 
     Attributes:
-        first: what stands first on the script's ``sys.path``.
-        reading: what the script says.
-        asked: modules that the user adds, and insists on.
+        first: the first entry of the script's ``sys.path``.
+        reading: the result of reading the script.
+        asked: modules that the user adds explicitly.
         without: modules that are left out.
     """
 
@@ -60,26 +60,26 @@ class Plan:
 
     @property
     def wanted(self) -> list[Import]:
-        """Imports in the order of the script, then those that the user adds."""
+        """The script's imports in order, then those that the user adds."""
         found = [item for item in self.reading.imports if not self.without & {item.top, item.module}]
         return [*found, *map(Import, self.asked)]
 
     @property
     def torch_comes_first(self) -> bool:
-        """Whether torch may be imported before all else, as far as the script can tell."""
+        """Whether torch may be imported before everything else, as far as the script shows."""
         return next((item.top for item in self.wanted if item.top not in HARMLESS), "") == "torch"
 
     def completes(self, package: str) -> bool:
-        """Whether what comes with a package may be imported, too: the script's own imports of it find the same."""
+        """Whether a package's companion modules may be imported, too: the script's own imports would find the same."""
         return not self.reading.stopped or package in {item.top for item in map(Import, self.asked)}
 
     @property
     def set_before(self) -> set[str]:
-        """Variables that the script sets before an import; the name is empty for an unknown one."""
+        """Variables that the script sets before an import; an unknown name is empty."""
         return self.reading.set_before([*map(Import, self.asked)])
 
     def doubt(self, loaded: Loaded) -> str:
-        """Return why what was imported may not be what the script would get; "" if it is."""
+        """Return why the imported modules may differ from what the script would get; "" if they do not."""
         if names := self.set_before & loaded.read:
             return f"the script sets {', '.join(sorted(names))}, which its imports read"
         if names := _meant_by_libraries(self.first, loaded.missed):
@@ -91,10 +91,10 @@ def plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
     """Read the script of a server's settings.
 
     Args:
-        search: a worker's ``sys.path``, without what stands first for its script.
+        search: a worker's ``sys.path``, without the entry that comes first for its script.
 
-    Returns:
-        why workers cannot be forked, if so.
+        Returns:
+        the plan, or why workers cannot be forked.
     """
     try:
         return _plan(settings, search)
@@ -123,13 +123,13 @@ def _plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
 
 @dataclass(slots=True)
 class Loaded:
-    """What came of it.
+    """The result of the imports.
 
     Attributes:
-        faults: modules that may not be imported ahead, with what their imports do.
-        read: variables that imports asked for.
+        faults: modules that must not be imported ahead of time, with what their imports do.
+        read: variables that imports looked up.
         changed: variables that imports have set, or removed (None).
-        missed: top-level modules that somebody asked for, and nobody found.
+        missed: top-level modules that were looked for and not found.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
@@ -139,35 +139,35 @@ class Loaded:
 
 
 class Loading:
-    """Imports, watched, between its making and its end: that by :meth:`finish` or by :meth:`abandon`.
+    """Watched imports, from construction to :meth:`finish` or :meth:`abandon`.
 
     Args:
-        asked: modules that the user insists on.
+        asked: modules that the user adds explicitly.
         without: modules that are left out.
     """
 
     def __init__(self, asked: Collection[str], without: Set[str]) -> None:
         self._asked, self._without = asked, without
         self._before = dict(os.environ)
-        os.environ[NVML] = "1"  # else a question for devices would spoil CUDA for forks
+        os.environ[NVML] = "1"  # otherwise querying devices would break CUDA in forks
         self._watch, self._missed = Watch(), _Missed()
         sys.meta_path.append(self._missed)
         self._loaded = Loaded(missed=self._missed.names)
-        gc.disable()  # a third of the time for nothing: what is imported stays
+        gc.disable()  # saves a third of the time: what is imported is never freed
 
         self.error: BaseException | None = None
-        """What the last import has raised."""
+        """The exception that the last import has raised."""
 
     @property
     def faults(self) -> dict[str, str]:
-        """Modules so far that may not be imported ahead, with what their imports do."""
+        """Modules so far that must not be imported ahead of time, with what their imports do."""
         return self._loaded.faults
 
     def add(self, item: Import, meanwhile: AbstractContextManager[object] | None = None) -> None:
         """Import one module.
 
         Args:
-            meanwhile: entered for the import itself: what it opens and closes again is not the module's.
+            meanwhile: entered for the import itself: what it opens and closes again is not attributed to the module.
         """
         self._watch.begin()
         with meanwhile or nullcontext():
@@ -180,10 +180,10 @@ class Loading:
             self.faults[item.top] = "; ".join(found)
 
     def finish(self, wanted: Sequence[Import], completes: Callable[[str], bool], tell: Callable[[str], None]) -> Loaded:
-        """Import what is wanted, and what comes with torch and with this project's library, and return what came of it.
+        """Import the wanted modules, and the companions of torch and of this project's library; return the result.
 
         Args:
-            completes: whether what comes with a package may be imported.
+            completes: whether a package's companion modules may be imported.
             tell: called with each module's name before it is imported.
         """
         try:
@@ -196,7 +196,7 @@ class Loading:
                         if not {"torch", package, item.module} & self._without:
                             tell(item.module)
                             self.add(item)
-            # What was asked for by name is not what a library would find.
+            # A module that was requested by name is not one that a library would find.
             self._missed.names -= {item.top for item in wanted}
         finally:
             self.abandon()
@@ -204,12 +204,12 @@ class Loading:
         names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
         self._loaded.read = self._watch.read
         self._loaded.changed = {name: os.environ.get(name) for name in names}
-        # A collection in a worker would touch, and so copy, all pages; one here finds next to nothing in 0.2 s.
+        # A collection in a worker would touch, and so copy, all pages; one here takes 0.2 s and frees next to nothing.
         gc.freeze()
         return self._loaded
 
     def abandon(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         gc.enable()
         self._watch.close()
         sys.meta_path.remove(self._missed)
@@ -220,19 +220,18 @@ class Loading:
 
 
 def _meant_by_libraries(directory: str, missed: Collection[str]) -> set[str]:
-    """Return the names by which loaded libraries would have got modules of the script's directory.
+    """Return the names of modules in the script's directory that loaded libraries would have imported.
 
-    It comes first in the script's path, not in this process'. Libraries import each other by name.
+    The directory comes first in the script's path, not in this process' path. Libraries import each other by name.
 
     Args:
-        missed: names that a library has asked for, and nobody has found: a directory without ``__init__.py`` has them,
-            too.
+        missed: names that a library looked for in vain: a directory without ``__init__.py`` counts, too.
     """
     own = os.path.realpath(directory) + os.sep
     try:
         entries = os.listdir(directory) if directory else []
     except OSError:
-        return set()  # imports, too, find nothing there
+        return set()  # imports find nothing there either
     found = set()
     for entry in entries:
         name, path = entry.partition(".")[0], os.path.join(directory, entry)
@@ -245,7 +244,7 @@ def _meant_by_libraries(directory: str, missed: Collection[str]) -> set[str]:
 
 
 class _Missed(importlib.abc.MetaPathFinder):
-    """Finds nothing, and notes what nobody else has found."""
+    """Finds nothing, and records the modules that no other finder has found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -256,7 +255,7 @@ class _Missed(importlib.abc.MetaPathFinder):
 
 
 def _import(item: Import) -> BaseException | None:
-    """Import as the statement would; return what went wrong, unless it only is not there."""
+    """Import as the statement would; return the error, unless the module merely does not exist."""
     name = item.module
     try:
         module = importlib.import_module(name)
@@ -265,7 +264,7 @@ def _import(item: Import) -> BaseException | None:
                 name = f"{item.module}.{part}"
                 importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A name that another version has; the script, in a try, knows what to do.
+        # The name exists in another version only; the script handles that in a try statement.
         return None if error.name and f"{name}.".startswith(f"{error.name}.") else error
     except BaseException as error:  # noqa: BLE001 - a module's code may raise anything, SystemExit too
         return error

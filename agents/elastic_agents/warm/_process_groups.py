@@ -1,15 +1,15 @@
 """Keeps a process group alive until what uses it in C++ has been destroyed, and frees it without the GIL.
 
 ``torch.nn.parallel.DistributedDataParallel`` holds its process group through a ``Reducer``, whose destructor runs with
-the GIL held. After ``destroy_process_group()`` that is the last reference: the destructor of the group then joins
-gloo's threads, and one of these may be waiting for the GIL, to free the Python context that autograd has stashed in
-the work that it has just done. Neither ever ends (torch 2.13). Where Python holds the last reference, torch releases
-the GIL first.
+the GIL held. After ``destroy_process_group()`` that is the last reference: the group's destructor then joins gloo's
+threads, and one of these may be waiting for the GIL, to free the Python context that autograd has stashed in the work
+that the thread has just done. This is a deadlock (torch 2.13). If Python holds the last reference, torch releases the
+GIL first.
 
-The thread has from the end of the last collective to the destructor to get the GIL, about half a millisecond in a
-script that ends with ``destroy_process_group()``. It gets it at once if it is there before the main thread, which
-the same collective has woken; else Python makes the main thread hand it over only after 5 ms
-(``sys.getswitchinterval()``). An executed worker meets this, too.
+The thread has the time between the end of the last collective and the destructor to get the GIL: about half a
+millisecond in a script that ends with ``destroy_process_group()``. It gets the GIL at once if it arrives before the
+main thread, which the same collective has woken; otherwise Python makes the main thread hand it over only after 5 ms
+(``sys.getswitchinterval()``). An executed worker can deadlock in the same way.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["outlive_users"]
 
 
 def outlive_users() -> None:
-    """Have process groups outlive the reducers that use them, from now on and in all forked processes."""
+    """Make process groups outlive the reducers that use them, from now on and in all forked processes."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     group = getattr(c10d, "ProcessGroup", None)
     reducer, logger = getattr(c10d, "Reducer", None), getattr(c10d, "Logger", None)
     if group is None or reducer is None or logger is None:
-        return  # a torch without torch.distributed
+        return  # a torch build without torch.distributed
     held: dict[weakref.ref[object], object] = {}
     _hold_arguments(reducer, group, held)
-    _hold_arguments(logger, reducer, held)  # it keeps the reducer alive
+    _hold_arguments(logger, reducer, held)  # the logger keeps the reducer alive
 
 
 def _hold_arguments(user: Any, kind: type, held: dict[weakref.ref[object], object]) -> None:
-    """Have what an object of one class is made with, and is of another, live until the object is gone.
+    """Keep constructor arguments of one class alive until the object of another class made with them is gone.
 
-    pybind11 calls weak references back once the C++ object is destroyed.
+    pybind11 calls weak reference callbacks once the C++ object is destroyed.
     """
     initialize = user.__init__
 

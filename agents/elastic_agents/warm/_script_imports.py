@@ -1,9 +1,9 @@
-"""What a script will import, read from its source; nothing of it is run.
+"""Determines a script's imports from its source, without running any of it.
 
-Imports at the top level of modules, and in ``try`` there, are followed through the user's own files, which are read
-and never imported: only installed modules are to be imported ahead. The reading stops at the first statement that may
-change what later imports find, such as an edit of ``sys.path``: what the edit does is not worked out. The variables
-that a script sets are noted to its end.
+Imports at the top level of modules, and in ``try`` there, are followed through the user's own files, which are read and
+never imported: only installed modules may be imported ahead of time. Reading stops at the first statement that may
+change what later imports find, such as an edit of ``sys.path``; its effect is not evaluated. The variables that a
+script sets are collected to its end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from importlib.util import MAGIC_NUMBER
 __all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "entry_point", "matters_at_import", "read"]
 
 MOST_FILES = 300
-"""The user's files that are read at most; there the reading stops."""
+"""Maximum number of the user's files that are read; reading stops there."""
 
 DECISIVE = frozenset({"path", "modules", "meta_path", "path_hooks", "path_importer_cache", "__dict__"})
-"""Attributes of ``sys`` that decide where imports look, and what they find."""
+"""Attributes of ``sys`` that determine where imports look, and what they find."""
 
 EDITORS = frozenset({"addsitedir", "addpackage", "addsitepackages", "addusersitepackages"})
 """Functions of ``site`` that edit ``sys.path``."""
@@ -44,7 +44,7 @@ IMPORT_TIME = (
     "MALLOC_",
     "GLIBC_",
 )
-"""Variables whose names begin so are read when a module is imported or a process starts."""
+"""Variables with these prefixes are read when a module is imported or a process starts."""
 
 
 def matters_at_import(name: str) -> bool:
@@ -53,7 +53,7 @@ def matters_at_import(name: str) -> bool:
 
 
 def differs_at_import(mine: Mapping[str, str], asked: Mapping[str, str], read: Collection[str] = ()) -> list[str]:
-    """Return the variables that two environments have different, and that matter at import or were read then."""
+    """Return variables that differ between two environments, and that matter at import or were read during one."""
     names = (name for name in mine.keys() | asked.keys() if matters_at_import(name) or name in read)
     return sorted(name for name in names if mine.get(name) != asked.get(name))
 
@@ -72,12 +72,12 @@ class Import:
 
 @dataclass(slots=True)
 class Reading:
-    """What a script's source says.
+    """What a script's source shows.
 
     Attributes:
         imports: of installed modules, in the order of a run, each once.
-        sets: variables that the script sets at its top level, with the number of imports before; the name is empty
-            where it is not a literal.
+        sets: variables that the script sets at its top level, with the number of imports before; the name is empty if
+            it is not a literal.
         stopped: the place that may change what later imports find, such as ``train.py, line 3``; "" if there is none.
     """
 
@@ -87,15 +87,15 @@ class Reading:
 
     @property
     def decisive(self) -> list[str]:
-        """Variables that native code reads as it is loaded, or is configured by later."""
-        # An interpreter reads its own once, at its start: to set them is for others.
+        """Variables that native code reads when it is loaded, or that configure it later."""
+        # An interpreter reads its own variables once, at its start: a script sets them for other processes.
         return sorted({name for name, _ in self.sets if matters_at_import(name) and not name.startswith("PYTHON")})
 
     def set_before(self, asked: Collection[Import]) -> set[str]:
-        """Return the variables that are set before an import; the name is empty for an unknown one.
+        """Return the variables that are set before an import; an unknown name is empty.
 
         Args:
-            asked: what is imported besides; where the script imports these is not known, unless it was read.
+            asked: additional imports; where the script imports them is unknown, unless it was read.
         """
         last = len(self.imports) + bool({item.top for item in asked} - {item.top for item in self.imports})
         return {name for name, before in self.sets if before < last}
@@ -105,12 +105,12 @@ def entry_point(argv: Sequence[str]) -> tuple[str, str, str]:
     """Find what a command runs.
 
     Args:
-        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``; behind the module that stands for
-            torchrun's ``--run-path`` it is the script that counts.
+        argv: a Python worker's arguments: ``script ...`` or ``-m module ...``; after the module that stands for
+            torchrun's ``--run-path``, the script that follows counts.
 
     Returns:
-        the file with its code, what stands first on ``sys.path`` ("" if nothing does), and the module's name with
-        ``-m``. The file is "" where it cannot be known without running something, or is no source.
+        the file with its code, the first entry of ``sys.path`` ("" if none), and with ``-m`` the module's name.
+        The file is "" if it cannot be determined without running code, or is not source code.
     """
     if argv[0] == "-m" and argv[1] == "elastic_launch.run_path":
         argv = argv[2:]
@@ -135,7 +135,7 @@ def _module_file(name: str, search: list[str]) -> str:
 
 
 def _is_no_source(path: str) -> bool:
-    """Whether a file is compiled or an archive; both begin with bytes that no source has."""
+    """Whether a file is compiled or an archive; both begin with bytes that no source file contains."""
     try:
         with open(path, "rb") as file:
             start = file.read(4)
@@ -145,11 +145,11 @@ def _is_no_source(path: str) -> bool:
 
 
 def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
-    """Read a script and what it imports of the user's own.
+    """Read a script and those of its imports that are the user's own files.
 
     Args:
         path: the script's file.
-        first: the directory that stands first on its ``sys.path``; "" if none does.
+        first: the directory that is first on its ``sys.path``; "" if there is none.
         search: the rest of ``sys.path``.
         module: the script's name if it runs as ``-m``, for its relative imports.
     """
@@ -160,11 +160,11 @@ def read(path: str, first: str, search: list[str], module: str = "") -> Reading:
 
 
 def _locate(name: str, search: list[str]) -> tuple[str, list[str]]:
-    """Return a module's file, "" if it has none, and where its submodules are; its parents are not imported for that.
+    """Return a module's file ("" if it has none) and where its submodules are, without importing its parents.
 
     Args:
-        name: without that of its package.
-        search: directories, those of its package if it is in one.
+        name: without the package's name.
+        search: directories; the package's own if it is in one.
     """
     spec = PathFinder.find_spec(name, search)
     if spec is None:
@@ -181,11 +181,11 @@ class _Reader:
         self._editors = set(EDITORS)  # names of functions that may change what imports find
 
     def file(self, path: str, package: str, *, ahead: bool) -> None:
-        """Read a file of the user's.
+        """Read one of the user's files.
 
         Args:
-            package: what its relative imports start from.
-            ahead: whether its imports are to be done ahead; else only its edits count, as it may not be imported.
+            package: the base of its relative imports.
+            ahead: whether its imports are to be done ahead; otherwise only its edits count, as it may not be imported.
         """
         path = os.path.realpath(path)
         if self._files & {(path, True), (path, ahead)}:
@@ -196,10 +196,10 @@ class _Reader:
         self._files.add((path, ahead))
         try:
             with open(path, "rb") as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the script itself will warn
+                warnings.simplefilter("ignore")  # the script itself will show the warning
                 tree = ast.parse(file.read(), path)
         except (OSError, SyntaxError, ValueError, RecursionError):
-            return  # the script itself will report it
+            return  # the script itself will report the error
         for statement in _top_level(tree.body):
             certain = ahead and isinstance(statement, ast.Import | ast.ImportFrom)
             for part in _run_at_once(statement):
@@ -211,7 +211,7 @@ class _Reader:
                 self.reading.stopped = f"{os.path.basename(path)}, line {statement.lineno}"
 
     def _edits(self, statement: ast.stmt) -> bool:
-        """Whether a statement may change what later imports find, by itself or by a function that it mentions."""
+        """Whether a statement may change what later imports find, directly or through a function that it mentions."""
         for part in _run_at_once(statement):
             match part:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -229,14 +229,14 @@ class _Reader:
         origin, inside = _locate(found.top, self._search)
         places = [origin] if origin else inside
         installed = [place for place in places if _installed(place) or found.top == "elastic_launch"]
-        # What only another finder than the path's finds (an editable install) may be the user's own: it is left alone.
+        # A module found only by a special finder (an editable install) may be the user's own: it is not imported.
         if any(place not in installed and not place.startswith(_STANDARD) for place in places):
             self._follow(found, ahead=ahead)
         elif installed and ahead:
             self.reading.imports.append(found)
 
     def _follow(self, found: Import, *, ahead: bool) -> None:
-        """Read the user's package down to the module, and modules that names may be."""
+        """Read the user's package down to the module, and names that may be modules."""
         search, package = self._search, ""
         for part in found.module.split("."):
             search = self._module(part, search, package, ahead=ahead)
@@ -245,7 +245,7 @@ class _Reader:
             self._module(name, search, package, ahead=ahead)
 
     def _module(self, name: str, search: list[str], package: str, *, ahead: bool) -> list[str]:
-        """Read a module of a package; return where its own submodules are."""
+        """Read a module of a package; return the location of its submodules."""
         origin, inside = _locate(name, search)
         if origin:
             self.file(origin, f"{package}.{name}".lstrip(".") if inside else package, ahead=ahead)
@@ -253,7 +253,7 @@ class _Reader:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements in their order; what is in the body of a ``try`` comes before this itself."""
+    """Yield statements in order; the body of a ``try`` comes before the statement itself."""
     for statement in body:
         if isinstance(statement, ast.Try):
             yield from _top_level(statement.body)
@@ -277,7 +277,7 @@ def _installed(place: str) -> bool:
 
 
 def _run_at_once(statement: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's parts, parents first, without what is in functions, which run later."""
+    """Yield a statement's parts, parents first, except those in functions, which run later."""
     ahead = [statement]
     while ahead:
         part = ahead.pop()
@@ -297,9 +297,9 @@ def _imports_of(part: ast.AST, package: str) -> Iterator[Import]:
 
 
 def _mentions_editor(parts: Iterator[ast.AST], editors: Collection[str]) -> bool:
-    """Whether code may change what imports find: it does more to what decides that than to look, or names an editor.
+    """Whether code may change what imports find: it names an editor, or does more than read a decisive attribute.
 
-    Names are taken at their face value: one that is bound to something else only makes the reading stop too early.
+    Names are taken literally: one that is bound to something else only makes the reading stop too early.
 
     Args:
         parts: of the code, parents first.
@@ -328,7 +328,7 @@ def _mentions_editor(parts: Iterator[ast.AST], editors: Collection[str]) -> bool
 
 
 def _variables_set(statement: ast.stmt) -> Iterator[str]:
-    """Names of variables that a statement gives to the environment; empty where they are not literals."""
+    """Names of environment variables that a statement sets; empty if they are not literals."""
     for node in _run_at_once(statement):
         match node:
             case ast.Subscript(value=target, slice=key, ctx=ast.Store() | ast.Del()) if _is_environ(target):

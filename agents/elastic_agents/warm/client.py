@@ -1,4 +1,4 @@
-"""The agent's side of the warm server's process: it hears it, and has processes forked that wait for work."""
+"""The agent's side of the warm server: reads its messages, and requests forked processes that wait for work."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ __all__ = ["WarmServer"]
 _log = logging.getLogger("elastic_launch.warm")
 
 OPEN_TIMEOUT = 3.0
-"""Seconds that the file for what imports print may take to be opened."""
+"""Seconds that opening the file for the imports' output may take."""
 
 PATIENCE = 120.0
-"""Seconds that the first workers wait for the imports at most; then they do their own."""
+"""Seconds that the first workers wait for the imports at most; then they import for themselves."""
 
 REST = 2.0
-"""Seconds after the start of workers before the next ones are forked ahead: they need the processor themselves."""
+"""Seconds after workers start before the next processes are forked ahead: the workers need the CPU themselves."""
 
 TRAINING_REST = 0.3
-"""The same after workers have begun to train, if they say so."""
+"""The same after workers have begun to train, if they report it."""
 
 
 class WarmServer:
-    """The server's process, which is asked to fork once it is ready.
+    """The server process; it is asked to fork once it is ready.
 
     Attributes:
         lost: whether it was ready and has died.
-        read: variables that its imports asked for.
+        read: variables that its imports looked up.
 
     Args:
         link: to the server.
         env: a worker's environment.
-        ahead: how many processes are forked ahead, once workers have begun: as many as may begin together.
+        ahead: how many processes are forked ahead once workers have begun: as many as may begin together.
     """
 
     def __init__(self, link: ServerLink, env: Mapping[str, str], ahead: int) -> None:
@@ -69,9 +69,9 @@ class WarmServer:
         self.read: frozenset[str] = frozenset()
         self.lost = False
         self._closing = False
-        self._deadline = time.monotonic() + PATIENCE  # of each import
+        self._deadline = time.monotonic() + PATIENCE  # for each import
         self._calls: list[Callable[[], None]] = []
-        self._wanted: list[tuple[int, Callable[[], None]]] = []  # so many processes, and what to call for each
+        self._wanted: list[tuple[int, Callable[[], None]]] = []  # number of processes, and what to call for each
         self._reaping = threading.Lock()
         self._reaped = False
         self._idle: list[Prefork] = []
@@ -86,7 +86,7 @@ class WarmServer:
         """Start a server that shares nothing with this process.
 
         Args:
-            files: opens the file for what imports print; None: this thread does, which may hang.
+            files: opens the file for the imports' output; None: the calling thread opens it, which may hang.
 
         Raises:
             OSError: if it cannot be executed.
@@ -117,7 +117,7 @@ class WarmServer:
 
     @property
     def waiting(self) -> list[int]:
-        """The server and the processes that wait for work, which are reaped here; for any thread."""
+        """The server and the processes that wait for work, all of which are reaped here; for any thread."""
         return [self._process.pid, *(one.pid for one in self._idle)]
 
     @property
@@ -126,7 +126,7 @@ class WarmServer:
         return self._usable
 
     def when_known(self, call: Callable[[], None]) -> None:
-        """Call once it is known whether workers can be forked; at once or from another thread."""
+        """Call back once it is known whether workers can be forked; immediately or from another thread."""
         with self._lock:
             if not self._known:
                 self._calls.append(call)
@@ -134,9 +134,9 @@ class WarmServer:
         call()
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        """Call for each of so many processes once it waits for work, and runs, or there will be none; from any thread.
+        """Call back for each of this many processes once it waits for work, or will not be available; from any thread.
 
-        Only the thread waits for the server, and for those that it forks: each of them may be stopped.
+        Only the client's own thread waits for the server and the processes it forks: each of them may be stopped.
         """
         with self._lock:
             if not (self._known and not self._usable):
@@ -147,7 +147,7 @@ class WarmServer:
             call()
 
     def training(self) -> None:
-        """The workers train: what the next ones need can soon be done."""
+        """The workers train: preparations for the next ones can soon begin."""
         self._ahead_at = min(self._ahead_at, time.monotonic() + TRAINING_REST)
         os.eventfd_write(self._wake, 1)
 
@@ -155,7 +155,7 @@ class WarmServer:
         """Return the pid of a worker, which is a child of this process.
 
         Raises:
-            OSError: if none waits for work.
+            OSError: if no process is waiting for work.
         """
         try:
             while (one := self._take()) is not None:
@@ -165,21 +165,21 @@ class WarmServer:
                     _log.debug("a process that waited for work is gone: %s", error)
             raise OSError("no process waits for work")
         finally:
-            self._rest()  # last: the thread, woken, sees how many are left
+            self._rest()  # last: the woken thread sees how many are left
 
     def _take(self) -> Prefork | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def give_up(self) -> None:
-        """Have it count as lost: what was asked of it last must never come to life."""
+        """Treat the server as lost: its pending requests must never produce a process."""
         with self._lock:
             self._usable, self.lost = False, True
         self._process.kill()
         self._dismiss()
 
     def close(self) -> None:
-        """End the server; workers go on."""
+        """End the server; workers keep running."""
         if self._closing:
             return
         self._closing = True
@@ -192,7 +192,7 @@ class WarmServer:
         os.close(self._wake)
 
     def _listen(self) -> None:
-        """Hear the server until its end, or until no process is left that was forked this moment."""
+        """Read the server's messages until its end, or until no newly forked process is left."""
         with os.fdopen(self._source, "rb", buffering=0) as source, selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ, "server")
             selector.register(self._wake, selectors.EVENT_READ, "wake")
@@ -219,21 +219,21 @@ class WarmServer:
         self._settle(usable=False)
 
     def _reap(self) -> None:
-        """Reap the server, which ends, and what its imports have started."""
+        """Reap the server, which is ending, and the processes that its imports have started."""
         with self._reaping:
             if self._reaped:
-                return  # its pid may be another one's by now
+                return  # its pid may already belong to another process
             self._reaped = True
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
                 _log.warning("the warm server, pid %d, does not end", self._process.pid)
-            with suppress(OSError):  # processes cannot be looked at
+            with suppress(OSError):  # processes cannot be listed
                 kill_sessions({self._process.pid})
                 reap_orphans({self._process.pid})
 
     def _wait(self) -> float | None:
-        """Seconds until there is something to do; None if there is nothing."""
+        """Seconds until there is something to do; None if nothing is scheduled."""
         if self._known and (not self._usable or len(self._idle) >= self._ahead):
             return None
         return max(0.0, (self._ahead_at if self._known else self._deadline) - time.monotonic())
@@ -260,16 +260,16 @@ class WarmServer:
             read = message["ready"]
             assert isinstance(read, list)
             self.read = frozenset(read) - PER_WORKER
-            self._ahead_at = time.monotonic()  # if no workers begin yet
+            self._ahead_at = time.monotonic()  # in case no workers begin yet
             self._settle(usable=True)
 
     def _rest(self) -> None:
-        """Put off what can be done any time: workers begin now, and need the processor."""
+        """Postpone what is not urgent: workers are starting, and need the CPU."""
         self._ahead_at = time.monotonic() + REST
         os.eventfd_write(self._wake, 1)
 
     def _provide(self) -> None:
-        """Have as many processes wait for work as are wanted by now, all of which run; tell of each."""
+        """Provide as many waiting processes as are wanted now, checking that each runs; call back for each."""
         with self._lock:
             wanted, self._wanted = self._wanted, []
         if not wanted:
@@ -295,7 +295,7 @@ class WarmServer:
             call()
 
     def _weed_out(self) -> None:
-        """End those that wait for work and have died, or are stopped."""
+        """End waiting processes that have died or are stopped."""
         with self._lock:
             preforked = list(self._idle)
         asked = []
@@ -323,7 +323,7 @@ class WarmServer:
             one.end()
 
     def _fork_ahead(self) -> None:
-        """Have one more process waiting, if workers have begun a while ago."""
+        """Fork one more process ahead, if some time has passed since workers began."""
         if not self._usable or self._closing or time.monotonic() < self._ahead_at:
             return
         if len(self._idle) < self._ahead:
@@ -331,7 +331,7 @@ class WarmServer:
                 for one in Prefork.fork(self._orders, 1):
                     self._keep(one)
             except TimeoutError:
-                self.give_up()  # it hangs, and would keep from a start whoever waits for it
+                self.give_up()  # the server hangs, and would delay a start that waits for it
             except OSError as error:
                 _log.debug("no process could be forked ahead: %s", error)
                 self._rest()

@@ -1,9 +1,9 @@
-"""How a forked worker ends: as the interpreter ends ``python script.py``, but for its own destruction.
+"""Ends a forked worker as the interpreter ends ``python script.py``, except that the interpreter is not torn down.
 
-Followed are _PyErr_PrintEx and Py_FinalizeEx (https://github.com/python/cpython/tree/3.11/Python, pythonrun.c and
-pylifecycle.c): the exception that ends the script, threads, exit functions, what ``__main__`` holds, standard
-streams. Then the process exits at once. To take all modules to pieces takes 0.3 s after a fork, and is where C++
-destructors meet threads that wait for the GIL: some hang, others end the process by a signal.
+This follows _PyErr_PrintEx and Py_FinalizeEx (https://github.com/python/cpython/tree/3.11/Python, pythonrun.c and
+pylifecycle.c): the exception that ends the script, threads, exit functions, the objects in ``__main__``, standard
+streams. Then the process exits at once. Tearing down all modules takes 0.3 s after a fork, and lets C++ destructors
+race with threads that wait for the GIL: some hang, others end the process by a signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NoReturn
 __all__ = ["ERROR_FILE", "SOCKET", "end", "last_words", "record"]
 
 SOCKET = "ELASTIC_LAUNCH_SOCKET"
-"""The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing for its end."""
+"""The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing at its end."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable with the file for the worker's exception (elastic_launch.error_file.ENV_ERROR_FILE)."""
@@ -37,21 +37,21 @@ FLUSH_FAILED = 120
 """Exit code of an interpreter that could not flush its standard streams."""
 
 _PARTS = (types.ModuleType, types.FunctionType, type)
-"""What objects need to be destroyed in order."""
+"""Objects that must be destroyed last."""
 
 
 def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
     """End this process.
 
     Args:
-        error: with which its script has ended, if any; to be called when it is no longer being handled.
-        env: of the worker when it began.
+        error: the exception that ended its script, if any; to be called when it is no longer being handled.
+        env: the worker's environment at its start.
     """
     at_once = isinstance(error, SystemExit) and getattr(error, "at_once", False)
     interrupted = type(error) is KeyboardInterrupt
     record(error, env.get(ERROR_FILE, ""))
     code = 0 if error is None else _report(error)
-    # The first to run; what it raises is reported as what an exit function raises is.
+    # The first to run; an exception in it is reported like that of an exit function.
     atexit.register(threading._shutdown)  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _tell(env.get(SOCKET, ""), -signal.SIGINT if interrupted else code)
@@ -68,16 +68,16 @@ def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
 
 
 def last_words(code: int) -> bytes:
-    """Return what the agent is told once only destructors are left: elastic_launch.contract.Ended."""
+    """Return the message that tells the agent that only destructors are left: elastic_launch.contract.Ended."""
     return b'{"type": "ended", "exit_code": %d}\n' % code
 
 
 def record(error: BaseException | None, path: str) -> None:
-    """Leave a worker's exception where the agent looks for it, as torch's ``@record`` does, unless that has done so.
+    """Write a worker's exception where the agent looks for it, as torch's ``@record`` does, unless that has done so.
 
-    At once, as the end may take long: whose exception was the first is known by when its file was written.
+    Written at once, as the end may take long: the file's time determines whose exception was the first.
     """
-    if not isinstance(error, Exception) or not path or os.getpid() != os.getsid(0):  # forked by the worker
+    if not isinstance(error, Exception) or not path or os.getpid() != os.getsid(0):  # a process forked by the worker
         return
     kind, tb = type(error), _without_ours(error.__traceback__)
     with contextlib.suppress(OSError, MemoryError, RecursionError, ValueError), open(path, "x") as file:
@@ -92,7 +92,7 @@ def record(error: BaseException | None, path: str) -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Have the exception printed that ends the script; return the exit code."""
+    """Print the exception that ends the script; return the exit code."""
     if isinstance(error, SystemExit):
         return _exit_code(error.code)
     kind, tb = type(error), _without_ours(error.__traceback__)
@@ -116,7 +116,7 @@ def _display(error: BaseException) -> None:
 
 
 def _display_ignored(error: BaseException, stream: object) -> None:
-    """Show that standard output could not be flushed as the end of an interpreter of this version shows it."""
+    """Report that standard output could not be flushed, as an interpreter of this version does at its end."""
     if sys.version_info < (3, 13):
         _print(f"Exception ignored in: {stream!r}")
         _display(error)
@@ -141,7 +141,7 @@ def _print(text: str) -> None:
 
 
 def _without_ours(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Leave this package's frames out."""
+    """Remove this package's frames."""
     here = os.path.dirname(os.path.abspath(__file__))
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename, here):
         tb = tb.tb_next
@@ -153,7 +153,7 @@ def _is_ours(filename: str, here: str) -> bool:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Let the frames go in which an exception was raised, and with them their variables."""
+    """Clear the frames in which an exception was raised, and with them their variables."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -165,7 +165,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _tell(address: str, code: int) -> None:
-    """Tell the agent that the script has ended: if this process hangs from now on, the agent ends it."""
+    """Report to the agent that the script has ended: if this process hangs from now on, the agent ends it."""
     if not address:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -175,18 +175,18 @@ def _tell(address: str, code: int) -> None:
 
 
 def _destroy_globals() -> None:
-    """Destroy what ``__main__`` holds, its functions, classes and modules last: files are written to their end."""
-    # In an interpreter that ends, no other thread runs any more.
+    """Destroy the objects in ``__main__``; functions, classes and modules last. This flushes and closes files."""
+    # In an interpreter that is ending, no other thread runs any more.
     threading.excepthook = lambda args: None
     held = sys.modules["__main__"].__dict__
     for name in [name for name in held if not name.startswith("__")]:
         if name in held and not issubclass(type(held[name]), _PARTS):
             del held[name]
-    gc.collect()  # what was loaded ahead is frozen, and not looked at
+    gc.collect()  # modules loaded ahead are frozen, so the collector skips them
 
 
 def _flush() -> bool:
-    """Flush all files; say whether the standard streams could be."""
+    """Flush all files; return whether the standard streams could be flushed."""
     flushed = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -200,5 +200,5 @@ def _flush() -> bool:
         if issubclass(type(file), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper) and not file.closed:
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
-    ctypes.CDLL(None).fflush(None)  # what C has buffered
+    ctypes.CDLL(None).fflush(None)  # C's own buffers
     return flushed

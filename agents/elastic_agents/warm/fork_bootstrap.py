@@ -1,7 +1,7 @@
-"""Begins an agent and its warm server as one process: it imports torch for both, and forks the server.
+"""Starts an agent and its warm server as one process, which imports torch for both and forks the server.
 
-So torch costs a processor's time once, and both share its memory. To a worker, the process is indistinguishable from
-an executed server; so the server is the child, and the agent, which has the pid that the user knows, restores what it
+So torch costs CPU time only once, and both share its memory. To a worker, this process is indistinguishable from an
+executed server. So the server is the child; the agent, which has the pid that the user knows, restores the state it
 was started with.
 """
 
@@ -47,10 +47,10 @@ class ServerProcess(Protocol):
 
 
 class ForkedServer:
-    """A child that this process has forked, with what :class:`subprocess.Popen` offers for one that it has executed.
+    """A child forked by this process, with the interface that :class:`subprocess.Popen` has for an executed one.
 
     Raises:
-        OSError: if there is no descriptor left; then the child is ended.
+        OSError: if no descriptor is left; the child is then ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -70,10 +70,10 @@ class ForkedServer:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        """Reap it; for one thread at a time.
+        """Reap it; only one thread at a time may call this.
 
         Raises:
-            subprocess.TimeoutExpired: if it has not ended after so many seconds.
+            subprocess.TimeoutExpired: if it has not ended within the timeout.
         """
         if self._ended:
             return
@@ -92,13 +92,13 @@ class ForkedServer:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """What an agent keeps when it executes itself anew, in memory that belongs to no file.
+    """What an agent keeps when it re-executes itself, in anonymous memory.
 
     Attributes:
-        config: the launch's configuration without its token, pickled: to read it takes ``path``.
+        config: the launch's configuration without its token, pickled: unpickling it needs ``path``.
         token: the token's text.
-        environ, path, argv, command: this process' own, the last with the interpreter.
-        name: what the kernel calls the process.
+        environ, path, argv, command: this process' own; ``command`` includes the interpreter.
+        name: the kernel's name for the process.
         mask: the signals that were blocked.
     """
 
@@ -112,7 +112,7 @@ class AgentState:
     mask: list[int]
 
     def put(self) -> int:
-        """Return a descriptor that outlives an exec."""
+        """Return a descriptor that stays open across an exec."""
         descriptor = os.memfd_create("elastic-launch", 0)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
@@ -123,7 +123,7 @@ class AgentState:
 
     @staticmethod
     def take(descriptor: int) -> AgentState:
-        """Read it, and close the descriptor."""
+        """Read the state, and close the descriptor."""
         os.lseek(descriptor, 0, os.SEEK_SET)
         with open(descriptor, "rb") as file:
             state = pickle.load(file)
@@ -131,7 +131,7 @@ class AgentState:
         return state
 
     def restore(self) -> None:
-        """Make this process look as it did; signals stay blocked until the agent handles them."""
+        """Make this process look as it did before; signals stay blocked until the agent handles them."""
         os.environ.clear()
         os.environ.update(self.environ)
         sys.path[:] = self.path
@@ -139,16 +139,16 @@ class AgentState:
         sys.orig_argv[:] = self.command
         show(self.command)
         with contextlib.suppress(OSError):
-            Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes(self.name)  # which a process may always do
+            Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes(self.name)  # a process may always write its own
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLink:
-    """An agent's side of a server.
+    """The agent's connection to a server.
 
     Attributes:
         orders: the socket to it.
-        source: the descriptor of the pipe from it.
+        source: descriptor of the pipe from it.
     """
 
     process: ServerProcess
@@ -165,11 +165,11 @@ class ServerLink:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """What an agent has begun with, its run being announced.
+    """What an agent already has at its start, after its run was announced.
 
     Attributes:
-        mask: the signals that this process is to block from now on; until now it has blocked all that it handles.
-        health: listens at the health port, if there is one.
+        mask: the signals that this process blocks from now on; until now it has blocked all that it handles.
+        health: a socket that listens at the health port, if there is one.
         server: its server, if it has one.
     """
 
@@ -179,26 +179,26 @@ class Bootstrap:
 
 
 def bootstrap(argument: str) -> Callable[[], object]:
-    """Fork the server, once this process has imported torch if it may; return what each of the two has to run.
+    """Import torch if that is allowed, and fork the server; return what each of the two processes runs next.
 
     Args:
-        argument: a server's settings as JSON, less its descriptors, with ``agent`` (the function that goes on as the
-            agent, as ``module:name``), and ``state`` and ``health`` (descriptors of the agent's state and of the socket
-            that listens at its health port, or null).
+        argument: a server's settings as JSON, without its descriptors, with ``agent`` (the function that continues as
+            the agent, as ``module:name``), and ``state`` and ``health`` (descriptors of the agent's state and of the
+            socket that listens at its health port, or null).
     """
     settings = json.loads(argument)
-    set_dumpable(False)  # it keeps the token
+    set_dumpable(False)  # the agent holds the token
     os.set_inheritable(settings["state"], False)
     health = None if settings["health"] is None else socket.socket(fileno=settings["health"])
     if health is not None:
         health.set_inheritable(False)
-    inherited = list(_inherited())  # a lock, say; libraries may open more
+    inherited = list(_inherited())  # a lock, for example; libraries may open more
     sys.argv[:] = settings["argv"][2:]
     planned = plan(settings, sys.path)
     loading = None
     if isinstance(planned, Plan) and planned.torch_comes_first:
         loading = _torch(planned, health)
-        gc.freeze()  # a collection would touch, and so copy, what the two share
+        gc.freeze()  # a collection would touch, and so copy, the shared pages
     forked = _fork()
     if forked is not None and forked.pid == 0:
         if health is not None:
@@ -215,10 +215,10 @@ def bootstrap(argument: str) -> Callable[[], object]:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """Either process after the fork, with all ends of what they talk over.
+    """One of the two processes after the fork, with all ends of their connections.
 
     Attributes:
-        pid: of the server; 0 in it.
+        pid: of the server; 0 in the server itself.
     """
 
     pid: int
@@ -228,13 +228,13 @@ class _Fork:
     tell: int
 
     def servers(self) -> dict[str, int]:
-        """Let go of the agent's ends, and return the descriptors of the server's."""
+        """Close the agent's ends, and return the server's descriptors."""
         self.orders.close()
         os.close(self.source)
         return {"orders": self.theirs.detach(), "tell": self.tell}
 
     def agents(self) -> ServerLink | None:
-        """Let go of the server's ends, and return the agent's; None if it cannot watch the server, which is ended."""
+        """Close the server's ends, and return the agent's; None if the server cannot be watched and was ended."""
         self.theirs.close()
         os.close(self.tell)
         try:
@@ -246,7 +246,7 @@ class _Fork:
 
 
 def _fork() -> _Fork | None:
-    """Fork, if there is room for one process more; the agent tries once more, and says so."""
+    """Fork, if there is room for one more process; otherwise the agent tries once more, and reports it."""
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         orders, theirs = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
         source, tell = os.pipe2(os.O_CLOEXEC)
@@ -259,7 +259,7 @@ def _fork() -> _Fork | None:
 
 
 def _torch(planned: Plan, health: socket.socket | None) -> Loading | None:
-    """Import it, if there is room to watch that; else each of the two processes does so."""
+    """Import torch, if there is room to watch that; otherwise each of the two processes imports it."""
     loading = Loading(planned.asked, planned.without)
     try:
         loading.add(Import("torch"), answering(health) if health is not None else None)
@@ -270,33 +270,33 @@ def _torch(planned: Plan, health: socket.socket | None) -> Loading | None:
 
 
 def _inherited() -> Iterator[int]:
-    """Yield the descriptors that somebody has opened for this process, besides the standard ones."""
+    """Yield the descriptors, besides the standard streams, that this process has inherited."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if descriptor > 2 and os.get_inheritable(descriptor):
                 yield descriptor
 
 
 def _be_server(log: str, mask: list[int], inherited: list[int]) -> None:
-    """Be to the agent, and have of it, what a process would that it has executed."""
+    """Become the server: to the agent, this process must look like one that it has executed."""
     os.setsid()
-    set_dumpable(True)  # workers are the user's programs, and keep nothing from the user
+    set_dumpable(True)  # workers are the user's programs, and hide nothing from the user
     signal.pthread_sigmask(signal.SIG_SETMASK, {*BLOCKED, *mask})
     with open_log(log) as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     for descriptor in inherited:
-        with contextlib.suppress(OSError):  # a library has done so
+        with contextlib.suppress(OSError):  # a library has already done it
             os.close(descriptor)
 
 
 def _be_agent(
     agent: str, descriptor: int, health: socket.socket | None, server: ServerLink | None, error: BaseException | None
 ) -> None:
-    """Be the agent, to the end of this process.
+    """Run the agent, to the end of this process.
 
     Args:
-        agent: the function that is the agent; by name, as this process has none of its modules yet.
+        agent: the agent's function, by name, as this process has not imported its modules yet.
     """
     state = AgentState.take(descriptor)
     state.restore()
@@ -306,13 +306,13 @@ def _be_agent(
 
 @contextlib.contextmanager
 def answering(listener: socket.socket) -> Iterator[None]:
-    """Answer at the health port that the agent starts: that it is alive, and not ready.
+    """Answer at the health port that the agent is starting: alive, but not ready.
 
-    No thread is left to a fork. While a library is loaded no thread runs: a probe waits until then. Without room for a
-    thread or for descriptors probes are answered later, by :mod:`elastic_agents.probes.health`.
+    No thread may exist at a fork. While a library is being loaded no thread runs, so a probe waits. Without room
+    for a thread or for descriptors, probes are answered later, by :mod:`elastic_agents.probes.health`.
 
     Args:
-        listener: which goes on to listen when this ends.
+        listener: keeps listening after this ends.
     """
     routes = {
         "/livez": lambda _: Response.text(200, "starting"),

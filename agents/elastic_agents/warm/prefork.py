@@ -1,4 +1,4 @@
-"""A process that is forked ahead: it has become a child of the agent, and waits to be made a worker."""
+"""A process that is forked ahead of time: it has become a child of the agent, and waits to become a worker."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORK_TIMEOUT = 10.0
 """Seconds for a fork, which takes 0.03 s on a machine that does not swap."""
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds for what takes a process that runs a millisecond: to answer, and to begin."""
+"""Seconds for operations that take a running process a millisecond: to answer, and to begin."""
 
 
 class Prefork:
     """One process; it ends by itself when this process does.
 
     Attributes:
-        pid: of a child of this process that nobody reaps yet.
+        pid: a child of this process that has not been reaped.
     """
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
@@ -37,13 +37,13 @@ class Prefork:
     def fork(server: socket.socket, count: int) -> Generator[Prefork]:
         """Have the warm server fork processes, and yield each as soon as it waits.
 
-        Each is asked for before the one before it waits: two forks make a process, and the server does only the first.
+        Each is requested before the previous one waits: a process takes two forks, and the server does only the first.
 
         Args:
             server: the socket to it.
 
         Raises:
-            OSError: if it cannot.
+            OSError: if that fails.
         """
         asked: deque[socket.socket] = deque()
         try:
@@ -57,7 +57,7 @@ class Prefork:
 
     @staticmethod
     def _forked(mine: socket.socket) -> Prefork:
-        """Wait for a process that was asked for; take its socket over."""
+        """Wait for a requested process; take over its socket."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(mine)
             if not (pid := _line(mine)):
@@ -69,7 +69,7 @@ class Prefork:
             return Prefork(int(pid), mine)
 
     def ask(self) -> None:
-        """Ask it whether it runs; see :meth:`answers`.
+        """Check whether it runs; see :meth:`answers`.
 
         Raises:
             OSError: if it has died.
@@ -77,7 +77,7 @@ class Prefork:
         self._sock.sendall(b"\n")
 
     def answers(self, deadline: float) -> bool:
-        """Whether it answers before a moment of the monotonic clock: a process may be stopped."""
+        """Whether it answers before a deadline of the monotonic clock: a process may be stopped."""
         self._sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             return bool(_line(self._sock))
@@ -85,16 +85,16 @@ class Prefork:
             return False
 
     def begin(self, request: StartRequest) -> int:
-        """Make it a worker, which the caller reaps; return its pid.
+        """Make it a worker, to be reaped by the caller; return its pid.
 
         Raises:
-            OSError: if it has died; then it is reaped.
+            OSError: if it has died; it has then been reaped.
         """
         self._sock.settimeout(ANSWER_TIMEOUT)
         order = json.dumps({"argv": list(request.argv), "env": dict(request.env)}).encode() + b"\n"
         try:
             sent = socket.send_fds(self._sock, [order], [request.stdout, request.stderr])
-            if rest := order[sent:]:  # sending nothing fails if it has read all, and hung up
+            if rest := order[sent:]:  # sending nothing would fail if it has read everything and closed the socket
                 self._sock.sendall(rest)
             if not _line(self._sock):
                 raise OSError("the worker died before it began")
@@ -112,7 +112,7 @@ class Prefork:
 
 
 def _ask(server: socket.socket) -> socket.socket:
-    """Ask for a process; return the socket to it."""
+    """Request a process; return the socket to it."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:
         undo.enter_context(mine)
@@ -124,7 +124,7 @@ def _ask(server: socket.socket) -> socket.socket:
 
 
 def _line(sock: socket.socket) -> bytes:
-    """Return what the other side says; it says a line, and then listens."""
+    """Return the line that the other side sends; it then waits for an answer."""
     said = b""
     while not said.endswith(b"\n"):
         if not (data := sock.recv(64)):

@@ -22,7 +22,7 @@ __all__ = ["WarmProcesses", "start_processes"]
 _log = logging.getLogger("elastic_launch.warm")
 
 MOST_REPLACED = 3
-"""So often a server that died is replaced."""
+"""How often a dead server is replaced at most."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -30,11 +30,11 @@ PR_SET_CHILD_SUBREAPER = 36
 def start_processes(
     config: LaunchConfig, begun: ServerLink | None, files: Writer
 ) -> Callable[[OnExit], WorkerProcesses]:
-    """Start what a node's workers will be started by, as early as can be, and return how to take it into use.
+    """Start a node's means of starting workers as early as possible, and return how to put it into use.
 
     Args:
-        begun: a server that this process has begun with.
-        files: opens the file for what imports print, which may hang.
+        begun: a server that this process already has.
+        files: opens the file for the imports' output, which may hang.
     """
     if config.command.forked:
         assert begun is not None
@@ -57,18 +57,18 @@ def start_processes(
 
 
 class WarmProcesses:
-    """Forks from a warm server what can be forked, and executes everything else.
+    """Forks workers from a warm server where possible, and executes all other processes.
 
     This process becomes a subreaper: workers' orphans, and the workers themselves, become its children.
 
     Attributes:
-        forked: how many workers were.
+        forked: how many workers were forked.
     """
 
     def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
         _be_subreaper(True)
         self._server = server
-        self._former: list[tuple[WarmServer, VitalThread]] = []  # and who closes it
+        self._former: list[tuple[WarmServer, VitalThread]] = []  # each with the thread that closes it
         self._make = make
         self._replaced = 0
         self._exec = ExecProcesses(on_exit, self._claimed)
@@ -96,7 +96,7 @@ class WarmProcesses:
         except OSError as error:
             _log.warning("workers import for themselves: there can be no warm server (%s)", error)
             return
-        # It may take a while: what it has forked may be stopped.
+        # May take a while: processes that it has forked may be stopped.
         closer = VitalThread(self._server.close, "former warm server")
         self._former.append((self._server, closer))
         self._server = server
@@ -141,7 +141,7 @@ class WarmProcesses:
 
 
 class CallersForks(WarmProcesses):
-    """Forks workers from a copy of the process that has called: there is no other way, and no other copy."""
+    """Forks workers from a copy of the calling process: nothing else can start them, and there is no other copy."""
 
     def start(self, request: StartRequest) -> int:
         pid = self._server.start(request)

@@ -1,6 +1,6 @@
-"""Executes an agent's process anew, as one that imports torch for the agent and for the warm server.
+"""Re-executes an agent's process as one that imports torch for both the agent and the warm server.
 
-What comes after the exec is in :mod:`elastic_agents.warm.fork_bootstrap`.
+After the exec, :mod:`elastic_agents.warm.fork_bootstrap` takes over.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _log = logging.getLogger("elastic_launch.warm")
 __all__ = ["reexec"]
 
 AGENT = "elastic_agents.main:resume"
-"""What goes on as the agent after the exec."""
+"""The function that continues as the agent after the exec."""
 
 
 def reexec(config: LaunchConfig) -> Bootstrap | None:
     """Replace this process by one that imports torch for the agent and the server.
 
-    For a process that is here for this launch alone, and has nothing to lose. Signals wait until the agent hears them.
+    For a process that exists for this launch alone, and has nothing to lose. Signals stay pending until the agent
+    handles them.
 
     Returns:
-        what it goes on with if that was impossible; None if it is not to be executed anew.
+        what to continue with if the exec was impossible; None if this process is not to be re-executed.
 
     Raises:
-        EndpointError: if the port for ``--health-port`` cannot be had.
+        EndpointError: if the port for ``--health-port`` is unavailable.
     """
     if not wants_server(config) or not _is_plain() or not _gains(config):
         return None
@@ -53,7 +54,7 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
     with contextlib.closing(Consoles()) as consoles:
         configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
         announce(config)
-        if not consoles.flush():  # nobody reads it now; the lines stay until somebody does
+        if not consoles.flush():  # the console is not being read; the lines are kept until it is
             return Bootstrap(mask, health)
     try:
         state = _state(config, mask).put()
@@ -61,7 +62,7 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
             _execute(config, mask, state, health)
         finally:
             os.close(state)
-    except OSError as error:  # a command that is too long, perhaps
+    except OSError as error:  # for example, the command is too long
         _log.debug("agent and workers import torch each for themselves: %s", error)
         if health is not None:
             health.set_inheritable(False)
@@ -69,16 +70,16 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
 
 
 def _is_plain() -> bool:
-    """Whether this process could be any: by its interpreter's options, and by what it has loaded.
+    """Whether nothing distinguishes this process: neither interpreter options nor what it has loaded.
 
-    One that has imported torch, to count devices, would do so once more, and tell other nodes of this one later.
+    One that has imported torch, to count devices, would import it again, and contact the other nodes later.
     """
     first = sys.orig_argv[1] if len(sys.orig_argv) > 1 else "-"
     return "torch" not in sys.modules and (first == "-m" or not first.startswith("-"))
 
 
 def _gains(config: LaunchConfig) -> bool:
-    """Whether torch is what comes first, so that both can have it at once."""
+    """Whether torch is the first import, so that both processes can share it from the start."""
     try:
         mine = os.getcwd() if sys.orig_argv[1] == "-m" else os.path.dirname(sys.orig_argv[1])
     except FileNotFoundError:
@@ -108,7 +109,7 @@ def _state(config: LaunchConfig, mask: list[int]) -> AgentState:
 
 
 def _execute(config: LaunchConfig, mask: list[int], state: int, health: socket.socket | None) -> NoReturn:
-    """Be another program.
+    """Execute the other program.
 
     Raises:
         OSError: if that is impossible.
@@ -118,10 +119,10 @@ def _execute(config: LaunchConfig, mask: list[int], state: int, health: socket.s
     env = server_environment(shared_environment(config))
     code = entered("from elastic_agents.warm.fork_bootstrap import bootstrap", "bootstrap(sys.argv[1])()")
     python, *_ = argv = config.command.argv
-    # With blanks to leave room for this process' own command in its place.
+    # Padded with blanks, to leave room for this process' own command in its place.
     label = "agent and warm server of".ljust(len(" ".join(sys.orig_argv)))
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nowhere to write to
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             stream.flush()
     if health is not None:
         health.set_inheritable(True)

@@ -1,7 +1,7 @@
-"""How a forked process turns into what ``python script.py``, ``python -m module`` or ``python directory`` is.
+"""Turns a forked process into ``python script.py``, ``python -m module`` or ``python directory``.
 
-Followed is the interpreter's own order of things (https://docs.python.org/3.11/using/cmdline.html#interface-options):
-``sys.argv``, ``sys.path[0]``, ``__main__`` and its attributes, and what happens to an exception that nobody catches.
+This follows the interpreter's own sequence (https://docs.python.org/3.11/using/cmdline.html#interface-options):
+``sys.argv``, ``sys.path[0]``, ``__main__`` and its attributes, and the handling of an uncaught exception.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_agents.warm.ending import end
 __all__ = ["BLOCKED", "Orders", "await_orders", "die_with_parent", "leave_parent", "run_script", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that whole groups of processes are sent, and that are for no process that is not a worker yet."""
+"""Signals that whole process groups receive; a process that is not a worker yet must ignore them."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,25 +38,25 @@ MOST_BYTES = 8 * 1024 * 1024
 def run_script(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
     """Wait for orders, perhaps for days, and carry them out, to the end of the process.
 
-    Ends it before if the agent hangs up.
+    If the agent closes the socket first, the process ends.
 
     Args:
         agent: descriptor of the socket to it, which is closed before the script starts.
-        mask: the signals that the worker finds blocked.
-        changed: variables that its imports have set, or removed (None).
+        mask: the signals that are blocked in the worker at its start.
+        changed: variables that the server's imports have set, or removed (None).
     """
     await_orders(agent).carry_out(mask, changed)
 
 
 def await_orders(agent: int) -> Orders:
-    """Wait for orders, perhaps for days, and say that they are carried out; end the process if the agent hangs up.
+    """Wait for orders, perhaps for days, and acknowledge them; end the process if the agent closes the socket.
 
     Args:
         agent: as for :func:`run_script`.
     """
     with socket.socket(fileno=agent) as sock:
         orders = _receive(sock)
-        # What was sent to a process that waited was not for the worker.
+        # Signals sent to the waiting process were not meant for the worker.
         while signal.sigtimedwait(BLOCKED, 0) is not None:
             pass
         _say(sock, b"begun\n")
@@ -75,7 +75,7 @@ def _receive(sock: socket.socket) -> Orders:
         pending += data
         if not data or len(pending) > MOST_BYTES:
             os._exit(0)
-        if pending == b"\n":  # the agent asks whether this process runs
+        if pending == b"\n":  # the agent checks whether this process runs
             pending = b""
             _say(sock, b"here\n")
     order = json.loads(pending)
@@ -91,11 +91,11 @@ def _say(sock: socket.socket, text: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a forked worker is to become.
+    """Describes the worker that a forked process is to become.
 
     Attributes:
-        argv: the whole command, with the interpreter.
-        env: the whole environment.
+        argv: the complete command, with the interpreter.
+        env: the complete environment.
         stdout, stderr: descriptors of its standard streams.
     """
 
@@ -105,7 +105,7 @@ class Orders:
     stderr: int
 
     def take_place(self, changed: Mapping[str, str | None]) -> None:
-        """Have the worker's standard streams and environment."""
+        """Install the worker's standard streams and environment."""
         _take_streams(self.stdout, self.stderr)
         os.environ.clear()
         os.environ.update(self.env)
@@ -116,27 +116,27 @@ class Orders:
                 os.environ[name] = value
 
     def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
-        """Become the worker, to its end. See :func:`run_script`."""
+        """Run as the worker, to its end. See :func:`run_script`."""
         self.take_place(changed)
-        importlib.invalidate_caches()  # what was not there then may be there by now
+        importlib.invalidate_caches()  # modules may have been created since
         show(self.argv)
         _forget_server()
         _fresh_randomness()
-        # What has arrived since it said that it begins was for the worker.
+        # Signals that arrived after the acknowledgement were meant for the worker.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.orig_argv[:] = self.argv
-        end(_run(self.argv[2:]), self.env)  # after the interpreter and -u
+        end(_run(self.argv[2:]), self.env)  # skip the interpreter and -u
 
 
 def leave_parent(parent: int, leave: int, agent: int) -> None:
-    """Lead a session, tell the agent this process' pid, and on its go become its child, and say so.
+    """Become a session leader, report this process' pid to the agent, and on its go become its child, and confirm that.
 
-    Ends the process if the agent does not answer, having given this worker up: as a child of its parent still, which
+    If the agent does not answer, it has given this worker up: the process then ends as a child of its parent, which
     reaps it.
 
     Args:
         parent: the parent's pid.
-        leave: a pipe's end; a byte there tells the parent to exit.
+        leave: a pipe's end; a byte there makes the parent exit.
         agent: the socket to the agent.
     """
     os.setsid()
@@ -151,7 +151,7 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
     os.close(leave)
     while os.getppid() == parent:
         time.sleep(0.0001)
-    die_with_parent()  # at once, and without the guard; if the agent is dead already, nothing can be written to it
+    die_with_parent()  # at once, and without the guard; if the agent is already dead, nothing can be written to it
     try:
         os.write(agent, b"ready\n")
     except OSError:
@@ -170,7 +170,7 @@ def _take_streams(stdout: int, stderr: int) -> None:
 
 
 def _fresh_randomness() -> None:
-    """Python's own generator seeds itself after a fork; NumPy's and torch's do so when they are imported."""
+    """Python's own generator reseeds itself after a fork; NumPy's and torch's are seeded when they are imported."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -178,16 +178,16 @@ def _fresh_randomness() -> None:
 
 
 def _forget_server() -> None:
-    """A worker has imported nothing of the agent's."""
+    """A worker must not see the agent's modules as imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "elastic_agents"]:
         del sys.modules[name]
 
 
 def show(argv: list[str]) -> None:
-    """Write a command where ``ps`` finds it: over this process' own, which is at least as long.
+    """Make ``ps`` show a command: write it over this process' own, which is at least as long.
 
-    A last byte that is not 0 tells the kernel that the rest is one string, as setproctitle(3) leaves it
-    (get_mm_cmdline in fs/proc/base.c).
+    A last byte other than 0 tells the kernel that the rest is one string, as setproctitle(3) leaves it (get_mm_cmdline
+    in fs/proc/base.c).
     """
     with open("/proc/self/stat", "rb") as file:
         # proc_pid_stat(5): fields 48 and 49 are arg_start and arg_end; the name in parentheses ends the second.
@@ -199,7 +199,7 @@ def show(argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> BaseException | None:
-    """Run a script, module or directory as the interpreter would; return what it has raised."""
+    """Run a script, module or directory as the interpreter would; return the exception that it raises, if any."""
     try:
         if argv[0] == "-m":
             sys.argv[:] = argv[:1] + argv[2:]
@@ -229,7 +229,7 @@ def _run(argv: list[str]) -> BaseException | None:
 
 
 def _clean_main() -> types.ModuleType:
-    """The interpreter's own ``__main__`` without the server's names in it."""
+    """Return the interpreter's own ``__main__`` without the server's names in it."""
     main = sys.modules["__main__"]
     builtins = main.__dict__["__builtins__"]
     main.__dict__.clear()

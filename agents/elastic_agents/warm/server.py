@@ -1,12 +1,12 @@
-"""The process that has imported what workers need, and forks them. It computes nothing and starts no thread.
+"""The process that imports what workers need, and forks them. It computes nothing and starts no thread.
 
-Into a pipe it writes JSON lines: ``{"importing": module}``, ``{"warning": text}`` and ``{"note": text}``, and at last,
+It writes JSON lines to a pipe: ``{"importing": module}``, ``{"warning": text}`` and ``{"note": text}``, and finally,
 once, ``{"ready": [variables that imports read]}`` or ``{"cold": why}``. Then it forks a process for each descriptor
-that comes over a socket: the end of another socket, over which the process itself sends its pid, waits for a go, says
-``ready``, and later takes its orders: ``{"argv", "env"}`` with the descriptors of the worker's standard output and
-error.
+that arrives over a socket. The descriptor is the end of another socket, over which the new process sends its pid,
+waits for a go, sends ``ready``, and later receives its orders: ``{"argv", "env"}`` with the descriptors of the worker's
+standard output and error.
 
-A worker is forked by an intermediate process that exits at once: so it becomes a child of the agent, which is a
+A worker is forked by an intermediate process that exits at once. So the worker becomes a child of the agent, which is a
 subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
 """
 
@@ -48,7 +48,7 @@ MOST_RESTARTS = 3
 
 
 def server_settings(config: LaunchConfig) -> dict[str, object]:
-    """Return the settings of a launch's server, see :func:`serve_as`."""
+    """Return the server settings of a launch, see :func:`serve_as`."""
     return {
         "argv": config.command.argv,
         "preload": config.preload,
@@ -60,7 +60,7 @@ def server_settings(config: LaunchConfig) -> dict[str, object]:
 
 
 def server_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's environment without what differs between workers."""
+    """Return a worker's environment without the variables that differ between workers."""
     return {name: value for name, value in env.items() if name not in PER_WORKER}
 
 
@@ -75,7 +75,7 @@ def wants_server(config: LaunchConfig) -> bool:
 
 
 def serve(argument: str) -> Callable[[], None]:
-    """Import, then fork on demand, in a process that was executed for it; see :func:`serve_as`.
+    """Import, then fork on demand, in a process that was executed for this purpose; see :func:`serve_as`.
 
     Args:
         argument: settings as JSON.
@@ -88,16 +88,17 @@ def serve(argument: str) -> Callable[[], None]:
 
 
 def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | None) -> Callable[[], None]:
-    """Import, then fork on demand; return only in a forked process, with what it has to run.
+    """Import, then fork on demand; return only in a forked process, with the function that it is to run.
 
     Args:
-        settings: ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (of a worker, with the interpreter
-            and ``-u``), ``preload`` and ``without`` (modules that the user added, or are left out), ``restarts`` and
-            ``mask`` (signals that a worker finds blocked); ``log`` is where whoever starts it has its output go.
+        settings: ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (a worker's, with the interpreter
+            and ``-u``), ``preload`` and ``without`` (modules that the user added, or that are left out), ``restarts``
+            and ``mask`` (signals that are blocked in a worker at its start); ``log`` is where its starter sends its
+            output to.
         planned: what to import, or why not to.
-        loading: imports that have begun.
+        loading: imports that have already begun.
     """
-    die_with_parent()  # an agent that is killed leaves no server that still imports
+    die_with_parent()  # if the agent is killed while imports run, the server must not be left behind
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, False)
     loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)
@@ -113,13 +114,13 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
 
 
 def command(settings: dict[str, Any]) -> list[str]:
-    """Return how a server is executed; the command at the end leaves room for a worker to show its own in its place."""
+    """Return the command of a server; the end of it leaves room for a worker to show its own command instead."""
     code = entered("from elastic_agents.warm.server import serve", "serve(sys.argv[1])()")
     return [settings["argv"][0], "-u", "-c", code, json.dumps(settings), "warm server of", *settings["argv"]]
 
 
 def open_log(path: str) -> BinaryIO:
-    """Open the file for what imports print, or nothing: a full disk must not stop training."""
+    """Open the file for the imports' output, or the null device: a full disk must not stop training."""
     try:
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "ab")
@@ -128,16 +129,16 @@ def open_log(path: str) -> BinaryIO:
 
 
 def entered(imports: str, call: str) -> str:
-    """Return the code of a process that has this package in its path only until it has found what it needs."""
+    """Return the code of a process that has this package in its path only until its imports are done."""
     root = str(Path(__file__).resolve().parents[2])
     return (
-        "import sys; sys.flags.safe_path or sys.path.pop(0); "  # the directory of nobody's script
+        "import sys; sys.flags.safe_path or sys.path.pop(0); "  # drop the directory that python -c puts first
         f"sys.path.append({root!r}); {imports}; sys.path.pop(); {call}"
     )
 
 
 def _import(settings: dict[str, Any], planned: Plan, loading: Loading | None) -> str | Loaded:
-    """Do the imports; return why workers cannot be forked, if so."""
+    """Do the imports; return why workers cannot be forked, if they cannot."""
     sys.argv[:] = settings["argv"][2:]
     loading = loading or Loading(planned.asked, planned.without)
     loaded = loading.finish(planned.wanted, planned.completes, lambda name: _say(settings, {"importing": name}))
@@ -153,7 +154,7 @@ def _import(settings: dict[str, Any], planned: Plan, loading: Loading | None) ->
 
 
 def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
-    """Start this process anew without some modules; return if that has been done too often."""
+    """Restart this process without some modules; return if that has been done too often."""
     for name, what in faults.items():
         if not what.startswith("raises"):
             text = f"{name} is not loaded ahead: its import {what}; --no-preload {name} says that this is known"
@@ -169,12 +170,12 @@ def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
 
 
 def fork_on_demand(sock: socket.socket) -> int:
-    """Fork until the agent hangs up; return only in a forked process, with the descriptor of its own socket."""
+    """Fork until the agent closes the socket; return only in a forked process, with its own socket's descriptor."""
     asked = select.poll()
     asked.register(sock, select.POLLIN)
     intermediate: list[int] = []
     while True:
-        if not asked.poll(0):  # else the next fork goes on beside the second one of the process before
+        if not asked.poll(0):  # otherwise the next fork overlaps with the second fork of the previous process
             while intermediate:
                 os.waitpid(intermediate.pop(), 0)
         data, received, _, _ = socket.recv_fds(sock, 1, 1)
@@ -190,11 +191,11 @@ def fork_on_demand(sock: socket.socket) -> int:
 
 
 def _fork(agent: int) -> int | None:
-    """Fork a process; return 0 in it, else the pid of the one that forks it, which is to be reaped.
+    """Fork a process; return 0 in it, otherwise the pid of the intermediate process, which must be reaped.
 
-    Where that is impossible the result is None, and the agent sees its socket closed.
+    If that is impossible the result is None, and the agent sees its socket closed.
     """
-    with contextlib.suppress(OSError, ValueError):  # an import may have replaced them, and the disk may be full
+    with contextlib.suppress(OSError, ValueError):  # an import may have replaced the streams, and the disk may be full
         sys.stdout.flush()
         sys.stderr.flush()
     try:
