@@ -1,7 +1,7 @@
-"""The agent's end of the socket to its workers: what they say goes to the agent, what it asks goes to them.
+"""The agent's end of the workers' socket: passes their messages to the agent, and the agent's requests to them.
 
-The socket has a random name in the abstract namespace, which no file system has to hold and no crash leaves behind;
-only processes of the same user are listened to.
+The socket has a random name in the abstract namespace, so it needs no file system and leaves nothing behind after a
+crash. Only processes of the same user are accepted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("elastic_launch.agent")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSaved:
-    """A worker said that a checkpoint of the round is written; the error says why, if not.
+    """A worker reported that a checkpoint of the round is written; if not, the error says why.
 
     Attributes:
         asked: whether it is at least as new as the last request for one.
@@ -49,24 +49,24 @@ class WorkerSaved:
 
 @dataclass(frozen=True, slots=True)
 class ScriptEnded:
-    """A process said that its script has ended; see :class:`elastic_launch.contract.Ended`."""
+    """A process reported that its script has ended; see :class:`elastic_launch.contract.Ended`."""
 
     pid: int
     exit_code: int
 
 
 PEERS_PER_WORKER = 4
-"""Connections at once for each worker of the node: those of the last round may not be closed yet."""
+"""Connections at once per worker of the node: those of the last round may not be closed yet."""
 
 SPARE_PEERS = 16
-"""Connections at once beside these."""
+"""Connections at once in addition to these."""
 
 Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved | ScriptEnded], None]
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One worker's connection; ``hello`` is its first message, ``begun`` whether it trains."""
+    """One worker's connection; ``hello`` is its first message, ``begun`` says whether it trains."""
 
     sock: socket.socket
     pid: int
@@ -76,16 +76,16 @@ class _Peer:
 
 
 class Control:
-    """Listens to the workers of one node, in a thread of its own.
+    """Listens to the workers of one node, in its own thread.
 
     Args:
-        keeper: of the node's snapshots.
+        keeper: holds the node's snapshots.
         say: called from that thread; must not block.
-        events: where it is noted what they say of their steps.
-        workers: how many this node has.
+        events: records what the workers report about their steps.
+        workers: how many workers this node has.
 
     Attributes:
-        address: what workers find in their environment.
+        address: passed to the workers in their environment.
         pace: how long their steps take.
     """
 
@@ -122,10 +122,10 @@ class Control:
                     self._send(peer, c.Stop(cause))
 
     def tell_copied(self, copied: c.Copied | c.Copying | c.Save) -> bool:
-        """Tell the workers that write snapshots how a copy ended or that it goes on, or ask for one that all can make.
+        """Tell workers that write snapshots that a copy ended or continues, or request a snapshot that all can write.
 
         Returns:
-            whether there was anybody to tell.
+            whether there was any such worker.
         """
         with self._lock:
             told = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.local_rank == 0]
@@ -134,14 +134,14 @@ class Control:
             return bool(told)
 
     def tell_fetched(self, fetched: c.Fetched) -> None:
-        """Tell the workers that the snapshot from another node is there, or is not to be had."""
+        """Inform the workers that the snapshot from another node has arrived, or is unavailable."""
         with self._lock:
             for peer in self._peers.values():
                 if peer.hello is not None:
                     self._send(peer, fetched)
 
     def ask_save(self, round_number: int) -> None:
-        """Ask the round's first local rank, which is to be its rank 0, to have all ranks save a checkpoint."""
+        """Ask the round's first local rank, which must be its rank 0, to have all ranks save a checkpoint."""
         with self._lock:
             for peer in self._peers.values():
                 if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
@@ -159,7 +159,7 @@ class Control:
             while not closing:
                 for key, _ in self._selector.select(self._until_accepting()):
                     if key.fileobj is self._wake_in:
-                        closing = True  # after what the workers have said until now
+                        closing = True  # after reading what the workers have sent so far
                     elif key.fileobj is self._listener:
                         self._accept()
                     else:
@@ -175,7 +175,7 @@ class Control:
             self._wake_in.close()
 
     def _until_accepting(self) -> float | None:
-        """Return the seconds until workers are accepted again, if there were no descriptors for them."""
+        """Return the seconds until workers are accepted again after descriptors ran out."""
         if not self._accept_at or self._listener in self._selector.get_map():
             return None
         left = self._accept_at - time.monotonic()
@@ -185,7 +185,7 @@ class Control:
         return None
 
     def _look(self) -> None:
-        """Note the last step that workers have done without saying so."""
+        """Record the last step that workers have done without reporting it."""
         if (reached := self._progress.read()) is not None:
             self._diary.step(*reached)
 
@@ -263,7 +263,7 @@ class Control:
                 self.pace.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
-                # When it was done, if that is known: this thread may come to hear of it later, and of further ones.
+                # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._progress.read()
                 if reached is None or reached.round != number or reached.step < step:
                     reached = WorkerProgress(number, step, self._clock.now())
@@ -281,7 +281,7 @@ class Control:
                 self._send(peer, c.Noted())
 
     def _offer(self, peer: _Peer, hello: c.Hello) -> None:
-        with self._lock:  # it must not hear before that something was fetched
+        with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello = hello
             slots, descriptors = self._keeper.offer()
             try:
@@ -290,7 +290,7 @@ class Control:
                 _log.warning("a worker does not hear: %s", error)
 
     def _answers(self, step: int) -> bool:
-        """Whether a checkpoint of so many steps has all that were done when one was asked for."""
+        """Whether a checkpoint of this many steps includes all that were done when one was requested."""
         with self._lock:
             answers = self._save_asked is not None and step >= self._save_asked
             if answers:
@@ -301,12 +301,12 @@ class Control:
         try:
             peer.sock.send(c.pack(message))
         except OSError as error:
-            # Its end is seen by whoever reaps it; a worker that reads nothing of the little that is sent, is stuck.
+            # Whoever reaps the worker sees its end; a worker that does not even read these short messages is stuck.
             _log.warning("a worker does not hear: %s", error)
 
 
 def _process_of(sock: socket.socket) -> tuple[int, int]:
-    """Return pid and user of who connected."""
+    """Return the pid and user of the connected process."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
     return int(pid), int(user)

@@ -1,4 +1,4 @@
-"""What a dead worker left to say: its exception, or its signal and the end of its stderr."""
+"""What a dead worker left behind: its exception, or its signal and the end of its stderr."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from elastic_launch.system.plain_text import clipped, one_line, plain
 
 __all__ = ["OutOfMemoryCounter", "describe", "printed_last", "raised_in", "report"]
 
-# Bytes of JSON: a report must fit into one message, whatever an exception has to say, and in which characters.
+# Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
 _DETAIL_LINES = 60
 _DETAIL_BYTES = 128 * 1024
 _LINE_BYTES = 4096
 
 START = 60.0
-"""Seconds after its start within which a worker that cannot run as it is says so."""
+"""Seconds after its start within which a script that cannot run at all fails."""
 
 _RANK = re.compile(r"\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
-_NO_MODULE = re.compile(r".*: No module named \S+$")  # as of python -m
+_NO_MODULE = re.compile(r".*: No module named \S+$")  # the message of python -m
 
 
 class OutOfMemoryCounter:
@@ -43,7 +43,7 @@ class OutOfMemoryCounter:
         self._last = self._read()
 
     def risen(self) -> bool:
-        """Whether there were kills since the last call."""
+        """Whether there were such kills since the last call."""
         last, self._last = self._last, self._read()
         return self._last > last
 
@@ -60,14 +60,14 @@ class OutOfMemoryCounter:
 
 
 def _event_files() -> list[Path]:
-    """Files of this process' groups, and of the roots: in a container the root is often its own group."""
+    """Files of this process' cgroups, and of the root cgroups: in a container the root is often its own."""
     own = [group.path / group.events for group in memory_groups() if group.own]
     roots = [CGROUPS / "memory.events", CGROUPS / "memory" / "memory.oom_control"]
     return [*own, *roots]
 
 
 def describe(exit_code: int) -> str:
-    """``exit code 3`` or ``signal 9 (SIGKILL)``."""
+    """Return ``exit code 3`` or ``signal 9 (SIGKILL)``."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -100,17 +100,17 @@ def report(
     """Build the report on a failed worker.
 
     Args:
-        error: what it left in its error file.
+        error: the content of its error file.
         only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
-        stderr: the end of it.
+        stderr: the end of its stderr.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         trained: optimizer steps that the round has done; -1 if that is not known.
-        supposed: only :func:`printed_last` tells that it had failed.
+        supposed: only :func:`printed_last` indicates that it had failed.
     """
     text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
     asked = error.exit_code if error is not None else 0
     if stopped and exit_code < 0:
-        exit_code = asked or ExitCode.TRAINING_FAILED  # what the interpreter would have ended with
+        exit_code = asked or ExitCode.TRAINING_FAILED  # the interpreter's exit code for it
     asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
     if asks or (not supposed and FINAL_NOTE in notes):
         kind = "fatal"
@@ -155,8 +155,8 @@ def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
     """Return which line of a worker's last output is that of the exception that ended it; None if none is.
 
     Args:
-        stopped: it was stopped, so a traceback there may be that of an exception which it had handled. Torch writes
-            the rank before the lines of one that nothing has handled, once the process group is there.
+        stopped: it was stopped, so a traceback there may belong to an exception that it had handled. Once there is a
+            process group, torch writes the rank before the lines of an unhandled exception.
     """
     lines = [_RANK.sub("", line) for line in stderr]
     marked = [index for index, line in enumerate(stderr) if not stopped or _RANK.match(line)]
@@ -166,9 +166,9 @@ def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
 
 
 def printed_last(stderr: Sequence[str]) -> int | None:
-    """Return which line is that of an exception whose traceback a stopped worker had printed last; None if none is.
+    """Return the line of the exception whose traceback a stopped worker had printed last; None if there is none.
 
-    A worker that is not in a process group, and has no error file, does not tell whether that had ended it.
+    Without a process group and an error file, it is unknown whether that exception had ended the worker.
     """
     index = raised_in(stderr, stopped=False)
     if index is None or index == 0 or any(stderr[index + 1 :]) or not stderr[index - 1].startswith("  "):
@@ -179,9 +179,9 @@ def printed_last(stderr: Sequence[str]) -> int | None:
 def _last_words(
     exit_code: int, error: ErrorFile | None, stderr: Sequence[str], *, stopped: bool, supposed: bool
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the exception, if there was one, and its traceback, or what else was said last; and its notes.
+    """Return the exception, if there was one, its traceback (else the last output), and its notes.
 
-    Notes are the lines behind an exception's own in each traceback, whoever prints or records it.
+    Notes are the lines that follow an exception's own in each traceback, whether printed or recorded.
     """
     if error is not None:
         places = [number for number, line in enumerate(error.traceback) if line.startswith('  File "')]
@@ -195,23 +195,23 @@ def _last_words(
 
 
 def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:
-    """Whether the script cannot run as it is: a syntax error, a module that is not installed, wrong arguments."""
+    """Whether the script cannot run at all: a syntax error, a module that is not installed, wrong arguments."""
     if exit_code == ExitCode.USAGE:
         usage = any(line.lower().startswith("usage:") for line in stderr)
         return usage and any(_USAGE_ERROR.search(line) for line in stderr)
     name = text.partition(":")[0]
     if name in ("SyntaxError", "IndentationError", "TabError"):
         places = [line for line in detail if line.lstrip().startswith('File "')]
-        return bool(places) and not places[-1].lstrip().startswith('File "<')  # what is evaluated may be data
+        return bool(places) and not places[-1].lstrip().startswith('File "<')  # evaluated code may be data
     return name == "ModuleNotFoundError" or (not text and any(_NO_MODULE.match(line) for line in stderr[-1:]))
 
 
 def _bounded(detail: Sequence[str]) -> tuple[str, ...]:
-    """Return the end of a traceback or of output as far as it fits into a report."""
+    """Return as much of the end of a traceback or of output as fits into a report."""
     kept: list[str] = []
     left = _DETAIL_BYTES
     for line in reversed(detail[-_DETAIL_LINES:]):
-        # A progress bar writes over itself: what stood there last is what a person has seen.
+        # A progress bar overwrites itself: keep the text that was visible last.
         line = clipped(plain(line.rstrip("\r").rpartition("\r")[2]), _LINE_BYTES)
         left -= len(json.dumps(line))
         if left < 0:

@@ -1,8 +1,8 @@
 """The agent's side of the guard: two small processes that kill the workers' sessions if the agent is killed.
 
-Each does so by itself: when one is killed and the agent dies before that one is replaced, the other is left.
+Each works independently: if one is killed and the agent dies before it is replaced, the other one is left.
 
-The agent writes ``+SID``, ``-SID`` and ``/DIRECTORY`` lines; end of file without ``bye`` means that it died.
+The agent writes ``+SID``, ``-SID`` and ``/DIRECTORY`` lines; end of file without ``bye`` means that the agent died.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Guard"]
 _log = logging.getLogger("elastic_launch.agent")
 
 SETTLED = 1.0
-"""Seconds for which a guard must have lived for another to take its place at once."""
+"""Minimum lifetime in seconds of a guard that is replaced at once."""
 
 LONGEST_DELAY = 10.0
-"""Seconds between two attempts to start a guard at most."""
+"""Maximum seconds between two attempts to start a guard."""
 
 
 PATIENCE = 10.0
-"""Seconds for which a guard that was dismissed is waited for; then it is killed."""
+"""Seconds that a dismissed guard has to exit; then it is killed."""
 
 
 class Guard:
@@ -51,7 +51,7 @@ class Guard:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the present processes."""
+        """Pids of the current processes."""
         return tuple(watcher.pid for watcher in self._watchers)
 
     def add(self, sid: int) -> None:
@@ -60,7 +60,7 @@ class Guard:
             watcher.add(sid)
 
     def remove(self, sid: int) -> None:
-        """The session has ended."""
+        """Forget this session: it has ended."""
         for watcher in self._watchers:
             watcher.remove(sid)
 
@@ -78,10 +78,10 @@ class Guard:
 
 
 class _Watcher:
-    """Owns one process: one that dies, or reads nothing, is replaced, and learns what the former one knew.
+    """Owns one process: if it dies or stops reading, it is replaced, and the new one receives the same lines.
 
     Raises:
-        OSError: if the first cannot be started.
+        OSError: if the first process cannot be started.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _Watcher:
                     return
 
     def _replaced(self, delay: float) -> bool:
-        """Start another guard after so many seconds; say whether there is one."""
+        """Start another guard after a delay; return whether that succeeded."""
         if self._closing.wait(delay):
             return False
         try:
@@ -151,7 +151,7 @@ class _Watcher:
             return False
         with self._lock:
             dead, self._process = self._process, process
-            if self._closing.is_set():  # the goodbye was for the former one
+            if self._closing.is_set():  # the goodbye went to the previous process
                 _stdin(process).write(b"bye\n")
                 _stdin(process).close()
             else:
@@ -166,9 +166,9 @@ class _Watcher:
         try:
             written = _stdin(self._process).write(line.encode())
         except BrokenPipeError:
-            return  # it has died; the next one is told all
+            return  # it has died; its replacement receives everything
         if written is None:
-            self._process.kill()  # it is stopped, and has read nothing of what fills the pipe
+            self._process.kill()  # it is stopped: the pipe is full, and it has not read
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -179,7 +179,7 @@ def _start() -> subprocess.Popen[bytes]:
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        # It needs to find its libraries, and none of the agent's secrets.
+        # It must find its shared libraries, and must not see the agent's secrets.
         env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
         start_new_session=True,
     )

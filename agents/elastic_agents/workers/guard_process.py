@@ -1,4 +1,4 @@
-"""The guard's process. It starts at once, so it imports next to nothing. See :mod:`elastic_agents.workers.guard`."""
+"""The guard's process. It must start at once, so it imports very little. See :mod:`elastic_agents.workers.guard`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["watch"]
 
 
 def watch(source: int) -> None:
-    """Follow the agent's lines on a descriptor until its end; the guard's main function."""
-    # Whoever signals the agent's process group must not take the guard with it.
+    """Follow the agent's lines on a descriptor to their end; the guard's main function."""
+    # Signals to the agent's process group must not end the guard.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     sids: set[int] = set()

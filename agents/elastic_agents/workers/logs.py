@@ -1,4 +1,4 @@
-"""Where the workers' output and error files go, round by round, and the link to the newest run's directory."""
+"""Where the workers' output and error files go in each round, and the link to the newest run's directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkerLogs:
     """Where one worker's output goes, and its exception if it uses torch's ``@record``.
 
     Attributes:
-        error_file: where the worker writes it.
+        error_file: where the worker writes its exception.
         kept_error: where :func:`keep_error` copies it, so that no worker waits for that file system; None: nowhere.
     """
 
@@ -45,24 +45,24 @@ class WorkerLogs:
 
     @property
     def directory(self) -> Path | None:
-        """Where to look for what the worker said, if it is kept."""
+        """The directory with what the worker printed, if it is kept."""
         path = self.stderr.path or self.stdout.path
         return None if path is None else path.parent
 
 
 class LogPlaces:
-    """Says where the output of a node's workers goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
+    """Determines where workers' output goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
 
     Owns a local directory for the exceptions of running workers, which would block if log directories hang.
 
     Attributes:
-        local: that directory; None if there is room for none.
+        local: that directory; None if no file system has room.
 
     Args:
         files: makes the directories and copies exceptions there, which may hang.
 
     Raises:
-        UsageError: if the named logs specs cannot be had.
+        UsageError: if the named logs specs are unavailable.
     """
 
     def __init__(self, config: LaunchConfig, files: Writer) -> None:
@@ -78,7 +78,7 @@ class LogPlaces:
         """Make a round's directories and return the workers' logs and environments, both by local rank.
 
         Args:
-            environment: makes that of a worker who is to know of its error file.
+            environment: makes the environment of a worker from its placement and error file.
 
         Raises:
             LogsSpecsFailed: if the named logs specs fail.
@@ -91,7 +91,7 @@ class LogPlaces:
                     make_private(own.error_file.parent)
         try:
             self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
-        except OSError as error:  # as with a full disk: the workers can do without
+        except OSError as error:  # such as a full disk: the workers run without
             _log.warning("no logs are kept of round %d: %s", number, error)
         if self._named is None:  # no worker waits for it
             self._files.put(partial(_make_files, list(logs.values())))
@@ -121,7 +121,7 @@ class LogPlaces:
 
 
 def keep_error(logs: WorkerLogs) -> None:
-    """Copy a worker's exception, if it has left one, to where it is kept; may hang."""
+    """Copy a worker's exception, if there is one, to where it is kept; may hang."""
     if logs.kept_error is None:
         return
     with suppress(OSError, ValueError):  # there is none; or the disk is full
@@ -132,7 +132,7 @@ def keep_error(logs: WorkerLogs) -> None:
 
 
 def _local_directory() -> Path | None:
-    """Make a directory that a local file system is likely to hold; None if there is room in none."""
+    """Make a directory that is likely on a local file system; None if there is room in none."""
     with suppress(OSError):
         return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
     with suppress(OSError):
@@ -154,17 +154,17 @@ def _make_room(error_files: Sequence[Path]) -> None:
 
 
 def _make_files(logs: Sequence[WorkerLogs], data: bytes) -> None:
-    """Make the files of all streams that are kept, so that each is there, also if nothing is written to it."""
+    """Create the files of all streams that are kept, so that each exists even if nothing is written to it."""
     for route in (route for own in logs for route in (own.stdout, own.stderr)):
         if route.path is not None:
-            with suppress(OSError):  # it is there; or it cannot be written, which is said where there is something
+            with suppress(OSError):  # it exists; or it cannot be written, which is reported on the first write
                 os.close(os.open(route.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def link_latest(config: LaunchConfig) -> None:
-    """Make the link to the newest run's directory, in one step, so that it always names one.
+    """Make the link to the newest run's directory, atomically, so that it always points to one.
 
-    Agents of one run make the same link. What else has this name is left alone.
+    Agents of one run make the same link. Anything else with this name is left alone.
     """
     base = config.link_dir or config.log_dir
     link = base / LATEST

@@ -1,7 +1,7 @@
-"""Logs specs of other packages: torchrun's way to decide which files the workers' output goes to.
+"""Logs specs of other packages: torchrun's way to choose the files for the workers' output.
 
-The class is one of torch's ``LogsSpecs``, found by the entry points of the group
-``torchrun.logs_specs``, as torch.distributed.run does.
+The class is a subclass of torch's ``LogsSpecs``, found through the entry point group ``torchrun.logs_specs``, as in
+torch.distributed.run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["LogsSpecsFailed", "NamedLogs", "torch_logs_specs"]
 
 
 class LogsSpecsFailed(Exception):
-    """Logs specs of another package raised, or their answer makes no sense."""
+    """Logs specs of another package raised, or returned something invalid."""
 
 
 class NamedLogs:
-    """The routes that named logs specs ask for.
+    """The routes requested by named logs specs.
 
     Raises:
-        UsageError: if they cannot be loaded or made.
+        UsageError: if they cannot be loaded or created.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -41,7 +41,7 @@ class NamedLogs:
     def places(
         self, placements: Sequence[Placement], envs: dict[int, dict[str, str]]
     ) -> dict[int, tuple[Route, Route, Path | None]]:
-        """Return stdout's and stderr's route and the error file, if there is one, by local rank.
+        """Return the routes of stdout and stderr and the error file (if there is one), by local rank.
 
         Args:
             envs: the workers' environments by local rank; the specs may change them, and do so for the error file.
@@ -52,7 +52,7 @@ class NamedLogs:
         try:
             dest = self._specs.reify(envs)
             return {place.local_rank: self._place(place, dest) for place in placements}
-        except Exception as error:  # anything may come out of other people's code
+        except Exception as error:  # third-party code may raise anything
             raise LogsSpecsFailed(f"{self._asked} cannot say where the logs go: {error!r}") from error
 
     def _place(self, placement: Placement, dest: LogsDest) -> tuple[Route, Route, Path | None]:
@@ -73,7 +73,7 @@ class NamedLogs:
         header = output.header_of(placement, role=self._config.role, node_id=self._config.node_id)
         filtered = filters if local_rank in tee else ()
         return Route(
-            # An empty name means the console alone; a tee'd one is shown as well.
+            # An empty name means the console only; a tee'd file is shown as well.
             console=files[local_rank] == "" or tee.get(local_rank, os.devnull) != os.devnull,
             path=_file(files[local_rank]),
             prefix=header if output.prefix or local_rank in tee else "",
@@ -85,10 +85,10 @@ class NamedLogs:
 
 
 def torch_logs_specs(config: LaunchConfig) -> LogsSpecs:
-    """Return the named logs specs, or torch's own, for what is asked of the output.
+    """Return the named logs specs, or torch's own, configured for the requested output.
 
     Raises:
-        UsageError: if they cannot be loaded or made.
+        UsageError: if they cannot be loaded or created.
     """
     name, output = config.output.logs_specs, config.output
     if isinstance(output.specs, LogsSpecs):
@@ -105,7 +105,7 @@ def torch_logs_specs(config: LaunchConfig) -> LogsSpecs:
             tee=_torch_std(output.tee),
             local_ranks_filter=set(output.local_ranks) or None,
         )
-    except Exception as error:  # anything may come out of other people's code
+    except Exception as error:  # third-party code may raise anything
         raise UsageError(f"{asked} cannot be loaded: {error!r}.", "Mend its package, or drop it.") from error
     if not isinstance(specs, LogsSpecs):
         raise UsageError(f"{asked} is a {type(specs).__name__}, no LogsSpecs.", "Name another, or drop it.")

@@ -14,10 +14,10 @@ __all__ = ["bound", "check_binding"]
 
 
 def check_binding(config: LaunchConfig) -> None:
-    """Find out before anything is started whether each worker can be bound.
+    """Check, before anything is started, whether each worker can be bound.
 
     Raises:
-        UsageError: if one cannot.
+        UsageError: if a worker cannot be bound.
     """
     mode = config.options.numa_binding
     for local_rank in range(config.nproc if mode else 0):
@@ -34,7 +34,7 @@ def check_binding(config: LaunchConfig) -> None:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Keep a logger from printing with its traceback what is reported in a line."""
+    """Keep a logger from printing a traceback of what is reported in one line."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:
@@ -47,11 +47,11 @@ def bound(argv: Sequence[str], local_rank: int, mode: str | None) -> list[str]:
     """Return a command that runs the given one on the CPUs of a local rank's GPU.
 
     Raises:
-        Exception: of torch's, which names no kinds, if these cannot be found.
+        Exception: torch's own (it does not document the types), if these CPUs cannot be determined.
     """
     if mode is None:
         return list(argv)
-    # torch offers this to its own agent only. There is no other source for its four modes.
+    # torch offers this only to its own agent. It is the only implementation of its four modes.
     from torch.numa.binding import AffinityMode, NumaOptions, _maybe_wrap_command_args_with_numa_binding
 
     wrap = _maybe_wrap_command_args_with_numa_binding

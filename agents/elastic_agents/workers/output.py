@@ -1,4 +1,4 @@
-"""The workers' output: to the console and to files, as routed; the last lines are kept for failure reports."""
+"""The workers' output: routed to the console and to files; the last lines are kept for failure reports."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HEAD_BYTES = 1400
 CUT = b" [...] "
 
 LIMIT = 16 * 1024 * 1024
-"""Bytes that wait for log files at most."""
+"""Bytes queued for log files at most."""
 
 PATIENCE = 10.0
-"""Seconds after which log files that have taken nothing do not hold the workers any longer."""
+"""Seconds after which log files that accept no data no longer hold up the workers."""
 
 
 class Stream:
@@ -43,7 +43,7 @@ class Stream:
         self._partial = b""
 
     def write(self, data: bytes) -> None:
-        """Pass data on and remember its end."""
+        """Pass data on, and keep the last lines."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         now = self._clock.now()
         self._lines.extend((now, _shortened(line)) for line in lines)
@@ -52,18 +52,18 @@ class Stream:
             sink.write(data)
 
     def tail(self) -> tuple[str, ...]:
-        """The last lines, oldest first."""
+        """Return the last lines, oldest first."""
         return tuple(line for _, line in self.timed_tail())
 
     def timed_tail(self) -> tuple[tuple[float, str], ...]:
-        """The same, each with when it came, by the agent's clock."""
+        """Return the same lines, each with its arrival time by the agent's clock."""
         lines = list(self._lines)
         if self._partial:
             lines.append((self._clock.now(), self._partial))
         return tuple((at, line.decode(errors="replace")) for at, line in lines[-TAIL_LINES:])
 
     def close(self) -> None:
-        """Called by the pump at the end of the stream."""
+        """Called by the output pump at the end of the stream."""
         try:
             os.close(self.source)
             for sink in self._sinks:
@@ -75,13 +75,13 @@ class Stream:
 class OutputPump:
     """A thread that moves the workers' output.
 
-    It waits for consoles and files, and so do the workers, while these take anything.
+    It waits for consoles and files, and so do the workers, as long as these accept data.
 
     Args:
-        consoles: the agent's own; without them those that routes mean are written by this object.
+        consoles: the agent's own; without them, this object writes to the consoles that routes name.
 
     Attributes:
-        kept: what became of the log files.
+        kept: what happened to the log files.
     """
 
     def __init__(self, consoles: Consoles | None = None) -> None:
@@ -102,25 +102,25 @@ class OutputPump:
         """Return a stream and the descriptor for the worker to write to, which the caller closes after the start.
 
         Args:
-            console: descriptor that the route means by the console.
+            console: the descriptor that is the route's console.
         """
         return self._open(self._sinks(console, route))
 
     def open_log(self) -> int:
-        """Return a descriptor whose lines become the launcher's own, for the caller to close after the start."""
+        """Return a descriptor whose lines become the launcher's own log lines; the caller closes it after the start."""
         _, sink = self._open([Lines(Logged(), "")])
         return sink
 
     def flush(self) -> bool:
-        """Wait until what has been read so far is written; return whether it is, see :meth:`Writer.flush`."""
+        """Wait until what has been read so far is written; return whether that succeeded, see :meth:`Writer.flush`."""
         return self._files.flush() & self._consoles.flush()
 
     def close(self, timeout: float = 1.0) -> None:
-        """Stop once all streams have ended, or after timeout seconds; then wait while the files take anything."""
+        """Stop once all streams have ended, or after the timeout; then wait as long as the files accept data."""
         with self._lock:
             streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
         deadline = time.monotonic() + timeout
-        for stream in streams:  # some may be held by daemons that workers have left behind
+        for stream in streams:  # daemons that workers have left behind may hold some open
             stream.ended.wait(max(0.0, deadline - time.monotonic()))
         self._closed = True
         self._wake_out.send(b"x")
@@ -183,7 +183,7 @@ class OutputPump:
 
 
 def _shortened(line: bytes) -> bytes:
-    """Cut a long line in its middle, as an exception begins with its type; also one that was cut before, and grew."""
+    """Cut the middle out of a long line, as an exception begins with its type; also if it was cut before, and grew."""
     if len(line) <= TAIL_LINE_BYTES:
         return line
     head, rest = line[:HEAD_BYTES], line[HEAD_BYTES:].removeprefix(CUT)

@@ -1,4 +1,4 @@
-"""What workers are started with: their group, a worker's place in the round, its command and its environment."""
+"""How workers are started: their group, a worker's place in the round, its command and its environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
 
 LONGEST_REASON = 8192
-"""Bytes of a worker's ``ELASTIC_LAUNCH_START_REASON`` at most."""
+"""Maximum bytes of a worker's ``ELASTIC_LAUNCH_START_REASON``."""
 
 
 def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
-    """Return a node's workers as torch describes them; they have no ranks yet."""
+    """Return a node's workers as torch describes them; without ranks so far."""
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     spec = WorkerSpec(
@@ -42,7 +42,7 @@ def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
 
 
 def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
-    """Give a group's workers their ranks in a round, and return the node's rank among the members."""
+    """Assign a round's ranks to a group's workers, and return the node's rank among the members."""
     me = next(rank for rank, member in enumerate(formed.members) if member.node_id == config.node_id)
     first = sum(member.workers for member in formed.members[:me])
     first_member = formed.members[0]
@@ -68,7 +68,7 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
 
 
 def placements(group: WorkerGroup) -> list[Placement]:
-    """Return where the workers of a group stand that has its ranks in a round."""
+    """Return the placements of a group's workers, which must have their ranks in a round."""
     return [
         Placement(
             rank=worker.global_rank,
@@ -89,7 +89,7 @@ def placements(group: WorkerGroup) -> list[Placement]:
 def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
     """Return a worker's command."""
     program, *rest = config.command.argv
-    # torchrun's only macro; its own substitution would also turn $$ into $, which a shell's script means otherwise.
+    # torchrun's only macro; its own substitution would also turn $$ into $, which breaks shell scripts.
     command = [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
     return bound(command, placement.local_rank, config.options.numa_binding)
 
@@ -107,7 +107,7 @@ def environment(
             restarts=form.restarts,
             max_restarts=form.max_restarts,
             round_number=form.round.number,
-            reason=clipped(one_line(form.cause), LONGEST_REASON),  # a NUL, or too much of it, and nothing starts
+            reason=clipped(one_line(form.cause), LONGEST_REASON),  # with a NUL, or if it is too long, no process starts
             error_file=error_file,
             socket=socket,
             nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
@@ -121,7 +121,7 @@ def environment(
 
 
 def shared_environment(config: LaunchConfig) -> dict[str, str]:
-    """Return what all workers of a node find alike in their environment, whatever the round."""
+    """Return the variables that all workers of a node share, whatever the round."""
     env = without_secrets(os.environ)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:

@@ -1,4 +1,4 @@
-"""Starting, signalling and reaping worker processes, behind an interface with more than one implementation to come."""
+"""Starting, signalling and reaping worker processes, behind an interface with several implementations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
 
 SWEEP_EVERY = 10.0
-"""Seconds after which what workers left behind, and has died, is reaped; twice that if its session is unknown."""
+"""Seconds between reapings of dead processes that workers left behind; twice that if their session is unknown."""
 
 UNKNOWN = 255
-"""Exit code of a process whose own is lost."""
+"""Exit code of a process whose own exit code is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class StartRequest:
     """A process to start.
 
     Attributes:
-        stdout, stderr: descriptors that the process writes to; the caller keeps and closes its own.
-        inherit: further descriptors of this process that the process has, too.
+        stdout, stderr: descriptors that the process writes to; the caller keeps and closes its own copies.
+        inherit: further descriptors of this process that the process inherits.
     """
 
     argv: Sequence[str]
@@ -48,22 +48,22 @@ class StartRequest:
 
 
 class WorkerProcesses(Protocol):
-    """Starts processes, each leading a session of its own, and tells of their ends at once."""
+    """Starts processes, each the leader of its own session, and reports their ends at once."""
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Call once starting a process takes no longer than it must; at once, or later from another thread."""
+        """Call back once starting a process is as fast as possible; immediately, or later from another thread."""
         ...
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        """Call for each of so many processes once it can be started without waiting; at once or from another thread."""
+        """Call back for each of so many processes once it can start without waiting; at once or from another thread."""
         ...
 
     def training(self) -> None:
-        """Take note that all workers train: what is done for the next ones does not delay them any more."""
+        """Record that all workers train: preparations for the next ones no longer delay them."""
         ...
 
     def start(self, request: StartRequest) -> int:
-        """Start a process and return its pid, which is its session's id too.
+        """Start a process and return its pid, which is also its session id.
 
         Raises:
             OSError: if it cannot be executed.
@@ -71,11 +71,11 @@ class WorkerProcesses(Protocol):
         ...
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal a process, if it is not reaped yet."""
+        """Signal a process, if it has not been reaped."""
         ...
 
     def signal_group(self, pid: int, number: int) -> None:
-        """Signal a process and the others of its process group, if it is not reaped yet."""
+        """Signal a process and the rest of its process group, if it has not been reaped."""
         ...
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class ExecProcesses:
     """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens.
 
     Args:
-        claimed: gives children of this process that somebody else reaps, sooner or later.
+        claimed: returns children of this process that other code will reap.
     """
 
     def __init__(self, on_exit: OnExit, claimed: Callable[[], Collection[int]] = frozenset) -> None:
@@ -128,14 +128,14 @@ class ExecProcesses:
         return process.pid
 
     def adopt(self, pid: int) -> None:
-        """Take charge of a child of this process that somebody else has started."""
+        """Take charge of a child of this process that other code has started."""
         self._watch(pid, partial(_wait_for_child, pid))
 
     def _watch(self, pid: int, wait: Callable[[], int]) -> None:
         with self._lock:
             try:
                 pidfd = os.pidfd_open(pid)
-            except OSError:  # too many files are open; nobody must run that nobody watches
+            except OSError:  # too many files are open; a process that cannot be watched must not run
                 os.kill(pid, signal.SIGKILL)
                 wait()
                 raise
@@ -152,7 +152,7 @@ class ExecProcesses:
     def signal_group(self, pid: int, number: int) -> None:
         with self._lock:
             if pid in self._running:
-                os.killpg(pid, number)  # each leads a session, and its number is kept until it is reaped
+                os.killpg(pid, number)  # each leads a session, and its number stays reserved until it is reaped
 
     def close(self) -> None:
         self._closed = True
@@ -181,11 +181,11 @@ class ExecProcesses:
                 self._on_exit(key.data, code)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
-                with self._lock, suppress(OSError):  # no descriptor is left: there is a next time
+                with self._lock, suppress(OSError):  # no descriptor is left: retried next time
                     self._sweep()
 
     def _sweep(self) -> None:
-        """Reap orphans; those that nobody knows only if nobody has since the last time: they may be somebody's."""
+        """Reap orphans; unknown ones only if they were unclaimed the last time, too: other code may soon reap them."""
         reap_orphans(self._sessions)
         dead = dead_strangers() - self._running.keys() - set(self._claimed())
         for pid in dead & self._unclaimed:
@@ -197,4 +197,4 @@ def _wait_for_child(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
-        return UNKNOWN  # somebody else in this process has waited for it
+        return UNKNOWN  # other code in this process has already waited for it

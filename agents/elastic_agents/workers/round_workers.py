@@ -33,16 +33,16 @@ __all__ = ["Reaped", "RoundWorkers"]
 _log = logging.getLogger("elastic_launch.agent")
 
 READ_TIMEOUT = 2.0
-"""Seconds that a worker's error file may take to be read."""
+"""Seconds that reading a worker's error file may take."""
 
 TICK = 0.02
-"""Seconds by which the time of a file may be early: the kernel takes it from a clock that ticks."""
+"""Seconds by which a file's time may be early: the kernel takes it from a clock with this resolution."""
 
 
 AT_ONCE, AT_LAST = 0.5, 5.0
-"""Seconds that what a failed worker has started gets to die, and what is left at the round's end.
+"""Seconds that the processes of a failed worker get to die, and those left at the round's end.
 
-The agent's main loop waits for it: a process that the kernel cannot end must not hold it once for each worker.
+The agent's main loop waits for this: an unkillable process must not block it once per worker.
 """
 
 
@@ -68,15 +68,15 @@ class _Worker:
     stderr: Stream
     stopped: float | None = None  # when it was first told to end
     ended_with: int | None = None
-    late: str = ""  # the timer because of which it was ended
+    late: str = ""  # the expired timer because of which it was ended
 
 
 class RoundWorkers:
-    """Owns the processes of the present round, their sessions and their output.
+    """Owns the processes of the current round, their sessions and their output.
 
     Args:
         node_id: for failure reports.
-        files: reads and copies what workers leave in files, which may hang.
+        files: reads and copies the files that workers leave, which may hang.
         only_crashes: see :func:`~elastic_agents.workers.failures.report`.
     """
 
@@ -136,7 +136,7 @@ class RoundWorkers:
         return pid
 
     def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
-        """Take note of the code that a worker is about to exit with; None if the process is no worker that runs."""
+        """Record the code that a worker is about to exit with; None if the process is not a running worker."""
         worker = self._alive.get(pid)
         if worker is None:
             return None
@@ -144,11 +144,11 @@ class RoundWorkers:
         return WorkerEnded(worker.round, worker.placement.local_rank)
 
     def reap(self, pid: int, exit_code: int) -> Reaped | None:
-        """Take note of an exit; None if the process was no worker of the present round.
+        """Record an exit; None if the process was not a worker of the current round.
 
-        If its script had ended, and it was killed in what follows, the script's exit code counts.
+        If it was killed after its script had ended, the script's exit code counts.
 
-        What a failed worker started is killed with it; what a finished one left running has until the round's end.
+        Processes started by a failed worker are killed with it; those of a finished worker may run to the round's end.
         """
         worker = self._alive.pop(pid, None)
         if worker is None:
@@ -169,10 +169,10 @@ class RoundWorkers:
         return reaped
 
     def failure(self, local_rank: int, preempted: bool, pace: StepTimer) -> Failure | None:
-        """Build the report on a worker that was reaped.
+        """Build the report on a reaped worker.
 
         Returns:
-            None if it was stopped, and nothing tells that it had failed before.
+            None if it was stopped, and nothing indicates that it had failed before.
         """
         worker, reaped = self._reaped[local_rank]
         if worker.stopped is None:
@@ -182,7 +182,7 @@ class RoundWorkers:
         steps = pace.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
-        # Of a worker that was stopped, an exception that nothing proves to have ended it.
+        # A stopped worker's exception, without proof that it had ended the worker.
         supposed = worker.stopped is not None and error is None and index is None
         if supposed:
             index = printed_last(lines)
@@ -232,7 +232,7 @@ class RoundWorkers:
         """Ask workers (None: all that are left) to end.
 
         SIGTERM goes to each main process. Any other signal goes to its process group, as from a terminal: a shell that
-        runs the script in the foreground ends by Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
+        runs the script in the foreground ends on Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
         """
         for pid in self._chosen(local_ranks):
             self._stop(pid)
@@ -240,11 +240,11 @@ class RoundWorkers:
                 self._processes.signal(pid, signal.SIGTERM)
             else:
                 self._processes.signal_group(pid, number)
-            # A stopped process would not see it before its grace is over.
+            # A stopped process would not handle the signal before its grace is over.
             self._processes.signal(pid, signal.SIGCONT)
 
     def forward(self, number: int) -> list[int]:
-        """Pass a signal on to the workers that it does not end; return the ranks of the others."""
+        """Forward a signal to the workers that it does not end; return the ranks of the others."""
         spared = [worker.placement.rank for pid, worker in self._alive.items() if not heeds(pid, number)]
         for pid, worker in self._alive.items():
             if worker.placement.rank not in spared:
@@ -252,13 +252,13 @@ class RoundWorkers:
         return spared
 
     def kill(self, local_ranks: frozenset[int] | None = None) -> None:
-        """Kill workers (None: all that are left) with their whole sessions; their exits come as usual."""
+        """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual."""
         for pid in self._chosen(local_ranks):
             self._stop(pid)
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_late(self, expired: TimerExpired) -> None:
-        """Send the process whose timer has expired the signal that it asked for, if it is one of a worker's."""
+        """Send the requested signal to the process whose timer has expired, if it belongs to a worker."""
         try:
             sid = os.getsid(expired.pid)
         except ProcessLookupError:
@@ -279,10 +279,10 @@ class RoundWorkers:
                 os.kill(expired.pid, expired.number)
 
     def kill_stuck(self) -> None:
-        """Kill the workers that are left if all of them hang in their interpreter's lock."""
+        """Kill the remaining workers if all of them are deadlocked on their interpreter's lock."""
         stuck = self._watch.look(list(self._alive))
         if len(stuck) < len(self._alive):
-            return  # who still works may need the others
+            return  # a worker that still runs may need the others
         for pid in stuck:
             rank = self._alive[pid].placement.rank
             _log.error(
@@ -291,7 +291,7 @@ class RoundWorkers:
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_round(self) -> list[int]:
-        """Kill whatever the round's workers left behind; return the processes that could not be killed."""
+        """Kill everything that the round's workers left behind; return the processes that could not be killed."""
         stuck = self._end_sessions(set(self._sessions), AT_LAST)
         self._reaped.clear()
         return stuck
@@ -308,8 +308,8 @@ class RoundWorkers:
         ]
 
     def _leave_empty_sessions(self) -> None:
-        """Have to do no more with sessions of which nothing is left: their numbers may soon be somebody else's."""
-        with suppress(OSError):  # the round's end will look at them again
+        """Stop tracking sessions that are empty: their numbers may soon be reused by other processes."""
+        with suppress(OSError):  # checked again at the round's end
             self._forget(empty_sessions(self._sessions))
 
     def _end_sessions(self, sids: set[int], timeout: float) -> list[int]:
@@ -318,7 +318,7 @@ class RoundWorkers:
             reap_orphans(sids)
         except OSError as error:
             _log.warning("what workers have started may still run: %s", error)
-            return []  # the next round's end tries again, or the guard
+            return []  # retried at the next round's end, or by the guard
         if not stuck or timeout >= AT_LAST:
             self._forget(sids)
         return stuck

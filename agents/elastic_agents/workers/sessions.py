@@ -1,6 +1,6 @@
-"""Sessions of processes: each worker leads its own, which is ended whole, grandchildren included.
+"""Sessions of processes: each worker leads its own, which is ended as a whole, grandchildren included.
 
-Uses only the standard library's cheapest modules, since the guard imports it and must start at once.
+Uses only cheap standard library modules, since the guard imports this one and must start at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def session_members(sids: set[int]) -> list[int]:
 
 
 def empty_sessions(sids: set[int]) -> set[int]:
-    """Return those of the given sessions of which nothing runs.
+    """Return those of the given sessions in which no process runs.
 
-    Looks twice: a process that ends as it is looked at may just have started another one.
+    Looks twice: a process that ends while it is looked at may just have started another one.
     """
     empty = set(sids)
     for _ in range(2):
@@ -34,9 +34,9 @@ def empty_sessions(sids: set[int]) -> set[int]:
 
 
 def reap_orphans(sids: set[int]) -> None:
-    """Reap what has died in the given sessions and has become a child of this process, a subreaper perhaps.
+    """Reap dead processes of the given sessions that have become children of this process (if it is a subreaper).
 
-    Not the sessions' leaders: these are workers, whose exit codes somebody waits for.
+    Session leaders are skipped: they are workers, whose exit codes are awaited elsewhere.
     """
     me = os.getpid()
     for pid, state, parent, _ in list(_processes(sids)):
@@ -45,10 +45,10 @@ def reap_orphans(sids: set[int]) -> None:
 
 
 def dead_strangers() -> set[int]:
-    """Return children of this process that have died and that nobody has waited for, of sessions other than its own.
+    """Return dead children of this process that have not been waited for, of sessions other than its own.
 
-    A subreaper, or process 1 of a container, gets whatever workers have left behind, daemons with sessions of their own
-    included; those among them whom somebody here has started are waited for soon.
+    A subreaper, or process 1 of a container, inherits everything that workers have left behind, including daemons with
+    their own sessions. Some of these children were started by this process, and will soon be waited for elsewhere.
     """
     me, own = os.getpid(), os.getsid(0)
     return {pid for pid, state, parent, sid in _processes() if state == b"Z" and parent == me and sid != own}
@@ -59,17 +59,17 @@ def reap(pid: int) -> None:
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return  # another thread has done so
+        return  # another thread has already done it
 
 
 def _processes(sids: Set[int] | None = None) -> Iterator[tuple[int, bytes, int, int]]:
     """Yield pid, state, parent and session of each process (proc_pid_stat(5)), or of each in the given sessions.
 
-    A restart waits for this, and a host may have thousands of processes: to ask the kernel for a process' session takes
-    a fortieth of the time that it takes to read its file.
+    A restart waits for this, and a host may have thousands of processes: asking the kernel for a process' session takes
+    a fortieth of the time of reading its file.
 
     Raises:
-        OSError: if there are no descriptors left, or no memory.
+        OSError: if no descriptor or memory is left.
     """
     if sids is not None and not sids:
         return
@@ -80,38 +80,38 @@ def _processes(sids: Set[int] | None = None) -> Iterator[tuple[int, bytes, int, 
                     continue
             except ProcessLookupError:
                 continue
-            except PermissionError:  # by a security module, which may let it be read all the same
+            except PermissionError:  # denied by a security module, which may still allow reading the file
                 pass
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
-                # The command's name stands in parentheses and may hold any character.
+                # The command's name is in parentheses and may contain any character.
                 fields = file.read().rpartition(b")")[2].split()
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise
-            continue  # it has ended, or is hidden: somebody else's
+            continue  # it has ended, or is hidden because it belongs to another user
         if sids is None or int(fields[3]) in sids:
             yield pid, fields[0], int(fields[1]), int(fields[3])
 
 
 def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
-    """Kill sessions until nothing of them runs.
+    """Kill sessions until no process in them runs.
 
     Args:
-        timeout: seconds after which processes that the kernel cannot end (uninterruptible sleep) are given up.
+        timeout: seconds after which unkillable processes (in uninterruptible sleep) are given up.
 
     Returns:
         the processes given up.
 
     Raises:
-        OSError: if at the end processes could not be looked at.
+        OSError: if processes could not be listed at the end.
     """
     deadline = time.monotonic() + timeout
     delay = 0.001
     while sids:
         try:
             members = session_members(sids)
-        except OSError:  # for the moment
+        except OSError:  # possibly temporary
             if time.monotonic() > deadline:
                 raise
             time.sleep(delay)
@@ -121,7 +121,7 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
         for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # another user's, of sudo: it is given up in the end
+            except (ProcessLookupError, PermissionError):  # another user's (sudo): it is given up in the end
                 continue
         time.sleep(delay)
         delay = min(2 * delay, 0.05)

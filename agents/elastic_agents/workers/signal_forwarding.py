@@ -1,4 +1,4 @@
-"""Which signals a process takes without ending, and which do nothing to it."""
+"""Which signals a process survives, and which have no effect on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["heeds", "ignores"]
 
 _HARMLESS = (signal.SIGURG, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-"""Signals that do not end a process that has no handler for them (signal(7))."""
+"""Signals that do not end a process without a handler for them (signal(7))."""
 
 
 def heeds(pid: int, number: int) -> bool:
@@ -18,12 +18,12 @@ def heeds(pid: int, number: int) -> bool:
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Whether a signal would do nothing to a process."""
+    """Whether a signal would have no effect on a process."""
     return _in_mask("Ign", pid, number) or (number in _HARMLESS and not _in_mask("Cgt", pid, number))
 
 
 def _in_mask(name: str, pid: int, number: int) -> bool:
-    """Look into a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
+    """Check a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

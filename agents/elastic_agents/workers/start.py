@@ -1,4 +1,4 @@
-"""The start of a round's workers, one after the other, each as soon as there is a process for it."""
+"""Starts a round's workers one after the other, each as soon as a process is available for it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elastic_launch.system.descriptors import scarce
 __all__ = ["StaggeredStart", "while_scarce"]
 
 SCARCE = 3.0
-"""Seconds for which a worker is tried to be started while no descriptors are left."""
+"""Seconds for which starting a worker is retried while no descriptors are left."""
 
 
 @dataclass(slots=True)
 class StaggeredStart:
-    """A round of which workers are to be started.
+    """A round whose workers are being started.
 
     Attributes:
-        cause: of their start.
-        left: where those belong that are not started yet, in order.
-        envs: by local rank.
+        cause: why they are started.
+        left: placements of the workers that are not started yet, in order.
+        envs: environments by local rank.
     """
 
     number: int
@@ -32,12 +32,12 @@ class StaggeredStart:
     envs: dict[int, dict[str, str]]
 
     def ending(self, local_ranks: Collection[int] | None) -> list[int]:
-        """Return those of some workers (None: of all) that are not started yet, by local rank."""
+        """Return the local ranks of the given workers (None: all) that are not started yet."""
         return [place.local_rank for place in self.left if local_ranks is None or place.local_rank in local_ranks]
 
 
 def while_scarce(start: Callable[[], int], clock: Clock) -> int:
-    """Start a worker; try again for a moment where descriptors are lacking.
+    """Start a worker; retry for a moment while descriptors are lacking.
 
     Raises:
         OSError: if that is impossible.

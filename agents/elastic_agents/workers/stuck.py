@@ -1,9 +1,9 @@
-"""Whether a Python process hangs in its interpreter's lock: a thread that does not run holds it, another waits for it.
+"""Whether a Python process is deadlocked on the GIL: a thread that does not run holds it, another waits for it.
 
-So hang scripts that use DDP at their end: see :mod:`elastic_agents.warm._process_groups`. Workers that were executed
-run nothing of ours, so it is seen from outside: the main thread is never scheduled again, and a thread waits for the
-lock, with a time-out of 5 ms each time, as CPython does (take_gil in Python/ceval_gil.c). The lock is part of the
-interpreter's own data, so no other lock looks like it.
+Scripts that use DDP hang like this at exit: see :mod:`elastic_agents.warm._process_groups`. Executed workers run none
+of this project's code, so this is detected from outside: the main thread is never scheduled again, and a thread waits
+for the lock, with a timeout of 5 ms each time, as CPython does (take_gil in Python/ceval_gil.c). The lock is part of
+the interpreter's own data, so no other lock looks like it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 __all__ = ["LOOK_EVERY", "STUCK_AFTER", "StuckDetector"]
 
 LOOK_EVERY = 2.0
-"""Seconds between two looks at a process."""
+"""Seconds between two checks of a process."""
 
 STUCK_AFTER = 60.0
-"""Seconds for which a main thread must have stood still."""
+"""Seconds for which a main thread must not have run."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 """The number of futex(2), with which threads wait for locks."""
@@ -31,8 +31,8 @@ class _Seen:
 
     Attributes:
         switches: how often it had run.
-        since: when that was first seen.
-        looks, waited: how often it was looked at, and how often a thread waited for the lock then.
+        since: when this was first seen.
+        looks, waited: number of checks, and in how many of them a thread waited for the lock.
     """
 
     switches: int
@@ -42,13 +42,13 @@ class _Seen:
 
 
 class StuckDetector:
-    """Looks at processes now and then; :meth:`look` is to be called every LOOK_EVERY seconds."""
+    """Checks processes periodically; :meth:`look` must be called every LOOK_EVERY seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, pids: list[int]) -> list[int]:
-        """Return those of the processes that hang in their interpreter's lock; others are forgotten."""
+        """Return those of the processes that are deadlocked on their interpreter's lock; forget all others."""
         self._seen = {pid: self._looked(pid) for pid in pids}
         return [pid for pid, seen in self._seen.items() if _hangs(seen)]
 
@@ -63,26 +63,26 @@ class StuckDetector:
 
 
 def _hangs(seen: _Seen) -> bool:
-    # Who waits may just be awake.
+    # A waiting thread may just be awake.
     return seen.waited > seen.looks / 2 and time.monotonic() - seen.since >= STUCK_AFTER
 
 
 def _switches(pid: int) -> int:
-    """How often the main thread has left a processor; -1 if that cannot be known."""
+    """How often the main thread has left a CPU; -1 if that is unknown."""
     lines = _read(f"/proc/{pid}/task/{pid}/status").splitlines()
     counts = [int(line.split()[1]) for line in lines if "voluntary_ctxt_switches:" in line]
     return sum(counts) if len(counts) == 2 else -1
 
 
 def _waits_for_interpreter(pid: int) -> bool:
-    """Whether a thread waits, with a time-out, for a lock in the data of Python itself."""
+    """Whether a thread waits, with a timeout, for a lock in Python's own data."""
     try:
         threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return False
     data: list[range] | None = None
     for thread in threads:
-        # proc(5): number, arguments, stack pointer, program counter; futex(2): address, operation, value, time-out.
+        # proc(5): number, arguments, stack pointer, program counter; futex(2): address, operation, value, timeout.
         call = _read(f"/proc/{pid}/task/{thread}/syscall").split()
         if thread != pid and len(call) == 9 and call[0] == str(_FUTEX) and int(call[4], 16):
             data = _data_of_python(pid) if data is None else data
@@ -92,7 +92,7 @@ def _waits_for_interpreter(pid: int) -> bool:
 
 
 def _data_of_python(pid: int) -> list[range]:
-    """Where the writable data of the interpreter lies."""
+    """The address ranges of the interpreter's writable data."""
     found = []
     for line in _read(f"/proc/{pid}/maps").splitlines():
         where, access, _, _, _, *path = line.split(maxsplit=5)

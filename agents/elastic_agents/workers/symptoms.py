@@ -1,9 +1,9 @@
-"""Telling what follows from another rank's failure apart from a failure of its own, by what the worker said last.
+"""Tells consequences of another rank's failure from a worker's own failure, by the worker's last output.
 
-When a rank ends, the others' collectives break; when it hangs, they time out. Often these end first. Their errors tell
-that something is wrong elsewhere, so they are never the root cause as long as another error is known.
+When a rank ends, the others' collectives break; when it hangs, they time out. Often these end first. Their errors show
+that something is wrong elsewhere, so they are never the root cause while another error is known.
 
-The words are those of torch 2.13 (gloo, NCCL, TCPStore) and of Python; the tests have real processes say them.
+The texts are those of torch 2.13 (gloo, NCCL, TCPStore) and of Python; the tests make real processes print them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TYPES = {
     "BrokenPipeError": BROKEN_CONNECTION,
     "TimeoutError": TIME_OUT,
 }
-"""Exceptions that say it by their type."""
+"""Exception types that are symptoms."""
 
 _SPEAKERS = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Exceptions of torch.distributed; others that use the same words mean something else."""
+"""Exceptions of torch.distributed; the same words in other exceptions mean something else."""
 
 _TIME_OUTS = re.compile(
     r"Timed out (waiting \d+ms|after \d+ seconds waiting for clients)"
@@ -44,7 +44,7 @@ _BROKEN = re.compile(
 
 
 def symptom_in(error: str) -> str:
-    """Return what an exception, as ``Type: message``, is a symptom of; empty if of none."""
+    """Return what an exception, as ``Type: message``, is a symptom of; empty if it is not a symptom."""
     kind, _, message = error.partition(":")
     name = kind.strip().rpartition(".")[2]
     if name in _TYPES:
@@ -55,7 +55,7 @@ def symptom_in(error: str) -> str:
 
 
 def symptom_of_abort(stderr: str) -> str:
-    """Return what an abort is a symptom of, by the output: NCCL's watchdog ends a process without an exception."""
+    """Return what an abort is a symptom of, by its output: NCCL's watchdog ends a process without an exception."""
     return _said(stderr) if "DistBackendError" in stderr or "Watchdog" in stderr else ""
 
 

@@ -1,8 +1,8 @@
-"""The watchdog of torch.distributed.elastic.timer: workers set timers, and one whose timer expires is ended.
+"""The watchdog of torch.distributed.elastic.timer: workers set timers, and a worker whose timer expires is ended.
 
-``TORCHELASTIC_ENABLE_FILE_TIMER=1`` in the agent's environment asks for it. Workers write their timers into a named
-pipe, by torch's ``FileTimerClient``, as JSON lines: ``{"pid", "scope_id", "expiration_time", "signal"}``. The time is
-by the host's wall clock, below 0 the timer is released. torch's own ``FileTimerServer`` ends its agent with the worker.
+``TORCHELASTIC_ENABLE_FILE_TIMER=1`` in the agent's environment enables it. Workers write their timers to a named pipe,
+through torch's ``FileTimerClient``, as JSON lines: ``{"pid", "scope_id", "expiration_time", "signal"}``. The time is by
+the host's wall clock; below 0, the timer is released. torch's own ``FileTimerServer`` ends its agent with the worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("elastic_launch.agent")
 ENV_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 ENV_FILE = "TORCHELASTIC_TIMER_FILE"
-"""The path of the named pipe; the workers find it there, too."""
+"""The variable with the path of the named pipe, in the agent's and the workers' environment."""
 
 MOST_TIMERS = 10_000
 
@@ -41,11 +41,11 @@ _NOT_READ = "a timer in {} is not understood, and not set ({}): {!r} (said once)
 
 @dataclass(frozen=True, slots=True)
 class TimerExpired:
-    """A process has not released a timer in time.
+    """A process did not release a timer in time.
 
     Attributes:
         scope: the timer's name.
-        number: of the signal that the process asked for; 0 for none.
+        number: of the signal that the process requested; 0 for none.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class TimerExpired:
 
 @dataclass(frozen=True, slots=True)
 class TimerRequest:
-    """What a worker writes.
+    """A worker's request.
 
     Attributes:
         expires: by the wall clock; below 0: the timer is released.
@@ -69,7 +69,7 @@ class TimerRequest:
 
 
 def read_request(line: bytes) -> TimerRequest:
-    """Read a line, which any process may have written.
+    """Parse a line, which any process may have written.
 
     Raises:
         ValueError: if it is not a request.
@@ -91,16 +91,16 @@ def read_request(line: bytes) -> TimerRequest:
 
 
 class Timers:
-    """The timers that are set, by process and name."""
+    """The active timers, by process and name."""
 
     def __init__(self) -> None:
         self._set: dict[tuple[int, str], tuple[float, int]] = {}
 
     def change(self, request: TimerRequest, ahead: float) -> None:
-        """Set or release a timer as a worker asks.
+        """Set or release a timer at a worker's request.
 
         Args:
-            ahead: seconds by which the clock that timers are judged by is ahead of the wall clock.
+            ahead: seconds by which the clock used for timers is ahead of the wall clock.
         """
         key = request.pid, request.scope
         if request.expires < 0:
@@ -109,9 +109,9 @@ class Timers:
             self._set[key] = (request.expires + ahead, request.number)
 
     def expired(self, now: float) -> list[TimerExpired]:
-        """Return the processes whose timers have expired, each once, and release these.
+        """Return the processes whose timers have expired, each once, and release those timers.
 
-        Of several timers of a process the first that asks for a signal counts.
+        If several timers of a process have expired, the first that requests a signal counts.
         """
         due = sorted((expires, key) for key, (expires, _) in self._set.items() if expires <= now)
         found: dict[int, TimerExpired] = {}
@@ -128,7 +128,7 @@ class Timers:
 
 @contextmanager
 def watchdog(put: Callable[[TimerExpired], object]) -> Iterator[None]:
-    """Watch the workers' timers, if that is asked for, and have workers find where to set them.
+    """Watch the workers' timers, if that is enabled, and pass the workers the path of the pipe.
 
     Args:
         put: called from the watchdog's thread.
@@ -160,12 +160,12 @@ def watchdog(put: Callable[[TimerExpired], object]) -> Iterator[None]:
 
 
 def _pipe(path: str) -> int:
-    """Make a named pipe in the place of one that is there, and return a descriptor to read from it."""
+    """Replace any existing named pipe by a new one, and return a descriptor to read from it."""
     try:
         if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):
             os.unlink(path)
         os.mkfifo(path, 0o600)
-        # Opened for writing, too: else poll() reports a hang-up whenever no worker writes.
+        # Opened for writing, too: otherwise poll() reports a hang-up whenever no worker writes.
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(
@@ -188,7 +188,7 @@ def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], obje
             *lines, pending = (pending + os.read(source, 65536)).split(b"\n")
             for line in lines:
                 try:
-                    # The wall clock may be set later, and is read once for each timer.
+                    # The wall clock may be set later, so it is read once for each timer.
                     timers.change(read_request(line), time.monotonic() - time.time())
                 except ValueError as error:
                     if not told:
