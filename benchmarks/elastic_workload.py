@@ -1,4 +1,4 @@
-"""The same training as workload.py, by this project's library: what it notes is the same, what it loses is less."""
+"""The same training as workload.py, with this project's library: it logs the same, and loses less."""
 
 # ruff: noqa: E402
 import time

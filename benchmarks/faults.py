@@ -1,6 +1,7 @@
-"""What launches, faults and changes of the world cost: elastic-launch and torchrun in turn, on one machine, in one run.
+"""Measures what launches, faults and changes of the world cost: elastic-launch and torchrun in turn, on one machine.
 
-Prints medians and ratios as Markdown tables, and where the time goes from a fault to the next step; asserts no figure.
+Prints medians and ratios as Markdown tables, and a breakdown of the time from a fault to the next step. Asserts
+nothing.
 
     python benchmarks/faults.py --runs 5 --json faults.json
 """
@@ -20,23 +21,23 @@ from recovery import Before, launched, recovered
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run
 
 ENOUGH = 35
-"""Steps before a fault: snapshots have found their rhythm, and the plain script's last one is five steps old."""
+"""Steps before a fault: by then snapshots are regular, and the plain script's last checkpoint is five steps old."""
 
 FROZEN_LIMIT = 40.0
-"""Seconds within which somebody must have noticed that a node is frozen."""
+"""Seconds within which a launcher must have detected that a node is frozen."""
 
 SECTION = "faults"
 
 
 def measure_launch(new_job: NewJob, who: str) -> Figures:
-    """One node, two workers, from just before the launcher's start."""
+    """One node, two workers, timed from just before the launcher starts."""
     with new_job() as job:
         _pid, began = start_alone(job, who)
         return launched(job, began)
 
 
 def measure_worker_killed(new_job: NewJob, who: str) -> Figures:
-    """SIGKILL of rank 1 from outside."""
+    """SIGKILL of rank 1, sent from outside."""
     with new_job() as job:
         start_alone(job, who)
         job.step(0, 2, ENOUGH)
@@ -73,7 +74,7 @@ def node_struck(new_job: NewJob, who: str, number: signal.Signals) -> Figures:
 
 
 def measure_scale_up(new_job: NewJob, who: str) -> Figures:
-    """One node trains, and a second one is started."""
+    """One node trains; a second one is started."""
     with new_job() as job:
         nodes = Nodes(job, who)
         nodes.start("host")
@@ -84,7 +85,7 @@ def measure_scale_up(new_job: NewJob, who: str) -> Figures:
 
 
 def measure_sigterm(new_job: NewJob, who: str) -> Figures:
-    """Two nodes train, and the agent of the one that does not host the run gets SIGTERM."""
+    """Two nodes train; the agent of the one that does not host the run gets SIGTERM."""
     with new_job() as job:
         nodes = Nodes(job, who)
         nodes.start("host")
@@ -97,14 +98,14 @@ def measure_sigterm(new_job: NewJob, who: str) -> Figures:
 
 
 def launch_one_node(new_job: NewJob, who: str, nproc: int) -> float:
-    """From just before the start of one node of 1:1 to the first step."""
+    """Time from just before the start of one node of 1:1 to the first step."""
     with new_job() as job:
         began = Nodes(job, who, "1:1").start("host", nproc).began
         return float(job.step(0, nproc)["clock"]) - began
 
 
 def measure_two_nodes(new_job: NewJob, who: str) -> Figures:
-    """What two nodes of 1:4 with a worker each need more than one of 1:1, with one worker and with as many workers."""
+    """Extra time of two nodes of 1:4, one worker each, compared with one node of 1:1 that has one worker or as many."""
     one, two = launch_one_node(new_job, who, 1), launch_one_node(new_job, who, 2)
     with new_job() as job:
         nodes = Nodes(job, who, "1:4")
@@ -115,7 +116,7 @@ def measure_two_nodes(new_job: NewJob, who: str) -> Figures:
 
 
 def measure_footprint(new_job: NewJob, who: str, seconds: float) -> Figures:
-    """What the agent and its helpers take while two workers train."""
+    """What the agent and its helpers use while two workers train."""
     with new_job() as job:
         return footprint.measure(job, who, seconds)
 
@@ -131,7 +132,7 @@ def lost(what: str, goal: Goal | None = None) -> Row:
 
 
 def changed(what: str, most: float) -> tuple[Row, ...]:
-    """Rows of a planned change, which costs our library no step."""
+    """Rows of a planned change, which costs this project's library no step."""
     return (
         Row("begin", f"{what}: last step -> script begins again"),
         Row("new", f"{what}: last step -> next new step", Goal(most=most)),
@@ -180,7 +181,7 @@ TWO_NODES = (
 
 
 def scenarios(seconds: float) -> dict[str, Scenario]:
-    """Everything there is to measure.
+    """All scenarios.
 
     Args:
         seconds: for which agents are watched.

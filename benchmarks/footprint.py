@@ -1,4 +1,4 @@
-"""What an agent takes from the training: memory and CPU of all its processes but the workers and their children."""
+"""Memory and CPU of all processes of an agent, except the workers and their children."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["measure"]
 
 SAMPLES = 10
 SETTLED = 200
-"""Steps after which the start is over: what an agent prepares for later it prepares in the first seconds."""
+"""Steps after which startup is over: the agent prepares everything for later in the first seconds."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -21,9 +21,9 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
     """Watch an agent while its two workers train.
 
     Returns:
-        MiB of memory, shared pages by their share (PSS): of all processes together, the median and the most of ten
-        looks; with the workers and their children, the median; CPU seconds in 20 s, those of short-lived children
-        included; their number.
+        MiB of memory, with shared pages counted by their share (PSS): of all processes together, the median and the
+        maximum of ten samples; with the workers and their children, the median; CPU seconds in 20 s, including those of
+        short-lived children; the number of processes.
     """
     agent, _began = start_alone(job, who, 2, *options)
     for rank in (0, 1):
@@ -54,7 +54,7 @@ def _helpers(job: Job, agent: int) -> list[int]:
 
 
 def _pss(pid: int) -> int:
-    """Bytes; 0 of a process that is gone."""
+    """Bytes; 0 if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def _pss(pid: int) -> int:
 
 
 def _cpu(pids: list[int]) -> dict[int, float]:
-    """CPU seconds of each, with those of the children that it has reaped."""
+    """CPU seconds of each, including the children that it has reaped."""
     found = {}
     for pid in pids:
         try:

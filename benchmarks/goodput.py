@@ -1,9 +1,10 @@
 """Goodput under a schedule of faults: elastic-launch and torchrun one after the other, same seeds, same schedule.
 
-Goodput is productive time / total time. Total is the time of the schedule, from the first step on; productive is the
-time in steps that were kept, from each process' step to its next one. A process' first step counts as its median one.
-Steps that were done again later do not count, and nothing between two processes does: as in docs/reference/ledger.md,
-but measured from outside, by the lines that the script writes, for both launchers alike.
+Goodput is productive time / total time. Total is the time of the schedule, from the first step on. Productive is the
+time in steps that were kept, each from the process' previous step. A process' first step counts as long as its median
+step. Steps that were repeated later do not count, and neither does the time between two processes. The definition is
+that of docs/reference/ledger.md, but measured from outside, from the lines that the script writes, for both launchers
+alike.
 
     python benchmarks/goodput.py --seconds 300 --json goodput.json
 """
@@ -32,13 +33,13 @@ SEED = 0
 OFF = 0.5
 GOALS = {"kill-10": Goal(least=97), "kill-30": Goal(least=98.5)}
 AWAY = 1 / 4
-"""Share of the interval for which a lost node stays away."""
+"""Fraction of the interval for which a lost node stays away."""
 RECENT = 1.0
-"""Seconds within which a process that trains has done a step."""
+"""Seconds within which a training process must have done a step."""
 LAST = 200
-"""Steps whose mean loss is the final one."""
+"""Number of steps whose mean loss is the final loss."""
 SLACK = 120.0
-"""Seconds for a launch and an end, in addition to the schedule's."""
+"""Seconds for launch and shutdown, in addition to the schedule's."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Schedule:
 
     Attributes:
         kind: ``kill``: a worker is killed, ranks 0 and 1 in turn; ``node``: one of two nodes is lost with all its
-            processes, and started again a quarter of the interval later; ``none``.
-        every: seconds between them.
+            processes, and restarted a quarter of the interval later; ``none``.
+        every: seconds between faults.
     """
 
     kind: str
@@ -76,14 +77,14 @@ class Schedule:
         return cls(found[1], float(found[2]))
 
     def times(self, began: float, until: float) -> list[float]:
-        """Moments of the faults: up to half a second off, the same for all, so that none keeps time with snapshots."""
+        """Times of the faults: up to half a second off, alike for all launchers, to avoid the rhythm of snapshots."""
         number = int((until - began) / self.every - 1e-9) if self.every else 0
         source = random.Random(SEED)
         return [began + self.every * (n + 1) + source.uniform(-OFF, OFF) for n in range(number)]
 
 
 def measure(new_job: NewJob, who: str, schedule: Schedule, seconds: float) -> Figures:
-    """Train for so many seconds from the first step on, and have the schedule's faults happen."""
+    """Train for this many seconds from the first step on, with the schedule's faults."""
     with new_job() as job:
         if schedule.kind == "node":
             nodes = Nodes(job, who)
@@ -113,9 +114,9 @@ def measure(new_job: NewJob, who: str, schedule: Schedule, seconds: float) -> Fi
 
 
 def disturb(job: Job, times: list[float], until: float, strike: Callable[[int, float], bool]) -> int:
-    """Have a fault at each moment; return how many there were.
+    """Cause a fault at each time; return how many there were.
 
-    One that finds nobody training comes as soon as somebody does, or, if the next one's time is there, not at all.
+    If no process trains then, the fault comes as soon as one does; if the next fault is already due, it is skipped.
     """
     struck = 0
     for number, (at, following) in enumerate(pairwise([*times, until])):
@@ -142,7 +143,7 @@ def lose_node(job: Job, nodes: Nodes, guests: list[Node], away: float, _number: 
 
 
 def training(job: Job, rank: int, deadline: float) -> Record | None:
-    """The last step of a rank that trains in a world of two, as soon as one does."""
+    """Wait for a rank to train in a world of two, and return its last step."""
     while job.running and time.monotonic() < deadline:
         steps = [record for record in job.steps.read() if record["rank"] == rank and record["step"]]
         if steps and steps[-1]["world"] == 2 and time.monotonic() - steps[-1]["clock"] < RECENT:
@@ -152,7 +153,7 @@ def training(job: Job, rank: int, deadline: float) -> Record | None:
 
 
 def productive_steps(noted: list[Record]) -> tuple[list[Record], float]:
-    """Return the steps of rank 0 that were not done again later, and the seconds spent in them."""
+    """Return rank 0's steps that were not repeated later, and the seconds spent in them."""
     steps = [record for record in noted if record["step"]]
     took: dict[int, list[float]] = {}
     duration: dict[tuple[int, int], float] = {}
@@ -201,7 +202,7 @@ def main() -> int:
     )
     args = options.parse_args()
     args.timeout = args.seconds + SLACK
-    args.cold = True  # in minutes the files are in memory anyway
+    args.cold = True  # after minutes, the files are cached anyway
     chosen = args.schedule or [Schedule("kill", 10), Schedule("kill", 30), Schedule("node", 60)]
     scenarios = {
         each.name: Scenario(partial(measure, schedule=each, seconds=args.seconds), ALL, rows(each)) for each in chosen

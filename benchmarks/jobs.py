@@ -1,6 +1,6 @@
-"""Launchers started for a benchmark: watched, and ended with all that they started.
+"""Runs launchers for a benchmark: watches them, and ends them with all processes that they started.
 
-Every time is taken by the monotonic clock, which all processes of a Linux host share. Every wait is bounded.
+All times are from the monotonic clock, which all processes of a Linux host share. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ CPUS = os.cpu_count() or 1
 IDLE_SHARE = 0.1
 IDLE_SAMPLE = 1.0
 PR_SET_CHILD_SUBREAPER = 36
-# Of the environment, what would change a launch; and what makes both sides' launches alike.
+# Variables that would change a launch are removed, so that both launchers start alike.
 DROPPED = ("PET_", "TORCH", "ELASTIC_LAUNCH_", "MASTER_", "GLOO_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
-# Installed packages have their bytecode; with this, an editable install would be compiled anew at every start.
+# Installed packages come with bytecode; with this variable, an editable install would be compiled at every start.
 COMPILES_ANEW = "PYTHONDONTWRITEBYTECODE"
 COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 Record = dict[str, Any]
 Figures = dict[str, float]
-"""What one measurement gives, by key."""
+"""The figures of one measurement, by key."""
 
 
 class Missing(Exception):
-    """A measurement gave no figure."""
+    """A measurement returned no figure."""
 
 
 class Stopped(Exception):
@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 @dataclass
 class Stop:
-    """Which signal asked us to stop, if one did."""
+    """The signal that asked the benchmark to stop, if any."""
 
     number: int = 0
 
@@ -69,7 +69,7 @@ class Stop:
 
 
 class Tail:
-    """The whole lines of a file of JSON lines that grows, or is not there yet."""
+    """The complete lines of a JSON lines file that grows, or does not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class Tail:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds spent on this machine or stolen from it by its host, and those of them that our children had."""
+    """CPU seconds spent on this machine or stolen by its host, and the part of them spent by this process' children."""
     numbers = map(int, Path("/proc/stat").read_text().split()[1:9])
     user, nice, system, _idle, _iowait, irq, softirq, steal = numbers
     spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -98,10 +98,10 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 class Others:
-    """What others use of the machine's CPU while measurements run.
+    """How much of the machine's CPU other programs use during measurements.
 
     Args:
-        patience: seconds to wait before a measurement until they use little.
+        patience: seconds to wait for an idle moment before a measurement.
     """
 
     def __init__(self, patience: float) -> None:
@@ -110,7 +110,7 @@ class Others:
 
     @property
     def share(self) -> float:
-        """Their part of the CPU in all measurements so far, from 0 to 1."""
+        """The fraction of the CPU used by others in all measurements so far, from 0 to 1."""
         return max(0.0, self._used / self._offered) if self._offered else 0.0
 
     def begin(self, stop: Stop) -> None:
@@ -118,7 +118,7 @@ class Others:
         self._began, self._before = time.monotonic(), cpu_seconds()
 
     def end(self) -> None:
-        """Only when all children are reaped, whose part is not known before."""
+        """Call only when all children are reaped: their CPU time is not known before."""
         spent, ours = cpu_seconds()
         self._used += spent - self._before[0] - (ours - self._before[1])
         self._offered += (time.monotonic() - self._began) * CPUS
@@ -134,12 +134,12 @@ class Others:
 
 
 class Job:
-    """The launchers of one measurement, what they left in the measurement's directory, and their end.
+    """The launchers of one measurement, and the files in the measurement's directory; ends the launchers.
 
     Args:
-        stop: looked at while waiting.
+        stop: checked while waiting.
         timeout: seconds that the whole measurement may take.
-        others: told when the measurement begins and ends.
+        others: notified when the measurement begins and ends.
     """
 
     def __init__(self, stop: Stop, timeout: float, others: Others) -> None:
@@ -168,12 +168,12 @@ class Job:
             self._temporary.cleanup()
 
     def script(self, workload: str, *options: str, sleep: float = STEP_SLEEP) -> list[str]:
-        """The command of a workload that notes its steps, with further options."""
+        """The command of a workload that logs its steps, with further options."""
         noted = ["--file", str(self.directory / "steps.jsonl"), "--sleep", str(sleep)]
         return [str(Path(__file__).resolve().with_name(workload)), *noted, *options]
 
     def start(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[int, float]:
-        """Start a launcher; return its pid and the moment just before."""
+        """Start a launcher; return its pid and the time just before the start."""
         env = {name: value for name, value in os.environ.items() if not name.startswith((*DROPPED, COMPILES_ANEW))}
         env |= {**COMMON, **(environ or {}), "TMPDIR": str(self.directory)}
         with (self.directory / f"output-{len(self._launchers)}.log").open("wb") as output:
@@ -185,29 +185,29 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the benchmark alone
+                start_new_session=True,  # Ctrl-C reaches only the benchmark
             )
         self._launchers.append((shlex.join(command), process))
         return process.pid, began
 
     def limit(self, seconds: float) -> None:
-        """Wait no longer than so many seconds from now."""
+        """Limit waiting to this many seconds from now."""
         self._timeout = seconds
         self._deadline = time.monotonic() + seconds
 
     @property
     def running(self) -> bool:
-        """Whether a launcher is."""
+        """Whether a launcher is running."""
         return any(process.poll() is None for _command, process in self._launchers)
 
     def sleep(self, until: float) -> None:
-        """Wait for a moment of the monotonic clock, or for the end of all launchers."""
+        """Wait until a time of the monotonic clock, or until all launchers have ended."""
         while (left := until - time.monotonic()) > 0 and self.running:
             self._stop.check()
             time.sleep(min(left, 10 * POLL))
 
     def step(self, rank: int, world: int, at_least: int = 1, other_than: Collection[int] = ()) -> Record:
-        """Wait for a rank's first step with this world size, by none of these processes."""
+        """Wait for a rank's first step with this world size, excluding these processes."""
         wanted = f"rank {rank} of {world} to do step {at_least}" + (" after its restart" if other_than else "")
         return self._wait(
             wanted,
@@ -220,14 +220,14 @@ class Job:
         return self._wait(wanted, self.steps, match)
 
     def event(self, source: str, name: str, after: float = 0.0, **fields: object) -> Record:
-        """Wait for the first event of this name, with these fields, in a node's log, after a moment."""
+        """Wait for the first event of this name and with these fields in a node's log, after a given time."""
         wanted = {"event": name, **fields}
         return self._wait(
             f"{name} of {source}", self._log(source), lambda x: x["clock"] > after and wanted.items() <= x.items()
         )
 
     def events(self, source: str) -> list[Record]:
-        """All events of a node of ours so far; none if it is not ours."""
+        """All events so far of a node of elastic-launch; none for another launcher."""
         return self._log(source).read()
 
     def _log(self, source: str) -> Tail:
@@ -255,12 +255,12 @@ class Job:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below one; below this one also orphans, as it is their subreaper."""
+    """All descendants of a process; for this process also orphans, as it is their subreaper."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # The name, in parentheses, may hold anything.
+                # The name, in parentheses, may contain anything.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
@@ -274,10 +274,10 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all of them, and what they start meanwhile.
+    """Kill and reap all descendants, and what they start meanwhile.
 
     Raises:
-        RuntimeError: if some are still there after KILL_TIMEOUT.
+        RuntimeError: if some still exist after KILL_TIMEOUT.
     """
     deadline = time.monotonic() + KILL_TIMEOUT
     while pids := descendants(os.getpid()):
@@ -298,14 +298,14 @@ def kill(pid: int) -> None:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Signal processes, those that are gone left out."""
+    """Signal processes; those that are gone are skipped."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def become_subreaper() -> None:
-    """Have the orphans among our descendants handed to us, so that none is lost sight of."""
+    """Make orphans among our descendants our children, so that none escapes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         number = ctypes.get_errno()
@@ -313,7 +313,7 @@ def become_subreaper() -> None:
 
 
 def program(name: str) -> str:
-    """A console script of the environment whose Python runs this."""
+    """The path of a console script in the environment whose Python runs this."""
     return str(Path(sys.executable).with_name(name))
 
 

@@ -1,4 +1,4 @@
-"""Who is measured, and how each is started: the two launchers with the two scripts, on one node or as one of two."""
+"""The contenders, and how each is started: two launchers with two scripts, on one node or as one of two."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jobs import RUN_ID, Job, descendants, free_port, program, signal_all
 __all__ = ["ALL", "BOTH", "CONTENDERS", "Contender", "Node", "Nodes", "start_alone"]
 
 RESTARTS = ["--max-restarts", "1000"]
-"""Given to all: torchrun's default would end a run with its first fault."""
+"""Passed to all: with torchrun's default, the first fault would end a run."""
 
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, torch 2.13 often hangs after a restart."""
 
 PATIENT = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""torch takes whole seconds only; of one second, a node that is late by two would be lost."""
+"""torch accepts whole seconds only; with one second, a node that is two seconds late would be lost."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Contender:
 
     Attributes:
         ours: whether it is elastic-launch; its settings are the defaults.
-        library: whether the script trains by this project's library; else it saves and loads by itself.
-        options: further ones of the launcher.
+        library: whether the script trains with this project's library; otherwise it saves and loads by itself.
+        options: additional options of the launcher.
         conf: of its rendezvous, with several nodes.
     """
 
@@ -44,7 +44,7 @@ class Contender:
         return job.script("workload.py", "--snapshot", str(job.directory / "snapshot.pt"), *options)
 
     def start(self, job: Job, nproc: int, node: str, options: list[str], script: list[str]) -> tuple[int, float]:
-        """Start an agent; return its pid and the moment just before."""
+        """Start an agent; return its pid and the time just before the start."""
         common = ["--nproc-per-node", str(nproc), "--rdzv-id", RUN_ID, *RESTARTS, *self.options, *options]
         if self.ours:
             own = ["--node-id", node, "--log-dir", str(job.directory / "logs")]
@@ -65,7 +65,7 @@ BOTH = ("ours", "torchrun")
 
 
 def start_alone(job: Job, who: str, nproc: int = 2, *options: str) -> tuple[int, float]:
-    """Start a run of one node, the script with further options; return the agent's pid and the moment just before."""
+    """Start a run of one node with additional script options; return the agent's pid and the time just before."""
     contender = CONTENDERS[who]
     return contender.start(job, nproc, "host", ["--standalone"], contender.script(job, *options))
 
@@ -78,7 +78,7 @@ class Node:
     began: float
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal all of them, the agent first, as when a host freezes or loses its power."""
+        """Signal all of them, the agent first, as when a host freezes or loses power."""
         below = descendants(self.pid)
         signal_all([self.pid, *below], number)
 
@@ -87,7 +87,7 @@ class Nodes:
     """A run of several nodes, all on this host.
 
     Args:
-        nnodes: least and most, as the flag has them.
+        nnodes: minimum and maximum, as in the flag.
     """
 
     def __init__(self, job: Job, who: str, nnodes: str = "1:2") -> None:

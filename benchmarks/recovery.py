@@ -1,7 +1,7 @@
-"""From a fault, or a change, to the step that follows: how long each part of the way took.
+"""Breaks down the time from a fault, or a change, to the next step.
 
-The script's lines tell what it does, for any launcher; before, the events of the node named ``host`` tell what ours
-does.
+The script's lines show its own phases, for any launcher; the events of the node named ``host`` show the phases before
+that, for elastic-launch only.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ PHASES = (
     "first step",
     "new step",
 )
-"""In order; ``until begin`` is the sum of those before it, which are known of ours alone."""
+"""In order; ``until begin`` is the sum of those before it, which are known for elastic-launch only."""
 
 MARKS = ("begin", "imported", "initialized", "restored")
-"""Those of a script that has come to its first step."""
+"""The marks of a script that has reached its first step."""
 
 NOTICED = ("worker_exited", "node_lost", "round_broken")
 
 
 class Before:
-    """Who trained before a fault or a change."""
+    """The processes that trained before a fault or a change."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.pids = {record["pid"] for record in job.steps.read()}
 
     def last(self) -> Record:
-        """The last step that they did; only once others train."""
+        """Their last step; valid only once others train."""
         return max(
             (record for record in self._job.steps.read() if record["pid"] in self.pids and record["step"]),
             key=lambda record: (record["step"], record["clock"]),
@@ -46,7 +46,7 @@ class Before:
 
 
 def launched(job: Job, began: float, world: int = 2) -> Figures:
-    """The first start of a run: from its launcher's start to rank 0's script and first step."""
+    """The first start of a run: from the launcher's start to rank 0's script and first step."""
     first = job.step(0, world)
     marks = _marks(job, first["pid"])
     moments = {"until begin": marks["begin"], **_own_phases(marks), "first step": first["clock"]}
@@ -54,14 +54,14 @@ def launched(job: Job, began: float, world: int = 2) -> Figures:
 
 
 def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figures:
-    """What it cost until a world of a size trained.
+    """The time until a world of the given size trained.
 
     Args:
         fault: when it happened; None: a planned change, counted from the last step before it.
 
     Returns:
-        seconds to the begin of rank 0's next script, to its first step and to the first step that is new; ``lost``
-        steps done before that were done again; phases.
+        seconds to the start of rank 0's next script, to its first step and to the first new step; ``lost``: earlier
+        steps that were repeated; phases.
     """
     first = job.step(0, world, other_than=before.pids)
     last = before.last()
@@ -99,7 +99,7 @@ def _own_phases(marks: dict[str, float]) -> dict[str, float]:
 
 
 def _launcher_phases(events: list[Record], since: float, begin: float, *, planned: bool) -> dict[str, float]:
-    """Ends of what ours does until the script begins; nothing of a launcher without events."""
+    """Ends of elastic-launch's phases until the script starts; empty for a launcher without events."""
     within = [event for event in events if since < event["clock"] < begin]
     formed = [event["clock"] for event in within if event["event"] == "round_formed"]
     if not formed:
@@ -116,7 +116,7 @@ def _launcher_phases(events: list[Record], since: float, begin: float, *, planne
 
 
 def _durations(since: float, moments: dict[str, float]) -> Figures:
-    """Seconds from each moment to the next; that of the script's begin from the very first."""
+    """Seconds from each moment to the next; the script's start is counted from the very first."""
     durations, at = {}, since
     for name in PHASES:
         if name not in moments:

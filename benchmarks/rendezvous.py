@@ -50,7 +50,7 @@ Record = dict[str, Any]
 
 
 class Missing(Exception):
-    """A measurement gave no figure."""
+    """A measurement returned no figure."""
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Etcd:
-    """What an etcd server counts by itself."""
+    """An etcd server's own counters."""
 
     def __init__(self, member: Member) -> None:
         self._url = f"{member.url}/metrics"
@@ -116,7 +116,7 @@ class Job:
             self._receive(process, pipe, START_TIMEOUT)
 
     def tell(self, *command: Any) -> float:
-        """Tell all; return when."""
+        """Send a command to all processes; return when."""
         now = time.monotonic()
         for _, pipe in self._hosts:
             pipe.send(command)
@@ -141,7 +141,7 @@ class Job:
         return max(report["at"] for report in reports), max(report["rounds"] for report in reports)
 
     def lose(self) -> tuple[float, Counter[str]]:
-        """Kill a node that does not lead; return when, and what it had counted."""
+        """Kill a node that is not the leader; return when, and its counters."""
         last_leads = bool(self._ask(*self._hosts[-1], "leads"))
         process, pipe = self._hosts.pop(0 if last_leads else -1)
         counted = Counter[str](self._ask(process, pipe, "count"))
@@ -175,10 +175,10 @@ def free_endpoint() -> str:
 
 
 def own_network() -> bool:
-    """Move to a network of this process' own, with nothing but a loopback interface.
+    """Move this process to its own network namespace, with only a loopback interface.
 
-    Every client of torch's store asks for the name of the host that it connected to. A DNS server that answers to many
-    hosts may not answer to hundreds of clients on one; where none can be reached, the question costs nothing.
+    Every client of torch's store resolves the name of the host that it connected to. A DNS server that serves many
+    hosts may not answer hundreds of clients on one; if no server can be reached, the lookup costs nothing.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
@@ -189,7 +189,7 @@ def own_network() -> bool:
 
 
 def measure(who: str, size: int, args: argparse.Namespace, etcd: Member | None) -> Record:
-    """First join, rest and re-join after a loss: seconds and what was counted, of all nodes together."""
+    """First join, rest and re-join after a loss: seconds and counters, of all nodes together."""
     with closing(Job(who, size, args, etcd)) as job:
         start = job.count()
         began = job.tell("join")
@@ -237,7 +237,7 @@ def table(everything: dict[str, dict[str, list[Record]]]) -> None:
 
 
 def row(runs: list[Record], base: list[Record], phase: str) -> list[str]:
-    """The medians of a phase; seconds with least and greatest. At rest, the beats are the messages."""
+    """The medians of a phase; seconds with minimum and maximum. At rest, the messages are the beats."""
     if not runs:
         return ["-"] * 7
 

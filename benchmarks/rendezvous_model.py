@@ -1,4 +1,4 @@
-"""The leader's machine alone, with any number of nodes: its CPU time, its messages, the size of its record."""
+"""The leader's state machine alone, with any number of nodes: CPU time, messages, and the size of its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = ["ETCD_LIMIT", "simulate", "table"]
 
 ETCD_LIMIT = 1536 * 1024
-"""etcd's ``--max-request-bytes`` unless configured; a write sends the old record and the new one."""
+"""etcd's default ``--max-request-bytes``; a write sends the old record and the new one."""
 
 COMMAND = "train.py --lr 1"
 
@@ -51,7 +51,7 @@ class Model:
         )
 
     def do(self, nodes: Iterable[int], report: Callable[[int], m.Report]) -> None:
-        """Nodes report, all before the leader's next turn; whatever it sends is packed and counted."""
+        """Nodes report, all before the leader's next turn; everything it sends is packed and counted."""
         for node in nodes:
             message = report(node)
             self.now += 1e-6
@@ -86,7 +86,7 @@ class Model:
             case Commit(record=record):
                 self.written.append(record.encode())
             case Send(order=order):
-                # As the service does: what goes to all is the same object, and encoded once.
+                # As in the service, an order to all nodes is one object, and encoded once.
                 if self._last[0] is not order:
                     self._last = order, len(m.pack(order))
                 self.messages, self.bytes = self.messages + 1, self.bytes + self._last[1]
@@ -94,7 +94,7 @@ class Model:
                 raise AssertionError(f"the leader closed link {link}")
 
     def taken(self, work: Callable[[], None]) -> dict[str, Any]:
-        """What a phase takes: seconds of CPU in all, messages and bytes per node."""
+        """The cost of a phase: total CPU seconds, messages and bytes per node."""
         start = (self.machine_seconds, self.encoding_seconds, self.messages, self.bytes, len(self.written))
         work()
         return {
@@ -110,7 +110,7 @@ def simulate(size: int) -> dict[str, Any]:
     """Join, beat for a second, lose the last node, join again.
 
     Raises:
-        AssertionError: if the leader does not form two rounds of all nodes that are there.
+        AssertionError: if the leader does not form two rounds of all existing nodes.
     """
     model = Model(size)
     result: dict[str, Any] = {"nodes": size}

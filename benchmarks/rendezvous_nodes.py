@@ -1,7 +1,7 @@
-"""Processes full of nodes for rendezvous.py: each node has a link and a client of the store of its own, and no workers.
+"""Processes full of nodes for rendezvous.py: each node has its own link and store client, and no workers.
 
-What they send and receive is counted here, where sockets and stores are made, so that the product carries no counters.
-A message is a line on a link, or a request to a store or its reply; bytes are theirs, without TCP's own.
+Traffic is counted here, where sockets and stores are created, so that the product contains no counters. A message is a
+line on a link, or a request to a store or its reply; bytes are the message's own, without TCP's overhead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-# Torch's store says on stderr that a host has no name, and whatever clients meet when their server is killed.
+# Torch's store logs that a host has no name, and every error of clients whose server is killed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch.distributed as dist
@@ -38,7 +38,7 @@ __all__ = ["BEATS", "Spec", "serve"]
 BEATS = ("beat", "pulse")
 STORE_PORT = 29500
 TALLY = Counter[str]()
-"""Of this process: ``<type>``, the lines of that type; ``bytes``; ``store``, requests and replies; ``writes`` asked for
+"""Of this process: ``<type>``, the lines of that type; ``bytes``; ``store``, requests and replies; ``writes`` requested
 and ``written``."""
 _tallying = threading.Lock()
 
@@ -86,7 +86,7 @@ class CountedSocket(socket.socket):
 
 
 class CountedSockets:
-    """The module socket, as membership.py sees it."""
+    """Stands for the module socket in membership.py."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(socket, name)
@@ -96,7 +96,7 @@ class CountedSockets:
 
 
 class CountedCalls:
-    """Counts the calls of one of torch's stores; mixed into it."""
+    """Counts the calls of one of torch's stores; a mixin."""
 
     def get(self, key: str) -> bytes:
         value: bytes = super().get(key)  # type: ignore[misc]
@@ -143,8 +143,8 @@ class Spec:
     Attributes:
         who: ``c10d`` or ``etcd``, which are ours, or ``torch``.
         nodes: their numbers; number 0 hosts the run.
-        size: nodes of the whole run; one fewer is its minimum.
-        keep_alive, last_call: torch's, in seconds; a node of torch's is dead after three intervals.
+        size: nodes of the whole run; the minimum is one fewer.
+        keep_alive, last_call: torch's, in seconds; a torch node is dead after three intervals.
     """
 
     who: str
@@ -161,7 +161,7 @@ class Spec:
 
 
 class Rounds:
-    """What the nodes of a process have got, under one condition."""
+    """The rounds that the nodes of a process have received, under one condition."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -182,7 +182,7 @@ class Rounds:
             self.changed.notify_all()
 
     def emit(self, event: Event) -> None:
-        """As the sink of events: who was elected."""
+        """As an event sink: records who was elected."""
         if isinstance(event, LeaderElected):
             with self.changed:
                 self.leaders.append(int(event.node))
@@ -214,7 +214,7 @@ class Ours:
         self._membership.start()
 
     def lost(self) -> None:
-        """Nothing to do: the leader says so."""
+        """Do nothing: the leader reports the loss."""
 
     def _hear(self, event: membership.MembershipEvent) -> None:
         match event:
@@ -228,7 +228,7 @@ class Ours:
 
 
 class Torchs:
-    """A node on torch's DynamicRendezvousHandler and its c10d backend, as its agent would use them."""
+    """A node on torch's DynamicRendezvousHandler and its c10d backend, used as torch's agent does."""
 
     def __init__(self, spec: Spec, number: int, rounds: Rounds) -> None:
         self._spec, self._number, self._rounds = spec, number, rounds
@@ -239,7 +239,7 @@ class Torchs:
         self._thread.start()
 
     def lost(self) -> None:
-        """The agent's workers failed, all at the moment of the loss, and it goes for the next round."""
+        """The agent's workers all failed at the moment of the loss, and it joins the next round."""
         self._again.release()
 
     def _run(self) -> None:
@@ -267,9 +267,9 @@ class Torchs:
 
 
 def serve(spec: Spec, commands: Connection) -> None:
-    """Do what the commands say until killed.
+    """Execute commands until killed.
 
-    ``("join",)`` starts the nodes, ``("lost",)`` tells them that a node was lost, ``("report", size, seconds)`` waits
+    ``("join",)`` starts the nodes, ``("lost",)`` informs them that a node was lost, ``("report", size, seconds)`` waits
     until all have a round of that size and answers with a dict, ``("count",)`` answers with the tally so far,
     ``("leads",)`` with whether one of the nodes was elected.
     """
@@ -308,7 +308,7 @@ def report(spec: Spec, rounds: Rounds, size: int, seconds: float) -> dict[str, A
             errors = "; ".join(rounds.errors[:2])
             return {"missing": f"{there} of {len(spec.nodes)} nodes in a round of {size} {errors}"}
         total = sum(rounds.numbers.values())
-    # The nodes' answers to the round are still to be sent.
+    # The nodes still have to answer the round.
     while spec.who != "torch" and TALLY["joined"] < total and time.monotonic() < deadline:
         time.sleep(0.002)
     return {

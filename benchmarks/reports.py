@@ -1,4 +1,4 @@
-"""From what was measured to what is read: Markdown tables, a generated section of a page, a chart."""
+"""Turns measurements into Markdown tables, a generated section of a page, and a chart."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from recovery import PHASES
 __all__ = ["chart", "fill", "judged", "phase_table", "show", "table"]
 
 BASE = "torchrun"
-"""Whom ratios and goals compare ours with."""
+"""The contender that ratios and goals compare with."""
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 
 def judged(row: Record) -> Record:
-    """A row with what follows from its figures: medians, ours beside torchrun's, and whether the goal is met."""
+    """A row with derived values: medians, the ratio to torchrun, and whether the goal is met."""
     medians = {who: statistics.median(values) for who, values in row["figures"].items()}
     ours, base, goal = medians.get("ours"), medians.get(BASE), row["goal"]
     met = None
@@ -40,7 +40,7 @@ def judged(row: Record) -> Record:
 
 
 def joined(reports: Sequence[Record]) -> tuple[list[Record], dict[str, Record]]:
-    """All rows, and all phases, of reports: what was measured in several of them together."""
+    """All rows and phases of several reports, combined."""
     rows: dict[tuple[str, str], Record] = {}
     phases: dict[str, Record] = {}
     for report in reports:
@@ -60,7 +60,7 @@ def _add(whole: dict[str, list[Any]], part: Mapping[str, list[Any]]) -> None:
 
 
 def show(reports: Sequence[Record], args: argparse.Namespace, section: str) -> None:
-    """Print reports, and write what ``--markdown`` and ``--chart`` ask for."""
+    """Print reports, and write the outputs of ``--markdown`` and ``--chart``."""
     rows, phases = joined(reports)
     parts = [*map(headline, reports), table(rows)]
     if phases:
@@ -87,7 +87,7 @@ def headline(report: Record) -> str:
 
 
 def present(names: Iterable[str]) -> list[str]:
-    """Contenders in their order."""
+    """Contenders in their fixed order."""
     found = set(names)
     return [who for who in CONTENDERS if who in found]
 
@@ -107,7 +107,7 @@ def table(rows: Sequence[Record]) -> str:
 
 
 def cell(row: Record, who: str) -> str:
-    """Median (least..greatest) with its unit, and how many runs gave nothing."""
+    """Median (min..max) with its unit, and how many runs returned nothing."""
     values, digits = row["figures"].get(who, []), row["digits"]
     parts = []
     if values:
@@ -131,7 +131,7 @@ def wish(row: Record) -> str:
 
 
 def phase_table(phases: Mapping[str, Record]) -> str:
-    """Where the time goes: medians of each part of the way, in seconds."""
+    """Where the time goes: medians of each phase, in seconds."""
     known = {name for found in phases.values() for each in found.values() for name in each}
     names = [name for name in PHASES if name in known]
     lines = [f"| seconds, medians | | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
@@ -143,7 +143,7 @@ def phase_table(phases: Mapping[str, Record]) -> str:
 
 
 def missing(rows: Sequence[Record]) -> list[str]:
-    """Why runs gave no figure, a paragraph each."""
+    """Why runs returned no figure, one paragraph each."""
     reasons = {
         f"{row['scenario']}, {CONTENDERS[who].title}: no figure, as it {reason}."
         for row in rows
@@ -154,7 +154,7 @@ def missing(rows: Sequence[Record]) -> list[str]:
 
 
 def fill(path: Path, section: str, text: str) -> None:
-    """Put a text between the two marks of a generated section.
+    """Write a text between the two marks of a generated section.
 
     Raises:
         SystemExit: if the file has no such section.
@@ -168,7 +168,7 @@ def fill(path: Path, section: str, text: str) -> None:
 
 
 def chart(rows: Sequence[Record]) -> str:
-    """Bars of the medians that have a goal, as SVG: a group for each row, each group with a scale of its own."""
+    """Bars of the medians that have a goal, as SVG: one group per row, each with its own scale."""
     shapes: list[str] = []
     top = 10
     for row in (row for row in rows if row["medians"] and row["goal"] and row["unit"]):

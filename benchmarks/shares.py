@@ -1,8 +1,9 @@
-"""How long a durable copy takes when 1, 2, 4, ... nodes write it together, to storage that takes so many bytes a second
-from each.
+"""Measures how long a durable copy takes when 1, 2, 4, ... nodes write it together, to storage with a fixed rate per
+node.
 
-The nodes are agents' keepers in one process; the processes that copy are those of real runs. The storage is a local
-directory behind a driver of fsspec's that waits. A copy's time is from the order to the end of the first node's copier.
+The nodes are agents' snapshot stores in one process; the copying processes are those of real runs. The storage is a
+local directory behind an fsspec driver that waits. A copy's time is from the order to the end of the first node's
+copier.
 
     python benchmarks/shares.py --mib 512 --rate 100 --nodes 1 2 4
 """
@@ -32,7 +33,7 @@ TIMEOUT = 600.0
 
 
 class Node:
-    """A keeper with a snapshot, and the file count of its copy."""
+    """A snapshot store with a snapshot, and the file count of its copy."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -41,7 +42,7 @@ class Node:
         self.keeper.start()
 
     def fill(self, state: dict[str, torch.Tensor]) -> int:
-        """Put a state into its first slot; return the bytes of its tensors."""
+        """Write a state into its first slot; return the bytes of its tensors."""
         _, descriptors = self.keeper.offer()
         draft = SlotDraft(state, {}, lambda tensor: True)
         writer = SlotWriter(Slot(*descriptors[:2]))

@@ -1,6 +1,6 @@
-"""Storage that takes its time: fsspec's ``slow://`` is a local directory into which a checkpoint's tensors go slowly.
+"""Slow storage: fsspec's ``slow://`` is a local directory to which a checkpoint's tensors are written slowly.
 
-It is found by an entry point, as any driver that is installed, in all processes that have its directory on their path.
+Like any installed driver, it is found by an entry point, in all processes that have its directory on their path.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["DELAY", "LOG", "RATE", "SlowFileSystem", "install"]
 DELAY = "SLOW_STORAGE_SECONDS"
 LOG = "SLOW_STORAGE_LOG"
 RATE = "SLOW_STORAGE_RATE"
-"""Bytes a second that are taken from each writer; no limit if it is not set."""
+"""Bytes a second that are accepted from each writer; unlimited if it is not set."""
 TENSORS = ".safetensors"
 
 
 class _Metered:
-    """A file that takes so many bytes a second, of those written so far."""
+    """A file that accepts a limited number of bytes a second."""
 
     def __init__(self, file: Any, rate: float) -> None:
         self._file, self._rate = file, rate
@@ -40,7 +40,7 @@ class _Metered:
 
 
 class SlowFileSystem(LocalFileSystem):
-    """Waits before it writes tensors, and notes from when to when that took."""
+    """Waits before it writes tensors, and logs when each write began and ended."""
 
     protocol = "slow"
 
@@ -65,7 +65,7 @@ class SlowFileSystem(LocalFileSystem):
 
 
 def install(directory: Path, seconds: float, log: Path) -> dict[str, str]:
-    """Make an installed distribution of it in a directory; return the environment in which it is found."""
+    """Install it as a distribution in a directory; return the environment in which it is found."""
     about = directory / "slow_storage-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-storage\nVersion: 1\n")

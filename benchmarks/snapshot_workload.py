@@ -1,6 +1,6 @@
-"""A model of millions of parameters, trained by this project's library, that notes when its steps are done.
+"""A model of millions of parameters, trained with this project's library, that logs when its steps end.
 
-Each line has, beside what noting() gives, the step after which the last snapshot in memory was taken.
+In addition to what noting() writes, each line has the step after which the last in-memory snapshot was taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
         data = torch.utils.data.TensorDataset(inputs, inputs.flip(1))
         loader = el.ElasticLoader(data, el.GlobalBatch(args.global_batch, micro=args.micro_batch), seed=SEED)
         checkpoint = el.Checkpoint(args.url, every=args.every, keep=1) if args.url else None
-        # Nobody but this benchmark needs to switch snapshots off, or to know when they are taken.
+        # Only this benchmark needs to disable snapshots, or to know when they are taken.
         memory = run._saver._memory
         memory.writes = memory.writes and not args.no_snapshots
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba"):

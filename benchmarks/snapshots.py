@@ -1,7 +1,8 @@
-"""What snapshots in memory and durable copies of them cost the training, on a model of 25 million parameters.
+"""Measures what in-memory snapshots and their durable copies cost the training, on a model of 25 million parameters.
 
-Snapshots: the steps during which one is taken, beside the others of the same run, and beside a run without any, in
-turn. Copies: the steps while one is under way, to a storage that takes ten seconds for each, beside the others.
+Snapshots: the steps during which one is taken, compared with the other steps of the same run, and with a run without
+snapshots, in turn. Copies: the steps during a copy, to a storage that takes ten seconds for each, compared with the
+rest.
 
     python benchmarks/snapshots.py --runs 5 --json snapshots.json
 """
@@ -22,9 +23,9 @@ from tables import Goal, NewJob, Row, Scenario, parser, positive, run
 
 SECTION = "snapshots"
 WARM = 5
-"""Steps at the beginning that are left out: what is allocated and connected once."""
+"""Steps at the beginning that are left out: they include one-time allocation and connection setup."""
 BEFORE, AFTER = 0.5, 1.0
-"""Seconds that a copy is under way before it waits for its storage (its process starts), and after (it writes)."""
+"""Seconds of a copy before it waits for its storage (its process starts), and after that (it writes)."""
 
 
 def train(job: Job, args: argparse.Namespace, steps: int, *options: str, environ: dict[str, str] | None = None) -> None:
@@ -37,7 +38,7 @@ def train(job: Job, args: argparse.Namespace, steps: int, *options: str, environ
 
 
 def intervals(job: Job) -> list[Record]:
-    """Rank 0's steps, each with the moment at which the one before was done."""
+    """Rank 0's steps, each with the time at which the previous one ended."""
     steps = [record for record in job.steps.read() if record["rank"] == 0][WARM - 1 :]
     return [{**step, "since": before["clock"]} for before, step in pairwise(steps)]
 
@@ -47,19 +48,19 @@ def mean(steps: list[Record]) -> float:
 
 
 def takes_snapshot(step: Record) -> bool:
-    """Whether one was begun at the boundary before: it is finished within the step."""
+    """Whether a snapshot was begun at the boundary before: it is finished within the step."""
     return bool(step["snapshot"] == step["step"] - 1)
 
 
 def measure_memory(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figures:
-    """A run without snapshots, then one with."""
+    """A run without snapshots, then one with snapshots."""
     with new_job() as job:
         train(job, args, args.steps, "--no-snapshots")
         without = mean(intervals(job))
     with new_job() as job:
         train(job, args, args.steps)
         steps = intervals(job)
-    # As a machine has moods, each snapshot is compared with what is next to it.
+    # The machine's speed varies, so each snapshot is compared with adjacent steps.
     more = [mean(group) - mean(around(steps, group, takes_snapshot)) for group in groups(steps, takes_snapshot)]
     if not more:
         raise Missing(f"found no snapshot in {len(steps)} steps: --steps should be higher")
@@ -73,7 +74,7 @@ def measure_memory(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figu
 
 
 def measure_copies(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figures:
-    """A run that saves to storage that is slow."""
+    """A run that saves to slow storage."""
     with new_job() as job:
         log = job.directory / "copies.jsonl"
         environ = slow_storage.install(job.directory / "driver", args.delay, log)
@@ -96,13 +97,13 @@ def measure_copies(new_job: NewJob, _who: str, args: argparse.Namespace) -> Figu
 
 
 def groups(steps: list[Record], wanted: Callable[[Record], bool]) -> list[list[Record]]:
-    """Steps in a row of which something holds, that have others on both sides."""
+    """Runs of consecutive steps for which something holds, with other steps on both sides."""
     found = [(holds, list(group)) for holds, group in groupby(steps, wanted)]
     return [group for holds, group in found[1:-1] if holds]
 
 
 def around(steps: list[Record], group: list[Record], wanted: Callable[[Record], bool]) -> list[Record]:
-    """As many steps before a group as it has, and as many behind it, as far as they are none of the same kind."""
+    """As many steps before a group as it has, and as many after it, unless they are of the same kind."""
     first, last = steps.index(group[0]), steps.index(group[-1])
     near = steps[max(0, first - len(group)) : first] + steps[last + 1 : last + 1 + len(group)]
     return [step for step in near if not wanted(step)]

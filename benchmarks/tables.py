@@ -1,4 +1,4 @@
-"""Measurements: each scenario in turn for each contender, until a report that `reports.py` can show."""
+"""Runs measurements: each scenario in turn for each contender, up to a report that `reports.py` can show."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NewJob = Callable[[], Job]
 
 @dataclass(frozen=True)
 class Goal:
-    """What ours should reach.
+    """A goal for elastic-launch.
 
     Attributes:
         most, least: of the median.
-        ratio: most that the median may be of torchrun's at its best settings.
+        ratio: the maximum ratio of the median to torchrun's at its best settings.
     """
 
     most: float | None = None
@@ -54,8 +54,8 @@ class Scenario:
     """One thing to measure.
 
     Attributes:
-        measure: does it once, for one of the contenders.
-        rows: what the table shows of its figures. Those whose key begins with ``phase`` are shown by themselves.
+        measure: performs it once, for one contender.
+        rows: the figures shown in the table. Those whose key begins with ``phase`` are shown separately.
     """
 
     measure: Callable[[NewJob, str], Figures]
@@ -68,7 +68,7 @@ Scenarios = Mapping[str, Scenario]
 
 @dataclass
 class Result:
-    """What was measured of one scenario: by contender, the figures of its runs and why others gave none."""
+    """The measurements of one scenario: by contender, the figures of its runs, and why others returned none."""
 
     figures: dict[str, list[Figures]] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def say(text: str) -> None:
 
 
 def attempt(scenarios: Scenarios, name: str, who: str, new_job: NewJob, result: Result) -> None:
-    """Measure once and note the figures, or that there are none."""
+    """Measure once and record the figures, or why there are none."""
     try:
         figures = scenarios[name].measure(new_job, who)
     except Missing as error:
@@ -93,7 +93,7 @@ def attempt(scenarios: Scenarios, name: str, who: str, new_job: NewJob, result: 
 def measure_all(
     scenarios: Scenarios, results: Mapping[str, Result], runs: int, new_job: NewJob, only: Iterable[str], warm: bool
 ) -> None:
-    """Measure all scenarios so many times, contenders in turn; all once before any twice, as machines have moods."""
+    """Measure all scenarios repeatedly, contenders in turn; all once before any twice, as a machine's speed varies."""
     wanted = {name: [who for who in scenarios[name].contenders if who in only] for name in results}
     if warm:
         say("not counted, so that files are in memory:")
@@ -123,7 +123,7 @@ def described(scenario: str, row: Row, result: Result) -> Record:
 
 
 def phases(result: Result) -> Record:
-    """By contender and phase, the figures of all runs."""
+    """The figures of all runs, by contender and phase."""
     found: Record = {}
     for who, runs in result.figures.items():
         for run in runs:
@@ -134,7 +134,7 @@ def phases(result: Result) -> Record:
 
 
 def processor() -> str:
-    """What the kernel calls the processor (proc_cpuinfo(5)); its architecture where it has no name."""
+    """The kernel's name for the processor (proc_cpuinfo(5)); its architecture if it has no name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -143,7 +143,7 @@ def processor() -> str:
 
 
 def report(scenarios: Scenarios, results: Mapping[str, Result], load: float, others: float) -> Record:
-    """What --json writes."""
+    """The content that --json writes."""
     runs = [len(figures) for result in results.values() for figures in result.figures.values()]
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -168,7 +168,7 @@ def positive(text: str) -> int:
 
 
 def parser(description: str, *, runs: int, timeout: int) -> argparse.ArgumentParser:
-    """The options that all these programs have."""
+    """The options that all these programs share."""
     options = argparse.ArgumentParser(
         description=f"{description} No figure is asserted: the exit code is 1 only if a measurement of ours gave none."
     )
@@ -192,7 +192,7 @@ def parser(description: str, *, runs: int, timeout: int) -> argparse.ArgumentPar
 
 
 def run(scenarios: Scenarios, args: argparse.Namespace, only: Iterable[str], section: str) -> int:
-    """Measure, and show it as the options say.
+    """Measure, and show the results as the options say.
 
     Args:
         only: contenders to measure.

@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-# What a worker does
+# Code of the workers
 
 
 def model(width: int) -> Any:
@@ -75,7 +75,7 @@ def model(width: int) -> Any:
 
 
 def plain_ddp(args: argparse.Namespace, data: Any, run: Any, until: int) -> Iterator[None]:
-    """The loop that people write by hand."""
+    """A hand-written training loop."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
@@ -108,7 +108,7 @@ def plain_ddp(args: argparse.Namespace, data: Any, run: Any, until: int) -> Iter
 
 
 def ours(args: argparse.Namespace, data: Any, run: Any, until: int, exact: bool) -> Iterator[None]:
-    """The same by the library's loop."""
+    """The same with the library's loop."""
     import torch
 
     import elastic_launch as el
@@ -155,7 +155,7 @@ def worker(args: argparse.Namespace) -> None:
                 if memory is not None:
                     snapshots.add(memory.rhythm.last)
             if not plain:
-                run.settle()  # what is still being written belongs to these steps
+                run.settle()  # ongoing writes belong to these steps
             if run.world_size > 1:
                 dist.barrier()
             if results is not None:
@@ -173,7 +173,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def loopback_bytes() -> int:
-    """Bytes that this host sent to itself."""
+    """Bytes that this host has sent to itself."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split(":")[1].split()[8])
@@ -187,18 +187,18 @@ def peak_memory() -> int:
     return 0
 
 
-# What runs them
+# Code that runs the workers
 
 
 class World:
-    """The processes of one mode, which do a block of steps whenever they are told to."""
+    """The processes of one mode; they run a block of steps on demand."""
 
     def __init__(self, mode: str, world: int, options: list[object], directory: Path) -> None:
         self.mode = mode
         self.blocks: list[dict[str, Any]] = []
         for name in ("go", "done"):
             os.mkfifo(directory / f"{mode}.{name}")
-        # Both ends: to open one end alone waits for the other.
+        # Opened for both directions: opening one end alone would wait for the other.
         self._go = os.open(directory / f"{mode}.go", os.O_RDWR)
         self._done = os.open(directory / f"{mode}.done", os.O_RDWR)
         self._pipes = [self._go, self._done]
@@ -223,7 +223,7 @@ class World:
             self._processes = [subprocess.Popen(command, env=env, stderr=errors) for command, env in commands]
 
     def turn(self) -> None:
-        """Do a block of steps.
+        """Run a block of steps.
 
         Raises:
             SystemExit: if the processes end or take too long.
@@ -240,7 +240,7 @@ class World:
         self.blocks.append(json.loads(line))
 
     def end(self) -> None:
-        """Wait for the processes, or end them if they were not told to do all their blocks."""
+        """Wait for the processes, or end them if they have blocks left."""
         for process in self._processes:
             try:
                 process.wait(60.0)
@@ -264,7 +264,7 @@ class World:
 
 
 def measure(world: int, width: int, steps: int, accumulate: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return, by mode, what each of the blocks measured."""
+    """Return the measurements of each block, by mode."""
     options: list[object] = ["--blocks", args.blocks, "--steps", steps, "--widths", width]
     options += ["--accumulate", accumulate, "--micro-batch", args.micro_batch]
     directory = Path(tempfile.mkdtemp(prefix="training-"))
@@ -281,7 +281,7 @@ def measure(world: int, width: int, steps: int, accumulate: int, args: argparse.
         for each in worlds:
             each.stop()
         shutil.rmtree(directory, ignore_errors=True)
-    # The first block pays for what is allocated and connected once.
+    # The first block includes one-time allocation and connection setup.
     return {each.mode: each.blocks[1:] for each in worlds}
 
 

@@ -1,10 +1,10 @@
-"""What the benchmarks train: a plain DDP script that notes the time of every optimizer step.
+"""What the benchmarks train: a plain DDP script that logs the time of every optimizer step.
 
-It imports nothing of any launcher and stands on torchrun's environment variables alone. Every rank appends one JSON
+It imports nothing of any launcher and relies on torchrun's environment variables alone. Every rank appends one JSON
 line per step to the same file: {"step", "rank", "world", "pid", "clock", "loss"}, the clock by ``time.monotonic()``,
 which all processes of a Linux host share. Lines of step 0 have a "mark" instead of a loss: the script begins, before it
-imports torch (what comes before is the launcher's share, what comes after its own); torch is imported; the process
-group is there; the state is restored. With ``--snapshot`` it saves every so many steps, and goes on from there.
+imports torch (time before this is the launcher's, time after it the script's own); torch is imported; the process group
+is ready; the state is restored. With ``--snapshot`` it saves every so many steps, and resumes from there.
 """
 
 # ruff: noqa: E402
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def noting(path: Path) -> Iterator[Callable[..., None]]:
-    """Give a function that appends the line of one step: in one write, so that lines never mix."""
+    """Yield a function that appends the line of one step: in one write, so that lines never mix."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -60,13 +60,13 @@ def noting(path: Path) -> Iterator[Callable[..., None]]:
 
 
 def model() -> nn.Module:
-    """The same weights in every process."""
+    """Return the same weights in every process."""
     torch.manual_seed(SEED)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 def examples() -> tuple[Tensor, Tensor]:
-    """The same inputs and noisy answers of one linear teacher in every process."""
+    """Return the same inputs and noisy answers of one linear teacher in every process."""
     source = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(SAMPLES, WIDTH, generator=source)
     teacher = torch.randn(WIDTH, 1, generator=source) / WIDTH**0.5
@@ -87,7 +87,7 @@ def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
         done = state["step"]
     note(0, mark="restored")
     for step in range(done + 1, args.steps + 1):
-        # The same global batch whatever the world's size.
+        # The global batch is the same for every world size.
         chosen = torch.randint(SAMPLES, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))[rank::world]
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(ddp(inputs[chosen]), targets[chosen])
@@ -99,7 +99,7 @@ def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
             torch.save({"model": ddp.module.state_dict(), "step": step}, new)
             new.rename(args.snapshot)
         time.sleep(args.sleep)
-    # With these two alive, destroying the process group hangs now and then.
+    # With these two alive, destroying the process group occasionally hangs.
     del ddp, optimizer
     dist.destroy_process_group()
 

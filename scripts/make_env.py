@@ -21,10 +21,10 @@ from pathlib import Path
 CONSTRAINTS = "constraints.txt"
 LINK_NAME = "torch-of-another-interpreter.pth"
 FRAMEWORKS = "frameworks"
-"""The extra that `make test-all` adds: its tests alone need it."""
+"""The extra that `make test-all` adds: only its tests need it."""
 
 EXTRAS = ("dev", "demo")
-"""What an environment is for: with the first it has all other extras but the frameworks."""
+"""The purpose of an environment: with the first, it has all other extras but the frameworks."""
 
 DESCRIBE = """
 import json, os, sys, torch
@@ -88,7 +88,7 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
     link.write_text("".join(f"{directory}\n" for directory in torch.directories))
     pip_install("--no-deps", "-e", ".")
 
-    # Only now is there a library that compares versions.
+    # Only now is a library installed that compares versions.
     from packaging.requirements import Requirement
 
     required = next(r for r in map(Requirement, dependencies) if r.name == "torch")
@@ -100,7 +100,7 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
 
 
 def add_frameworks() -> None:
-    """Add what the extra asks for to an environment that is ready, whatever torch it has."""
+    """Add the packages of the extra to a ready environment, whatever torch it has."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     pins = [line for line in Path(CONSTRAINTS).read_text().splitlines() if not line.startswith("torch==")]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -122,7 +122,7 @@ def main() -> None:
     ensure_pip()
     torch = find_torch(interpreter) if interpreter else None
     if torch is None:
-        # constraints.txt pins torch: without it pip may bring gigabytes of another build.
+        # constraints.txt pins torch: otherwise pip may download gigabytes of another build.
         pip_install("-e", f".[{args.extra}]")
     else:
         link_torch(torch, Path(sysconfig.get_path("purelib")), args.extra)

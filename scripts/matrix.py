@@ -31,18 +31,18 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = "constraints.txt"
 LIMIT = 5400.0
-"""Seconds after which an installation or a run of the tests is ended."""
+"""Seconds after which an installation or a test run is ended."""
 
 GRACE = 60.0
-"""Seconds that a command which is ended has for ending its own processes."""
+"""Seconds that a command has to end its own processes when it is ended."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 ENDS = {2: "it was interrupted, and not all tests were run", 3: "an error of pytest itself", 4: "it could not begin"}
-"""The exit codes of pytest after which the counts are not those of all tests."""
+"""The exit codes of pytest with which the counts do not cover all tests."""
 
 ONE_NODE = ("test_front_ends.py", "test_kills_exact.py", "test_one_node.py", "test_options.py")
-"""Of the tests that start a whole run, those of one node and of exactness."""
+"""The tests of one node and of exactness, among those that start a whole run."""
 
 MARKS = "not system and not slow and not soak and not gpu"
 
@@ -62,7 +62,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a pair.
+    """The result of a pair.
 
     Attributes:
         installed: whether there was an environment to test in.
@@ -77,7 +77,7 @@ class Result:
 
 
 class Ended(BaseException):
-    """A signal asks for the end: what was started is ended and removed on the way out."""
+    """A signal requests the end: everything that was started is ended and removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -85,7 +85,7 @@ class Ended(BaseException):
 
 
 class NotInstallable(Exception):
-    """This pair cannot be had on this machine; the message says why."""
+    """This pair cannot be installed on this machine; the message says why."""
 
 
 def supported(file: Path = ROOT / "pyproject.toml") -> list[Pair]:
@@ -110,7 +110,7 @@ def parse(words: Sequence[str]) -> list[Pair]:
 
 
 def interpreters(version: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield where an interpreter of this version may be: on PATH, and where pyenv and uv keep theirs."""
+    """Yield possible locations of an interpreter of this version: on PATH, and in the directories of pyenv and uv."""
     name = f"python{version}"
     for directory in environ.get("PATH", os.defpath).split(os.pathsep):
         if found := shutil.which(name, path=directory):
@@ -123,7 +123,7 @@ def interpreters(version: str, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_python(python: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return an interpreter that can make environments, and its full version.
+    """Return an interpreter that can create environments, and its full version.
 
     Raises:
         NotInstallable: if there is none.
@@ -144,14 +144,14 @@ def find_python(python: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something; of pip's output the first error."""
+    """The last line that is not empty; of pip's output, the first error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors[-1:] or lines[-1:] or [""])[0]
 
 
 def run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
-    """Run a command with its output in a file, and end it with all its processes when ``LIMIT`` is over."""
+    """Run a command with its output in a file, and end it with all its processes after ``LIMIT``."""
     with log.open("a") as out:
         print("$", shlex.join(command), file=out, flush=True)
         process = subprocess.Popen(
@@ -168,7 +168,7 @@ def run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a command as Ctrl-C does, so that tests end what they started in sessions of their own, and then by force."""
+    """End a command as Ctrl-C does, so that tests end processes in their own sessions; after that, by force."""
     try:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(GRACE)
@@ -208,14 +208,14 @@ def install(
 
 
 def tests() -> list[str]:
-    """The files that are run for each pair."""
+    """The test files that are run for each pair."""
     folder = ROOT / "tests"
     parts = [path for path in folder.rglob("test_*.py") if folder / "integration" not in path.parents]
     return [str(path.relative_to(ROOT)) for path in sorted([*parts, *(folder / "integration" / n for n in ONE_NODE)])]
 
 
 def judged(code: int, report: Path) -> tuple[bool, str]:
-    """Return whether the tests have passed, and the outcome in words."""
+    """Return whether the tests have passed, and the result in words."""
     try:
         suites = list(ElementTree.parse(report).iter("testsuite"))
     except (OSError, ElementTree.ParseError):
@@ -247,12 +247,12 @@ def judged(code: int, report: Path) -> tuple[bool, str]:
 
 
 def short(code: int, cases: Sequence[ElementTree.Element]) -> str:
-    """Why the counts may not be those of all tests, if so."""
+    """Why the counts may not cover all tests; empty if they do."""
     if code in ENDS:
         return f": {ENDS[code]}"
     if code not in (0, 1):
         return ": ended before all tests were run"
-    # A process of pytest-xdist that dies takes the tests with it that it had yet to run.
+    # If a pytest-xdist process dies, the tests that it had yet to run are lost.
     crashed = any("crashed while running" in error.get("message", "") for case in cases for error in case)
     return ": a process of the tests died, and not all tests were run" if crashed else ""
 
@@ -299,7 +299,7 @@ def minutes(since: float) -> str:
 
 
 def exit_code(results: Sequence[Result]) -> int:
-    """1 if a pair that was installed has failed, or if none was installed."""
+    """1 if an installed pair has failed, or if none was installed."""
     return int(
         any(result.installed and not result.passed for result in results) or not any(r.installed for r in results)
     )
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     ended: Ended | None = None
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts this in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, or in a shell's background
             signal.signal(number, stop)
     try:
         for pair in pairs:
@@ -347,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stop(number: int, _: object) -> None:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # the way out is bounded
+        signal.signal(each, signal.SIG_IGN)  # the cleanup is bounded
     raise Ended(number)
 
 
