@@ -1,4 +1,4 @@
-"""Functions that tests have workers call; those that spawn workers import this file by its name, and it no torch."""
+"""Functions that tests have workers call; tests that spawn workers import this file by name. It imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe(*args: Any) -> dict[str, Any]:
-    """Return the arguments, and what a worker knows of its place; the last rank ends a while after the others."""
+    """Return the arguments, and the worker's view of its place; the last rank ends some time after the others."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK")
     names = (*names, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     found = {name: os.environ[name] for name in (*names, "TORCHELASTIC_RUN_ID")}
@@ -21,7 +21,7 @@ def describe(*args: Any) -> dict[str, Any]:
 
 
 def fail(rank: str, text: str, calls: str) -> None:
-    """Raise in one rank; the others would sleep. Each call leaves a line in a file."""
+    """Raise in one rank; the others would sleep. Each call appends a line to a file."""
     with open(calls, "a") as file:
         file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
     if os.environ["RANK"] == rank:
@@ -37,7 +37,7 @@ def fail_once() -> str:
 
 
 def end_with(how: str) -> None:
-    """End in another way than by returning."""
+    """End other than by returning."""
     if how == "SystemExit(0)":
         sys.exit(0)
     if how == "os._exit(0)":
@@ -46,7 +46,7 @@ def end_with(how: str) -> None:
 
 
 def lock_of_pickles() -> object:
-    """Return what cannot be pickled."""
+    """Return something that cannot be pickled."""
     return open(os.devnull)
 
 
@@ -56,7 +56,7 @@ def put(queue: Any, value: Any) -> None:
 
 
 def linger(directory: str) -> None:
-    """Say that this worker is there, and sleep; say by which signal it is asked to end."""
+    """Report that this worker runs, and sleep; report which signal asks it to end."""
     here = Path(directory) / os.environ["RANK"]
 
     def note(number: int, frame: object) -> None:
@@ -70,7 +70,7 @@ def linger(directory: str) -> None:
 
 
 def too_late_once(directory: str) -> str:
-    """Let a timer of torch's expire in one rank of the first round; leave why there was another one."""
+    """Let a timer of torch's expire in one rank of the first round; record why there was another round."""
     from torch.distributed.elastic import timer
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))

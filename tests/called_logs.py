@@ -1,4 +1,4 @@
-"""Logs specs of another package's, which the agent's process imports by this file's name."""
+"""Logs specs of a third-party package, which the agent's process imports by this file's name."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 
 class OwnSpecs(DefaultLogsSpecs):
-    """torch's own under another name."""
+    """torch's own specs under another name."""

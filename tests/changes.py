@@ -1,4 +1,4 @@
-"""Runs of ``scripts/changes.py`` through changes of the world, and what must be true of each when it is over."""
+"""Runs ``scripts/changes.py`` through changes of the world, and checks what must hold at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 200
 
 
 def undisturbed_hash(directory: Path) -> str:
-    """The hash of the weights that one process alone comes to."""
+    """The hash of the weights that a single process ends with."""
     (directory / "hurry").touch()
     command = [sys.executable, SCRIPT, str(directory), "--steps", str(STEPS)]
     subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
@@ -25,7 +25,7 @@ def undisturbed_hash(directory: Path) -> str:
 
 
 class Changes:
-    """One training, in one job after the other if need be."""
+    """One training, in several consecutive jobs if needed."""
 
     def __init__(self, job: Job, *options: str, step_time: float = 0.1) -> None:
         self.job = job
@@ -39,7 +39,7 @@ class Changes:
         """Start an agent of several, of which ``a`` hosts the run.
 
         Args:
-            rank: the rank the node asks for; nodes that start together arrive in either order.
+            rank: the rank that the node requests; nodes that start together arrive in either order.
         """
         here = ["is_host=true" if name == "a" else "is_host=false"]
         if rank is not None:
@@ -48,7 +48,7 @@ class Changes:
         return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)
 
     def alone(self, *flags: str, name: str = "alone", plan: FaultPlan | None = None, **options: Any) -> Agent:
-        """Start an agent that is the only one."""
+        """Start a single agent."""
         env = self._env(name, plan, options)
         return self.job.launch("--standalone", *flags, name=name, command=self.command, env=env, **options)
 
@@ -59,7 +59,7 @@ class Changes:
         self.job.tell("hurry")
 
     def trains(self, world: int, *, after: int = 0, steps: int = 1) -> int:
-        """Wait until a round of a world size has done so many steps; return its number."""
+        """Wait until a round of a world size has done this many steps; return its number."""
 
         def probe() -> int:
             done = [x["round"] for x in self.steps() if x["world"] == world and x["round"] > after]
@@ -81,7 +81,7 @@ class Changes:
         return dict(json.loads((self.job.work / "result.json").read_text()))
 
     def done_again(self) -> int:
-        """How many steps were done more than once, each time counted; a round's were done one after the other."""
+        """How many times steps were repeated; fails unless the steps of each round are consecutive."""
         done = [x["step"] for x in self.steps()]
         assert set(done) == set(range(1, STEPS + 1))
         for key in {(x["node"], x["round"]) for x in self.steps()}:
@@ -90,28 +90,28 @@ class Changes:
         return len(done) - STEPS
 
     def resumed(self, number: int, node: str | None = None) -> int:
-        """Steps that were done when the training went on in a round, with its first rank on a node."""
+        """Steps that were done when the training resumed in a round, with its first rank on a node."""
         (noted,) = self.job.noted("resumed.jsonl", node, number)
         return int(noted["step"])
 
     def last(self, number: int, nodes: str = "") -> int:
-        """The last step of a round, of nodes with names of one letter; of all if none is named."""
+        """The last step of a round on the given nodes (names of one letter); on all nodes if none is given."""
         return max(int(x["step"]) for x in self.steps(number) if not nodes or x["node"] in [*nodes])
 
     def whole(self, number: int, node: str | None = None) -> int:
-        """The step of the newest snapshot of a round, of a node, that was whole; 0 for none."""
+        """The step of the newest complete snapshot of a round on a node; 0 for none."""
         return max((int(x["step"]) for x in self.job.noted("snapshots.jsonl", node, number)), default=0)
 
     def assert_no_more_lost_than_an_interval(self, number: int, node: str | None = None) -> int:
-        """The next round went on no earlier than behind the last whole snapshot of this one; return the steps lost.
+        """The next round resumed no earlier than the last complete snapshot of this round; return the steps lost.
 
         Args:
-            node: the only one whose snapshots were left.
+            node: the only node whose snapshots survived.
         """
         resumed, last = self.resumed(number + 1), self.last(number)
         assert self.whole(number, node) <= resumed <= last, self.outputs()
         since = [x["interval"] for x in self.steps(number) if x["step"] > resumed]
-        # One that is due is agreed on at the next boundary, and whole one step later.
+        # A due snapshot is agreed on at the next boundary, and complete one step later.
         assert last - resumed <= max(since, default=0) + 2, self.job.noted("snapshots.jsonl")
         return last - resumed
 
@@ -121,7 +121,7 @@ class Changes:
         return [(e["event"].removeprefix("round_"), e["round"], e["kind"]) for e in ends]
 
     def durable(self) -> list[int]:
-        """Steps of the checkpoints that are complete, in order."""
+        """Steps of the complete checkpoints, in order."""
         found = self.checkpoints.glob("step-*/manifest.json")
         return sorted(int(path.parent.name.split(".")[0].removeprefix("step-")) for path in found)
 
@@ -135,6 +135,6 @@ class Changes:
 
 
 def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What elasticctl says, of a run that its flags name."""
+    """Run elasticctl on a run that the flags name."""
     command = [sys.executable, "-m", "elastic_launch.cli.elasticctl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests; every test is checked for what it leaves behind."""
+"""Fixtures for all tests; every test is checked for leaks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import SLOWNESS, Job, forks, job_in
 
-# As a shell without job control, or nohup, starts what is to run beside it; every process below would ignore them, too.
+# A shell without job control, or nohup, ignores these signals for background jobs; all child processes would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-# A slow machine is no failure.
+# A slow machine must not fail a test.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
@@ -52,28 +52,28 @@ def _descriptors() -> set[str]:
 
 
 def _shared() -> set[str]:
-    # None of our own programs has semaphores. Those of multiprocessing live for moments, but one stays where a process
-    # is killed as it makes one: under a random name by which sem_open(3) first has it. podman's lock stays for as long
-    # as the machine is up.
+    # This project's programs have no semaphores. Those of multiprocessing exist for moments, but one remains if a process
+    # is killed while it creates one: under a random name that sem_open(3) uses first. podman's lock remains until the
+    # machine is rebooted.
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "libpod"))}
 
 
 def _open_gpu() -> None:
-    """Make this process' CUDA context: its descriptors stay open for as long as the process lives."""
+    """Create this process' CUDA context: its descriptors stay open for as long as the process lives."""
     import torch
 
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
 
 
-# Loaders of tests in this process have functions of those tests, which cannot be pickled; from Python 3.14 on the
-# processes of a loader would get them so. Scripts have the method that their Python gives them.
+# Loaders of tests in this process use functions of those tests, which cannot be pickled; from Python 3.14 on, the
+# loader's processes would receive them that way. Scripts use their Python's default method.
 if multiprocessing.get_start_method(allow_none=True) is None:
     multiprocessing.set_start_method("fork")
 
 
 class _Failures:
-    """Names each failure when it happens: the log of a run that is cut off has no summary."""
+    """Prints each failure when it happens: the log of an interrupted run has no summary."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal
@@ -98,20 +98,20 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, lest one of them is all that runs in the end."""
+    """Begin with the longest files, so that none of them runs alone at the end."""
     place = {f"test_{name}": at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
-@pytest.hookimpl(trylast=True)  # the terminal has to be there
+@pytest.hookimpl(trylast=True)  # the terminal reporter must exist
 def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if isinstance(terminal, pytest.TerminalReporter):  # a process of xdist has none
+    if isinstance(terminal, pytest.TerminalReporter):  # a pytest-xdist process has none
         config.pluginmanager.register(_Failures(terminal))
 
 
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
-"""Whether other tests run at the same time: then shared memory is checked by the one that began them, at the end."""
+"""Whether other tests run in parallel: then the process that started them checks shared memory, at the end."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -128,7 +128,7 @@ _SHARED = pytest.StashKey[set[str]]()
 
 @pytest.fixture(autouse=True)
 def default_signals() -> Iterator[None]:
-    """A training, or a program of ours, in this process has handlers for as long as the process lives."""
+    """Restore signal handlers: a training, or one of our programs, in this process keeps them installed."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
@@ -137,7 +137,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def default_logging() -> Iterator[None]:
-    """A program of ours in this process sets up the launcher's logger for as long as the process lives."""
+    """Restore the launcher's logger, which our programs configure in this process for its lifetime."""
     log = logging.getLogger("elastic_launch")
     handlers, propagate, level = log.handlers[:], log.propagate, log.level
     yield
@@ -148,11 +148,11 @@ def default_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves threads, children, descriptors or shared memory."""
+    """Fail a test that leaks threads, children, descriptors or shared memory."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
     if "job" in request.fixturenames:
-        forks()  # which stays
+        forks()  # which keeps running
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield

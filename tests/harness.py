@@ -27,22 +27,22 @@ STEPS = str(SCRIPTS / "steps.py")
 MEETING = str(SCRIPTS / "meeting.py")
 
 LEAN = ("--no-preload", "torch._dynamo,torch.distributed.algorithms.join,torch.distributed.tensor,torch.nn.parallel")
-"""Flags for scripts that need of torch what ``import torch`` loads: a third of the agent's imports is left out."""
+"""Flags for scripts that only need what ``import torch`` loads: they skip a third of the agent's imports."""
 
 SLOWNESS = 3.0
-"""What a loaded machine takes longer than a quiet one: no test measures time, and a wait that ends early costs none."""
+"""Factor for timeouts on a loaded machine: no test measures time, and a wait that succeeds early costs nothing."""
 
 _INTERPRETERS = re.compile("PYTHON|LD_|TORCH_|OMP_|PATH$")
-"""Variables that matter as an interpreter begins, or as torch is imported."""
+"""Variables that are read when an interpreter starts, or when torch is imported."""
 
 T = TypeVar("T")
 
 
 def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
-    """Return the first true value of probe; fail with what was waited for.
+    """Return the first true value of probe; on timeout, fail with a message that names what was waited for.
 
     Args:
-        timeout: seconds that are plenty on a quiet machine.
+        timeout: seconds that are ample on a quiet machine.
     """
     timeout *= SLOWNESS
     deadline = time.monotonic() + timeout
@@ -56,7 +56,7 @@ def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON lines of a file, those that are whole; another process may be about to write one."""
+    """Return the complete JSON lines of a file; another process may be in the middle of writing one."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -65,9 +65,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at, and that stays free until it is used.
+    """Return a port with no listener, which stays free until it is used.
 
-    It lies below those that the kernel gives away by itself, among some of this process' own.
+    It is below the kernel's ephemeral ports, in a range reserved for this process.
     """
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ _ports = itertools.cycle(range(_first_port, _first_port + 500))
 
 
 def asked(url: str) -> tuple[int, str]:
-    """Return the status and the text that an HTTP server answers with."""
+    """Return the status and text of an HTTP server's response."""
     try:
         with urllib.request.urlopen(url, timeout=20) as answer:
             return answer.status, answer.read().decode().strip()
@@ -91,7 +91,7 @@ def asked(url: str) -> tuple[int, str]:
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and all that it started, parents first."""
+    """Return a process and all its descendants, parents first."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -101,7 +101,7 @@ def tree(pid: int) -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    """Return the name of the program that a process runs, or nothing when it has ended."""
+    """Return the name of the program that a process runs; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -109,7 +109,7 @@ def name_of(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie doesn't."""
+    """Whether a process runs; a zombie does not."""
     return _state(Path(f"/proc/{pid}/stat")) not in "ZX"
 
 
@@ -117,7 +117,7 @@ _forks: list[Forks] = []
 
 
 def forks() -> Forks:
-    """Return the process that forks agents, of which there is one."""
+    """Return the process that forks agents; there is one."""
     if not _forks:
         _forks.append(Forks())
         atexit.register(_forks[0].close)
@@ -125,9 +125,9 @@ def forks() -> Forks:
 
 
 class Agent:
-    """One ``elastic-launch`` process, executed; or forked, if the program is ``elastic-launch`` as it is.
+    """One ``elastic-launch`` process: executed, or forked if the program is ``elastic-launch`` itself.
 
-    See :mod:`forked` for what that leaves out; the mark ``executed`` of a test has all of its agents executed.
+    See :mod:`forked` for the differences; the mark ``executed`` on a test has all of its agents executed.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Agent:
         return self.output_path.read_text(errors="replace")
 
     def says(self, text: str, timeout: float = 30.0, times: int = 1) -> None:
-        """Wait until the text has been printed as often as asked."""
+        """Wait until the text has been printed this many times."""
 
         def probe() -> bool:
             return self.output.count(text) >= times
@@ -184,7 +184,8 @@ class Agent:
     def freeze(self) -> list[int]:
         """Stop the whole node: agent, guard, workers; return their pids.
 
-        A process stands before its children are stopped: one that waits in vfork(2) never stands while its child does.
+        A process is stopped before its children: one that waits in vfork(2) cannot be stopped while its child is
+        stopped.
         """
         standing: list[int] = []
         while ahead := [pid for pid in tree(self.process.pid) if pid not in standing]:
@@ -194,7 +195,7 @@ class Agent:
         return standing
 
     def thaw(self, pids: list[int]) -> None:
-        """Let a frozen node go on, its workers first."""
+        """Resume a frozen node, its workers first."""
         for pid in reversed(pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -209,7 +210,7 @@ class Agent:
 
 
 def freeze(*pids: int) -> None:
-    """Stop processes, and return when they stand: the kernel lets their threads run on for a moment."""
+    """Stop processes, and return once they have stopped: the kernel lets their threads run on for a moment."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     wait_for(f"{pids} to stand", lambda: all(map(_stands, pids)))
@@ -228,7 +229,7 @@ def _state(stat: Path) -> str:
 
 
 def network_of(prefix: Sequence[str]) -> str:
-    """Return the network namespace that a prefix is to run a command in; "" if it does anything else."""
+    """Return the network namespace in which a prefix runs a command; "" if the prefix does anything else."""
     return prefix[3] if len(prefix) == 4 and (*prefix[:3],) == ("ip", "netns", "exec") else ""
 
 
@@ -262,9 +263,9 @@ class Job:
         """Start an agent; by default its workers run ``loop.py``.
 
         Args:
-            prefix: what runs the command; an agent is forked where it only enters a network namespace.
-            executed: whether its interpreter is to begin, too, and not to be forked; None: as the job says, and where
-                the environment has what interpreters and imports read.
+            prefix: the command that runs it; an agent is still forked if the prefix only enters a network namespace.
+            executed: whether to execute it instead of forking it; None: as the job says, and also if the environment
+                has variables that interpreters and imports read.
         """
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
@@ -278,7 +279,7 @@ class Job:
         return agent
 
     def program(self, command: list[str], name: str = "program") -> Agent:
-        """Start a Python program that is an agent in its turn."""
+        """Start a Python program that is itself an agent."""
         agent = Agent(command, self.directory, name, program=())
         self.agents.append(agent)
         return agent
@@ -286,17 +287,17 @@ class Job:
     def node(
         self, name: str, *flags: str, nnodes: str = "1:4", nproc: int = 1, endpoint: str = "", **options: Any
     ) -> Agent:
-        """Start an agent of a run of several nodes, at this job's endpoint on loopback unless told otherwise."""
+        """Start an agent of a run of several nodes, by default at this job's endpoint on loopback."""
         endpoint = endpoint or f"127.0.0.1:{self.port}"
         several = ["--nnodes", nnodes, "--nproc", str(nproc), "--rdzv-endpoint", endpoint, "--node-id", name]
         return self.launch(*several, *flags, name=name, **options)
 
     def started(self) -> list[dict[str, Any]]:
-        """What each worker said at its start, in order."""
+        """The records that workers wrote at their start, in order."""
         return read_lines(self.work / "started.jsonl")
 
     def world(self, size: int, *, after: int = 0, timeout: float = 40.0) -> list[dict[str, Any]]:
-        """Wait until a whole round of a world size runs, beyond a round number; return its workers in rank order."""
+        """Wait until a complete round of a world size runs, later than ``after``; return its workers in rank order."""
 
         def probe() -> list[dict[str, Any]]:
             rounds: dict[int, list[dict[str, Any]]] = {}
@@ -314,16 +315,16 @@ class Job:
             raise AssertionError(f"{error}\n{outputs}") from None
 
     def noted(self, file: str, node: str | None = None, number: int | None = None) -> list[dict[str, Any]]:
-        """What the workers of ``steps.py`` noted in a file, in order; of one node, of one round."""
+        """The records that workers of ``steps.py`` wrote to a file, in order; of one node, of one round."""
         found = read_lines(self.work / file)
         return [x for x in found if node in (None, x["node"]) and number in (None, x["round"])]
 
     def noted_steps(self) -> list[dict[str, Any]]:
-        """What the worker of ``own_loop.py`` noted of each step."""
+        """The records that the worker of ``own_loop.py`` wrote about each step."""
         return read_lines(self.work / "steps.jsonl")
 
     def trained(self, size: int, *, after: int = 0, timeout: float = 60.0) -> int:
-        """Wait until workers of ``steps.py`` have made a step in a world of that size; return its round."""
+        """Wait until workers of ``steps.py`` have done a step in a world of that size; return its round."""
 
         def probe() -> int:
             steps = self.noted("steps.jsonl")
@@ -336,17 +337,17 @@ class Job:
             raise AssertionError(f"{error}\n{outputs}") from None
 
     def assert_nothing_done(self, node: str, number: int, since: float) -> None:
-        """A node's workers of a round did nothing that counts since a moment, when the others had begun the next."""
+        """A node's workers of a round did nothing that counts after a time when the others had begun the next round."""
         steps = [x for x in self.noted("steps.jsonl", node, number) if x["clock"] > since]
         assert len(steps) <= 1, "more than the step in flight"
         assert not [x for x in self.noted("commits.jsonl", node, number) if x["clock"] > since]
 
     def first_step(self, number: int) -> float:
-        """When the first step of a round was done."""
+        """When the first step of a round was finished."""
         return float(self.noted("steps.jsonl", number=number)[0]["clock"])
 
     def tell(self, name: str, text: str = "") -> None:
-        """Make the file by which the workers are told something."""
+        """Create a file that signals something to the workers."""
         path = self.work / name
         path.with_suffix(".new").write_text(text)
         path.with_suffix(".new").rename(path)
@@ -363,11 +364,11 @@ class Job:
         return [event for event in found if name in (None, event["event"])]
 
     def logged(self, pattern: str) -> list[Path]:
-        """Files of all runs by a pattern under a run's directory; not through the link to the newest."""
+        """Files of all runs that match a pattern under a run's directory, excluding the link to the newest run."""
         return [path for run in self.logs.glob("*") if not run.is_symlink() for path in run.glob(pattern)]
 
     def close(self) -> list[int]:
-        """End everything; return the pids of workers and grandchildren that had outlived their agents."""
+        """End everything; return the pids of workers and grandchildren that outlived their agents."""
         running = [agent for agent in self.agents if agent.process.poll() is None]
         for agent in running:
             agent.process.kill()

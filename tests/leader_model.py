@@ -1,6 +1,6 @@
-"""A leader under test with simulated nodes that obey it as agents do, and what must hold at every step.
+"""A leader under test with simulated nodes that obey it as agents do, and invariants that must hold at every step.
 
-What the leader sends waits until a node reads it, so orders and reports cross.
+Messages from the leader wait until a node reads them, so orders and reports cross.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class SimNode:
     """An agent and its workers.
 
     Attributes:
-        link: its link to the leader, as it believes; None: it has to connect.
-        unread: orders that the leader has sent over it; None stands for its end.
+        link: its link to the leader, as far as it knows; None: it has to connect.
+        unread: orders that the leader has sent over the link; None stands for its end.
         holding: the round that it was ordered to form and has not reported as stopped.
         training: whether workers live.
         starting: whether it still has to report them as started.
         stopping: whether it is ending them.
-        drained: whether these stop after the same step as all others.
-        spoke: when the leader heard of it last.
+        drained: whether its workers stop after the same step as all others.
+        spoke: when the leader last heard from it.
     """
 
     node_id: str
@@ -63,7 +63,7 @@ class SimNode:
 
 
 class LeaderModel:
-    """One leader, or several one after the other, with the nodes' ends of the links."""
+    """One leader, or several in succession, with the nodes' ends of the links."""
 
     def prepare(self, limits: Limits, timing: Timing) -> None:
         self.limits = limits
@@ -81,12 +81,12 @@ class LeaderModel:
         leader = Leader("host", "h", "10.0.0.1", 1)
         self.record = ControlRecord("run", "digest", 1, leader, limits=self.limits).renewed()
         self.machine = LeaderMachine(self.record, self.timing, "train.py", self.clock.now())
-        self.accepted: dict[int, SimNode] = {}  # links that the leader knows, with the nodes at their ends
-        self.greeted: list[SimNode] = []  # who said hello to this leader, in order of the first time
-        self.released: set[SimNode] = set()  # whose live workers of an older round the leader need not wait for
+        self.accepted: dict[int, SimNode] = {}  # links known to the leader, with the nodes at their ends
+        self.greeted: list[SimNode] = []  # nodes that said hello to this leader, in order of the first time
+        self.released: set[SimNode] = set()  # nodes whose live workers of an older round the leader need not wait for
         self.floor = 0
         self.charged: set[int] = set()
-        self.free: set[int] = set()  # rounds that were broken for something that costs nothing
+        self.free: set[int] = set()  # rounds broken for a reason that costs nothing
         self.failed: set[int] = set()  # rounds in which a worker failed by itself
         self.preempted: set[int] = set()  # rounds in which one was ended by a signal
 
@@ -109,7 +109,7 @@ class LeaderModel:
     # Nodes talk to the leader.
 
     def _say(self, node: SimNode, report: m.Report) -> None:
-        """Report, if there is a link; else the next hello tells what matters."""
+        """Send a report, if there is a link; otherwise the next hello contains what matters."""
         if node.link is None:
             return
         if node.link in self.accepted:
@@ -166,7 +166,7 @@ class LeaderModel:
         self._apply(self.machine.hello(link, hello, self.now))
 
     def _read(self, node: SimNode) -> None:
-        """A node obeys what has come."""
+        """A node obeys the orders that have arrived."""
         while node.unread and not node.gone and not node.frozen:
             order = node.unread.popleft()
             if order is None:
@@ -330,14 +330,14 @@ class LeaderModel:
             self._stopped(node)
 
     def _die(self, node: SimNode) -> None:
-        """A host or an agent dies; its guard takes the workers along."""
+        """A host or an agent dies; its guard kills the workers."""
         node.gone = True
         if node.link is not None:
             self._hang_up(node.link)
         node.forget_workers()
 
     def _lose_the_leader(self) -> None:
-        """The host of the run dies with all that only it knew; another agent takes its place at the endpoint."""
+        """The host of the run dies with all that only it knew; another agent takes over at the endpoint."""
         for node in self.nodes:
             node.link = None
             node.unread.clear()

@@ -52,10 +52,10 @@ class Run:
         self._owners: dict[int, str] = {}
         self._orders: list[tuple[str, m.Order]] = []
 
-    # What comes in.
+    # Input.
 
     def hello(self, *node_ids: str, **fields: Any) -> None:
-        """Each node opens a link and says hello; its incarnation is its id with a 1 unless given."""
+        """Each node opens a link and says hello; by default its incarnation is its id followed by 1."""
         for node_id in node_ids:
             link = len(self._owners) + 1
             self.links[node_id], self._owners[link] = link, node_id
@@ -85,20 +85,20 @@ class Run:
             self.report(node_id, m.Done(self.number))
 
     def stop(self, *node_ids: str, number: int | None = None, store_port: int = 7000) -> None:
-        """Nodes report the workers of the present round as reaped."""
+        """Nodes report that the workers of the current round are reaped."""
         number = self.number if number is None else number
         for node_id in node_ids:
             self.report(node_id, m.Stopped(number, store_port))
 
     def fail(self, node_id: str, **fields: Any) -> None:
-        """A worker of the node fails: a crash after a minute, unless told otherwise."""
+        """A worker of the node fails; by default with a crash after a minute."""
         self.report(node_id, m.Failed(self.number, failure(node_id, **fields)))
 
     def leave(self, node_id: str) -> None:
         self.report(node_id, m.Leaving("SIGTERM"))
 
     def resize(self, low: int, high: int) -> None:
-        """A user asks for other limits."""
+        """A user requests other limits."""
         self._do(self.machine.resize(low, high, self.clock.now()))
 
     def stop_run(self) -> None:
@@ -111,14 +111,14 @@ class Run:
             self._do(self.machine.closed(self.links.pop(node_id), self.clock.now()))
 
     def advance(self, seconds: float) -> None:
-        """Let time pass: the leader turns when it is due, nodes beat unless silent."""
+        """Advance the time: the leader turns when it is due, nodes beat unless silent."""
         end = self.clock.now() + seconds
         while self.clock.now() < end:
             self.clock.advance(min(self.machine.wait(self.clock.now()), end - self.clock.now()))
             self.beat_and_turn()
 
     def sleep(self, seconds: float) -> None:
-        """The leader's process is stopped for so long; the nodes' beats wait for it."""
+        """The leader's process is stopped for this long; the nodes' beats queue up."""
         self.clock.advance(seconds)
         self.beat_and_turn()
 
@@ -128,7 +128,7 @@ class Run:
                 self.report(node_id, m.Beat())
         self._do(self.machine.turn(self.clock.now()))
 
-    # What comes out.
+    # Output.
 
     def _do(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -162,12 +162,12 @@ class Run:
 
     @property
     def members(self) -> str:
-        """The ids of the present round's members in rank order, as one word."""
+        """The ids of the current round's members in rank order, as one word."""
         return "".join(member.node_id for member in self.record.round.members)
 
     @property
     def forming(self) -> bool:
-        """Whether the present round is broken, or there was none yet."""
+        """Whether the current round is broken, or there was none yet."""
         broken = [event.round for event in self.told(RoundBroken)]
         return self.number == 0 or self.number in broken
 
@@ -194,7 +194,7 @@ def failure(node_id: str, **fields: Any) -> m.Failure:
 
 
 def running(nodes: str, node_ids: str, **arguments: Any) -> Run:
-    """A run whose first round has formed of the given nodes, all of which have started their workers."""
+    """A run whose first round consists of the given nodes, all of which have started their workers."""
     run = Run(nodes, **arguments)
     run.hello(*node_ids)
     run.advance(2.1)

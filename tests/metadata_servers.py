@@ -1,10 +1,9 @@
-"""Stand-ins for the metadata services of three clouds, made from their documented protocols, with faults.
+"""Simulated metadata services of three clouds, written from their documented protocols, with faults.
 
-``metadata_servers.py CLOUD DIRECTORY [HOST PORT]`` serves until it is killed. What it answers is in
-DIRECTORY/state.json, read for each
-request: ``documents`` by path, ``fault`` (see :meth:`_Handler._faulty`), ``tokens`` (AWS: older ones hold no more).
-What it was asked is in
-DIRECTORY/requests.jsonl.
+``metadata_servers.py CLOUD DIRECTORY [HOST PORT]`` serves until it is killed. Its answers are in DIRECTORY/state.json,
+read for each request: ``documents`` by path, ``fault`` (see :meth:`_Handler._faulty`), ``tokens`` (AWS: older ones are
+no
+longer valid). The requests that it received are in DIRECTORY/requests.jsonl.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NAME = "/metadata/instance/compute/name"
 
 
 class Service:
-    """What a test tells a server, and what the server noted."""
+    """What a test configures on a server, and what the server recorded."""
 
     def __init__(self, directory: Path, base: str = f"http://{ADDRESS}") -> None:
         self.directory = directory
@@ -48,7 +47,7 @@ class Service:
         new.rename(self.directory / "state.json")
 
     def tell(self, path: str, body: object | None) -> None:
-        """Put a document there: text, or what is JSON; None removes it."""
+        """Set a document: text, or a JSON value; None removes it."""
         state = self.state
         state["documents"][path] = body if isinstance(body, str) else json.dumps(body)
         if body is None:
@@ -62,7 +61,7 @@ class Service:
         self._write(self.state | {"tokens": self.state["tokens"] + 1})
 
     def asked(self, method: str = "", path: str = "") -> list[dict[str, Any]]:
-        """What came so far, by its method and the beginning of its path."""
+        """The requests received so far, by method and beginning of the path."""
         try:
             lines = (self.directory / "requests.jsonl").read_text().splitlines(keepends=True)
         except FileNotFoundError:
@@ -80,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard the message."""
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
@@ -173,12 +172,12 @@ class _Server(ThreadingHTTPServer):
             file.write(json.dumps(request) + "\n")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has gone; that is what some tests are about."""
+        """Ignore clients that have gone; some tests are about that."""
 
 
 @contextlib.contextmanager
 def serving(cloud: str, directory: Path) -> Iterator[Service]:
-    """A server of this process, at a free port."""
+    """Run a server in this process, at a free port."""
     service = Service(directory)
     server = _Server(cloud, service, ("127.0.0.1", 0))
     service.base = f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,6 +1,6 @@
 """Hosts for tests: network namespaces on one bridge, whose cables can be pulled. Needs root and iproute2.
 
-Names are unique per net, and nothing outlives it: what still runs in a namespace at the end is killed.
+Names are unique per net, and nothing outlives it: processes left in a namespace at the end are killed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Host:
         self.name = name
         self.address = address
         self.prefix = ("ip", "netns", "exec", name)
-        """What to put before a command that is to run on this host."""
+        """The prefix of a command that is to run on this host."""
         self.env = {"GLOO_SOCKET_IFNAME": CABLE}
         self._ends = {"switch": (switch, port), "host": (name, CABLE)}
 
@@ -61,7 +61,7 @@ class Host:
 
 
 class Net:
-    """A switch, which is a namespace of its own, and hosts on it."""
+    """A switch, which is its own namespace, and hosts on it."""
 
     def __init__(self) -> None:
         self._tag = f"el{os.getpid()}n{next(_nets)}"
@@ -77,16 +77,16 @@ class Net:
 
     @property
     def switch(self) -> str:
-        """The namespace of the switch, for what all hosts are to reach."""
+        """The namespace of the switch, for services that all hosts must reach."""
         return self._switch
 
     def add(self) -> Host:
-        """Plug in a host with an address that none has had."""
+        """Add a host with an address that was never used."""
         self._hosts += 1
         return self._host(self._hosts)
 
     def remove(self, host: Host) -> None:
-        """Take a host away, and what runs on it."""
+        """Remove a host, and kill its processes."""
         self._names.remove(host.name)
         self._remove(host.name)
 

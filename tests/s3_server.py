@@ -18,13 +18,13 @@ BUCKET = "bucket"
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """Where it listens; it takes any credentials, and no requests without."""
+    """The server's address; it accepts any credentials, but no requests without."""
 
     endpoint: str
 
     @property
     def env(self) -> dict[str, str]:
-        """What clients need."""
+        """The environment of clients."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "test",
@@ -37,7 +37,7 @@ class S3Server:
         self._ask("PUT", f"/{BUCKET}")
 
     def remove_bucket(self) -> None:
-        """Remove the bucket and all in it, as S3 itself would not at once."""
+        """Remove the bucket and all objects in it, which S3 itself would not do in one request."""
         self._ask("POST", "/moto-api/reset")
 
     def objects(self) -> list[str]:
@@ -67,7 +67,7 @@ def s3_server(unchecked: int | None = None) -> Iterator[S3Server]:
     """Run a server without buckets.
 
     Args:
-        unchecked: after so many requests to S3 it checks credentials, of which it knows none; None: never.
+        unchecked: after this many requests to S3, it checks credentials and knows none; None: never.
     """
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]

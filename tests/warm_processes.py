@@ -1,4 +1,4 @@
-"""Processes started both ways, for tests that compare them."""
+"""Starts processes in both ways, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = ("warm", "exec")
 
 @dataclass(frozen=True)
 class Ended:
-    """What a process left: its exit code (-N for signal N) and output."""
+    """The result of a process: its exit code (-N for signal N) and output."""
 
     pid: int
     code: int
@@ -33,7 +33,7 @@ class Ended:
 
 
 class Starter:
-    """Starts Python commands one way and waits for their ends."""
+    """Starts Python commands in one way and waits for them to end."""
 
     def __init__(
         self, processes: WorkerProcesses, exits: queue.SimpleQueue[tuple[int, int]], env: dict[str, str]
@@ -89,7 +89,7 @@ def config_for(
 
 @contextmanager
 def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None, ahead: int = 0) -> Iterator[Starter]:
-    """A starter whose server is known to be ready, or to be of no use."""
+    """A starter whose server is known to be ready, or to be unusable."""
     exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     variables = {**shared_environment(config), **(env or {})}
 

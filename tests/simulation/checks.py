@@ -1,4 +1,4 @@
-"""What must hold after every event, whatever befalls the hosts."""
+"""Invariants that must hold after every event, whatever happens to the hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FREE = ("membership", "node loss", "preemption")
 
 
 class Checks:
-    """Sees every write, order, event and start of workers of a cluster."""
+    """Observes every write, order, event and start of workers in a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -45,11 +45,11 @@ class Checks:
         assert self._leaders.setdefault(record.term, record.leader.incarnation) == record.leader.incarnation, (
             "two leaders in one term"
         )
-        if before is None or record == before:  # a write that is tried again, after a stranger has spoiled the first
+        if before is None or record == before:  # a retried write, after a stranger has spoiled the first one
             return
         assert before.end is None or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
         assert record.nonce != before.nonce
-        # A member that repairs a spoiled record may not know the last rounds, their members, and what they cost.
+        # A member that repairs a spoiled record may not know the last rounds, their members and their cost.
         repairs = record.repaired and record.floor != before.floor
         assert repairs or record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
         assert repairs or before.restarts <= record.restarts
@@ -73,7 +73,7 @@ class Checks:
         assert len(set(names)) == len(names), "ranks are no permutation"
         assert self.cluster.limits.min_nodes <= len(names) <= self.cluster.limits.max_nodes
         self.rounds[number] = names
-        # Its process may be dead by now: the write was under way.
+        # Its process may be dead by now: the write was in progress.
         leader = [x for x in self.cluster.leaders if x.node.incarnation == record.leader.incarnation][-1]
         self._assert_others_stopped(leader, record)
 
@@ -83,8 +83,8 @@ class Checks:
             if not node.workers.training or node.workers.training >= record.round.number:
                 continue
             silent_for = now - max(leader.began, leader.heard.get(node.incarnation, 0.0))
-            replaced = node is not self.cluster[node.node_id]  # a newer agent of its id shows that it is gone
-            late = (node.incarnation, node.workers.training)  # whom an earlier round need not have waited for
+            replaced = node is not self.cluster[node.node_id]  # a newer agent with its id shows that it is gone
+            late = (node.incarnation, node.workers.training)  # an earlier round need not have waited for it
             excused = replaced or node.incarnation in leader.closed or silent_for >= dead_after - 1e-6
             assert excused or late in self._left_behind, (
                 f"{node.name} still trains in round {node.workers.training}, {silent_for:.2f} s silent"
@@ -127,7 +127,7 @@ class Checks:
     # Nodes.
 
     def obeyed(self, node: SimNode, event: Any) -> None:
-        """An order came to the agent itself."""
+        """An order reached the agent itself."""
         self._note(f"to {node.incarnation}: {str(event)[:120]}")
         term = getattr(event, "term", None)
         if term is not None:
@@ -140,7 +140,7 @@ class Checks:
         assert number in self.rounds, "workers of a round that was never recorded"
         assert self.record is not None
         if number < self.record.round.number:
-            # The order waited in a stopped process, or on a link that both sides were giving up: it has to end soon.
+            # The order waited in a stopped process, or on a link that both sides were giving up: it must end soon.
             assert node.incarnation in self.cluster.disturbed, "workers of a past round are started"
             self._left_behind.add((node.incarnation, number))
 
@@ -157,7 +157,7 @@ class Checks:
         self.log.append(f"{self.cluster.kernel.now:.3f} {text}")
 
     def always(self) -> None:
-        """After every event."""
+        """Check after every event."""
         live: dict[int, set[str]] = {}
         for node in self.cluster.nodes:
             if node.workers.training:

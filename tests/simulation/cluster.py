@@ -1,4 +1,4 @@
-"""The hosts of one run, what befalls them, and what must come of it."""
+"""The hosts of one run, the faults that hit them, and the required outcome."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Cluster:
     """Nodes that share a store.
 
     Attributes:
-        nodes: those that live, frozen ones too.
-        all: these and those that were.
-        disturbed: incarnations that were there when a process was frozen or the network did harm.
+        nodes: those that are alive, including frozen ones.
+        all: these and all earlier ones.
+        disturbed: incarnations that existed when a process was frozen or the network was faulty.
     """
 
     def __init__(self, nodes: str = "1:3", *, seed: int = 0, max_restarts: int = 100, timing: Timing = TIMING) -> None:
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def leader(self) -> SimNode | None:
-        """Who leads by the record, if it lives."""
+        """The leader according to the record, if it is alive."""
         record = self.record
         found = [node for node in self.nodes if record and node.incarnation == record.leader.incarnation]
         return found[0] if found else None
@@ -83,7 +83,7 @@ class Cluster:
     def run(self, seconds: float) -> None:
         self.kernel.run(seconds)
 
-    # What befalls them.
+    # Faults.
 
     def lost_peer(self, lost: SimNode, number: int) -> None:
         for node in self.nodes:
@@ -98,7 +98,7 @@ class Cluster:
         self.kernel.thaw(node)
 
     def partition(self, *node_ids: str) -> None:
-        """Cut these off from the other hosts; the store stays reachable from both sides."""
+        """Cut these hosts off from the others; the store stays reachable from both sides."""
         self.network.groups = dict.fromkeys(node_ids, 1)
         self.disturb()
         self.network.change()
@@ -111,7 +111,7 @@ class Cluster:
         self.disturbed.update(node.incarnation for node in self.nodes)
 
     def heal(self) -> None:
-        """End all faults that last."""
+        """End all lasting faults."""
         self.network.groups, self.network.slow = {}, 0.0
         self.network.cut_off.clear()
         self.store.down = False
@@ -122,11 +122,11 @@ class Cluster:
             node.workers.deaf = False
             self.thaw(node)
 
-    # What must come of it.
+    # Required outcome.
 
     @property
     def trains(self) -> bool:
-        """Whether all that live train in one round, as many as may, or have finished there."""
+        """Whether all living nodes (up to the maximum) train in one round, or have finished there."""
         record, nodes = self.record, self.nodes
         if record is None or not nodes or any(node.view.leaving is not None for node in nodes):
             return False
@@ -140,10 +140,10 @@ class Cluster:
         return bool(members) and well and complete and full and others
 
     def recover(self) -> None:
-        """Without further faults the run trains, or has ended.
+        """Without further faults, the run trains or has ended.
 
         Raises:
-            AssertionError: if it does not within RECOVERY seconds.
+            AssertionError: if that does not happen within RECOVERY seconds.
         """
         self.heal()
         end = self.kernel.now + self.timing.dead_after + RECOVERY
@@ -153,7 +153,7 @@ class Cluster:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended and every node with it, or nobody is left."""
+        """Whether the run and every node have ended, or no node is left."""
         return not self.nodes
 
     def describe(self) -> str:

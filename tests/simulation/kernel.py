@@ -1,4 +1,4 @@
-"""Simulated time and tasks. A task is a generator that yields what it waits for, as a thread calls what blocks."""
+"""Simulated time and tasks. A task is a generator that yields what it waits for, where a thread would block."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Host", "Kernel", "Mailbox", "Resume", "Task", "Wait"]
 
 Resume = Callable[[Any], None]
 Wait = Callable[[Resume], None]
-"""Begins to wait and calls back with the outcome; an exception is raised in the task."""
+"""Starts a wait and calls back with the outcome; an exception is raised in the task."""
 
 Task = Generator[Wait, Any, Any]
 
 
 class Host:
-    """What is killed and frozen as one: a process with all its threads.
+    """A unit that is killed and frozen as a whole: a process with all its threads.
 
     Attributes:
         alive: it runs, or is frozen.
-        deferred: what would have happened in it while it was frozen.
+        deferred: events that were due in it while it was frozen.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,8 +37,8 @@ class Kernel:
     """Runs one event after the other.
 
     Args:
-        seed: for delays; all else is decided by who uses it.
-        check: called after every event; an attribute, too.
+        seed: for delays; everything else is decided by the user of this class.
+        check: called after every event; also an attribute.
     """
 
     def __init__(self, seed: int, check: Callable[[], None]) -> None:
@@ -55,12 +55,12 @@ class Kernel:
         return self.clock.now()
 
     def call(self, delay: float, host: Host, function: Callable[[], None]) -> None:
-        """Have a function called on a host, unless that is dead by then; while it is frozen the call waits."""
+        """Call a function on a host, unless the host is dead by then; while it is frozen, the call waits."""
         self._pushed += 1
         heapq.heappush(self._due, (self.now + delay, self._pushed, host, function))
 
     def soon(self) -> float:
-        """A short delay: of a packet, or until a thread gets its turn."""
+        """A short delay: of a packet, or until a thread is scheduled."""
         return self.random.choice((0.0005, 0.001, 0.002, 0.01, 0.05))
 
     def thaw(self, host: Host) -> None:
@@ -70,7 +70,7 @@ class Kernel:
             self.call(0.0, host, function)
 
     def step(self, until: float) -> bool:
-        """Let the next event happen if it is due by then, else let the time come; say whether there was one."""
+        """Run the next event if it is due by then, otherwise advance the time; return whether there was one."""
         if not self._due or self._due[0][0] > until:
             self.clock.advance(max(0.0, until - self.now))
             return False
@@ -122,10 +122,10 @@ class Mailbox:
             self._wake_after(self._kernel.soon(), self._waiting)
 
     def get(self, timeout: float | None = None) -> Wait:
-        """Wait for items, at most timeout seconds; the outcome is the list of all that are there."""
+        """Wait for items, at most timeout seconds; the outcome is the list of all queued items."""
 
         def wait(resume: Resume) -> None:
-            self._waiting = resume_once = lambda items: resume(items)  # one of its own for each wait
+            self._waiting = resume_once = lambda items: resume(items)  # a new one for each wait
             if self._items:
                 self._wake_after(0.0, resume_once)
             elif timeout is not None:

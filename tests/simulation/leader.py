@@ -1,4 +1,4 @@
-"""A leader's process: the real machine, with the service's input and output simulated."""
+"""A leader's process: the real state machine, with the service's input and output simulated."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SEAL = ValueSeal(None, "run")
 
 
 class SimLeader:
-    """One reign of a node.
+    """One term of a node as leader.
 
     Attributes:
-        heard: when a node's incarnation was heard of last on a link.
+        heard: when a node's incarnation was last heard from on a link.
         closed: incarnations whose last link was seen to end.
     """
 
@@ -57,7 +57,7 @@ class SimLeader:
 
     @property
     def alive(self) -> bool:
-        """Whether it leads, as far as its node knows."""
+        """Whether it is the leader, as far as its node knows."""
         return not self.over and not self.deposed
 
     @property
@@ -65,7 +65,7 @@ class SimLeader:
         return not self.over
 
     def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record, or written there; for ever if it has ended."""
+        """Seconds since its term was last seen in the record, or written there; infinite if it has ended."""
         return self.kernel.now - self._claim.sure if self.alive else math.inf
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class SimLeader:
         self.mailbox.put(("wake", END))
 
     def close(self) -> None:
-        """Ask it to end; it is over once ``over`` is set."""
+        """Ask it to end; it has ended once ``over`` is set."""
         self._stopping = True
         self.mailbox.put(("wake", END))
 
@@ -153,7 +153,7 @@ class SimLeader:
                     self.cluster.checks.emitted(self, event)
 
     def _commit(self, record: ControlRecord) -> Task:
-        while self._writing:  # the watcher repairs: writes come one after the other
+        while self._writing:  # the watcher repairs: writes are sequential
             yield self.kernel.sleep(self.node, 0.01)
         self._writing = True
         try:

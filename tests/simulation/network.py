@@ -1,4 +1,4 @@
-"""Simulated connections and the control store: what is under way may be late, be held by a partition, or get lost."""
+"""Simulated connections and control store: messages may be late, held back by a partition, or lost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ END = None
 
 
 class Network:
-    """Which hosts reach each other, and which of them the store.
+    """Which hosts reach each other, and which of them reach the store.
 
     Attributes:
-        groups: of each host by name; hosts of different groups do not reach each other.
+        groups: the group of each host by name; hosts of different groups do not reach each other.
         cut_off: names of hosts that do not reach the store.
-        slow: seconds that every packet takes on top.
+        slow: additional seconds for every packet.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -35,7 +35,7 @@ class Network:
         return one is other or self.groups.get(one.name, 0) == self.groups.get(other.name, 0)
 
     def hold(self, deliver: Callable[[], None]) -> None:
-        """Deliver after the next change; TCP sends again."""
+        """Deliver after the next change; TCP retransmits."""
         self._held.append(deliver)
 
     def change(self) -> None:
@@ -52,12 +52,12 @@ class _Side:
         self.host = host
         self.mailbox = mailbox
         self.open = True
-        self.silent = False  # its host lost power: nothing is answered
+        self.silent = False  # its host lost power: it sends no answers
         self.incoming: list[Any] = []
 
 
 class Connection:
-    """Two sides, 0 (who connected) and 1; what is put into a side's mailbox is (connection, message)."""
+    """Two sides, 0 (which connected) and 1; items in a side's mailbox are (connection, message)."""
 
     def __init__(self, network: Network, ends: tuple[tuple[Host, Mailbox], tuple[Host, Mailbox]]) -> None:
         self._network = network
@@ -69,7 +69,7 @@ class Connection:
             self._forward(side, message)
 
     def close(self, side: int, *, silently: bool = False) -> None:
-        """Close a side; what was sent before still arrives, what comes in is lost."""
+        """Close a side; what was sent before still arrives, incoming data is lost."""
         mine = self._sides[side]
         if mine.open:
             mine.open, mine.silent = False, silently
@@ -77,7 +77,7 @@ class Connection:
                 self._forward(side, END)
 
     def reset(self) -> None:
-        """Something between ends it: both sides see so at once, and what was under way is lost."""
+        """A device in between ends it: both sides see that at once, and data in transit is lost."""
         for side, mine in enumerate(self._sides):
             if mine.open:
                 mine.open = False
@@ -101,16 +101,16 @@ class Connection:
         if other.open:
             other.mailbox.put((self, message))
         elif message is not END and mine.open and not other.silent:
-            self._forward(1 - side, END)  # nobody is there: a reset
+            self._forward(1 - side, END)  # the other side is gone: a reset
 
 
 class SimStore:
-    """A control store as a cluster elsewhere.
+    """A control store, like a remote cluster.
 
     Attributes:
-        down: it answers nobody.
-        mute: names of hosts whose writes are carried out, but whose answers get lost.
-        late: names of hosts whose writes arrive at any time, also after their deadline.
+        down: it sends no answers.
+        mute: names of hosts whose writes are carried out, but whose answers are lost.
+        late: names of hosts whose writes arrive at any time, even after their deadline.
     """
 
     def __init__(self, network: Network, written: Callable[[bytes, Host], None]) -> None:
@@ -142,7 +142,7 @@ class SimStore:
         return not self.down and host.name not in self._network.cut_off
 
     def _request(self, host: Host, timeout: float, operation: Callable[[bool], Any], *, write: bool) -> Wait:
-        """Try until it is answered or the time is over, as the client of etcd does."""
+        """Retry until it is answered or the time is over, as the etcd client does."""
         kernel = self._network.kernel
 
         def wait(resume: Resume) -> None:

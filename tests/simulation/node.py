@@ -1,6 +1,6 @@
 """An agent's process: the real policy and the real node's side of the link, with threads and sockets simulated.
 
-``_stay``, ``_connect``, ``_converse`` and ``_find_leader`` go the way of ``Membership`` and ``ElectedBackend``.
+``_stay``, ``_connect``, ``_converse`` and ``_find_leader`` follow ``Membership`` and ``ElectedBackend``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SimNode(Host):
     """One agent with its workers.
 
     Attributes:
-        code: what it exited with, or None.
-        lost_power: its host is off, so that nothing answers there.
+        code: its exit code, or None.
+        lost_power: its host is off, so that it sends no answers.
     """
 
     def __init__(self, cluster: Cluster, node_id: str, incarnation: str) -> None:
@@ -54,7 +54,7 @@ class SimNode(Host):
         self.side = NodeMachine()
         self.succession = Succession(incarnation, cluster.timing.dead_after)
         self.reign: SimLeader | None = None
-        self.port = 0  # where it listens as long as it lives, once it has tried to lead
+        self.port = 0  # where it listens for its lifetime, once it has tried to lead
         self.connections: list[tuple[Connection, int]] = []
         self._wires = Mailbox(self.kernel, self)
         self._closing = self._answered = False
@@ -74,7 +74,7 @@ class SimNode(Host):
         self.kernel.spawn(self, self._membership())
 
     def die(self, *, power: bool) -> None:
-        """Its process is killed, and the guard kills the workers; or its host goes off and says nothing."""
+        """Kill its process, upon which the guard kills the workers; or switch its host off without a trace."""
         self.alive, self.lost_power = False, power
         self.workers.die()
         if self.reign is not None:
@@ -83,7 +83,7 @@ class SimNode(Host):
             connection.close(side, silently=power)
 
     def drop_links(self) -> None:
-        """Something between the hosts ends its connections; both sides see it."""
+        """A device between the hosts ends its connections; both sides see it."""
         self.cluster.disturb()
         for connection, _ in self.connections:
             connection.reset()
@@ -229,7 +229,7 @@ class SimNode(Host):
         self.succession.unreachable(record, self.kernel.now, **how)
 
     def _dial(self, leader: Leader, timeout: float) -> Wait:
-        """Connect to the leader's listener; the kernel of a frozen process accepts, too."""
+        """Connect to the leader's listener; the kernel accepts even for a frozen process."""
         kernel, network = self.kernel, self.cluster.network
 
         def wait(resume: Resume) -> None:

@@ -1,4 +1,4 @@
-"""A node's simulated workers, one process: they train until they finish, crash, are stopped, or miss their peers."""
+"""A node's simulated workers, as one process: they train until they finish, crash, are stopped, or miss their peers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["SimWorkers"]
 
 
 class SimWorkers:
-    """The workers of a node's present round.
+    """The workers of a node's current round.
 
     Attributes:
-        round: whose workers live, or None.
+        round: the round whose workers live, or None.
         done: numbers of the rounds whose workers have finished here.
         deaf: SIGTERM does not end them.
     """
@@ -53,13 +53,13 @@ class SimWorkers:
         self._gone(0)
 
     def die(self) -> None:
-        """With the node: nobody is told, but the peers' collectives break."""
+        """Die with the node: nothing is reported, but the peers' collectives break."""
         number, self.round = self.training, None
         if number:
             self.node.cluster.lost_peer(self.node, number)
 
     def miss_a_peer(self, number: int) -> None:
-        """A collective fails with it."""
+        """A collective fails because a peer is gone."""
         delay = self.node.kernel.random.choice((0.002, 0.05, 0.5, 30.0))
         self._ends(delay, 1, number)
 

@@ -1,4 +1,4 @@
-"""Puts what these tests share within their reach."""
+"""Makes shared fixtures available to these tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _tasks() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def threads_have_left_the_kernel(nothing_left_behind: None) -> Iterator[None]:
-    """Wait for the kernel's side of joined threads: `nothing_left_behind` reads their files in /proc."""
+    """Wait until joined threads have left the kernel: `nothing_left_behind` reads their files in /proc."""
     before = _tasks()
     yield
     deadline = time.monotonic() + 1.0

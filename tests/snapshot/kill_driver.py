@@ -1,4 +1,4 @@
-"""Kills processes that write checkpoints, and checks what they leave. Not a test itself: run by test_kill.
+"""Kills processes that write checkpoints, and checks what is left. Not a test itself: test_kill runs it.
 
 Usage: kill_driver.py ptrace|calls|torn|first|other|random DIRECTORY [ROUNDS]. Prints JSON; exits with 77 where the
 kernel allows no tracing. ``first`` and ``other`` kill one of several nodes that write together. One process forks all
@@ -36,7 +36,7 @@ KEEP = 2
 
 
 def state_of(step: int, round: int) -> dict[str, Any]:
-    """All parts tell step and round, so that no mixture of two states looks like one."""
+    """Every part encodes step and round, so that no mixture of two states looks valid."""
     value = float(step * 1000 + round)
     moments = {0: {"exp_avg": torch.full((300,), value), "step": torch.tensor(value, dtype=torch.bfloat16)}}
     model = {"w": torch.full((20, 30), value), "b": torch.full((600,), value)}
@@ -44,7 +44,7 @@ def state_of(step: int, round: int) -> dict[str, Any]:
 
 
 def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
-    """Check that everything which can be found is right; return (round, step) of the newest."""
+    """Check that every checkpoint that can be found is correct; return (round, step) of the newest."""
 
     def refuse(error: CheckpointReadError) -> None:
         raise AssertionError(f"damaged after a kill: {error}")
@@ -62,7 +62,7 @@ def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
 
 
 def check_no_litter(directory: Path) -> None:
-    """Check that the next writer clears up, whatever the last one left."""
+    """Check that the next writer cleans up, whatever the last one left."""
     write(directory, state_of(9, 1), step=9, round=1)
     prune(directory, KEEP, 1)
     names = sorted(os.listdir(directory))
@@ -71,7 +71,7 @@ def check_no_litter(directory: Path) -> None:
 
 
 def prepare(directory: Path) -> None:
-    """Two checkpoints, one more than is kept from then on, and what others left."""
+    """Write two checkpoints, one more than is kept later, and leftovers of other processes."""
     for step in (1, 2):
         write(directory, state_of(step, 1), step=step, round=1)
     for name in (".writing-0123456789abcdef", ".removing-0123456789abcdef"):
@@ -80,21 +80,21 @@ def prepare(directory: Path) -> None:
 
 
 def write_and_prune(directory: Path, written: Callable[[], object]) -> None:
-    """What a writer does that is to be killed."""
+    """The work of a writer that will be killed."""
     write(directory, state_of(3, 1), step=3, round=1)
     written()
     prune(directory, KEEP, 1)
 
 
 def commit_and_prune(directory: Path, written: Callable[[], object]) -> None:
-    """What the first of three nodes does; one of the others has written its share."""
+    """The work of the first of three nodes; one of the others has written its share."""
     commit(directory, state_of(3, 1), 3, step=3, round=1)
     written()
     prune(directory, KEEP, 1)
 
 
 def write_share(directory: Path, written: Callable[[], object]) -> None:
-    """What another node does."""
+    """The work of another node."""
     share(directory, state_of(3, 1), 3, 1, step=3, round=1)
     written()
 
@@ -126,7 +126,7 @@ def drained(receive: int) -> bytes:
 
 
 def die_before(count: int) -> None:
-    """Have this process die right before its call of that number that changes files."""
+    """Kill this process right before its count-th call that changes files."""
     seen = 0
 
     def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ def die_before(count: int) -> None:
 
 
 def die_halfway(count: int) -> None:
-    """Have this process die when half of its write of that number is done."""
+    """Kill this process when half of its count-th write is done."""
     seen, write_whole = 0, os.write
 
     def replacement(descriptor: int, data: bytes) -> int:
@@ -185,7 +185,7 @@ libc.ptrace.restype = ctypes.c_long
 
 
 def run_to_system_call(directory: Path, count: int) -> tuple[bool, bytes]:
-    """As run_with, by the kernel's own count of entries to and exits from system calls."""
+    """Like run_with, but counting all entries to and exits from system calls."""
 
     def work(report: int) -> None:
         if libc.ptrace(TRACEME, 0, None, None) != 0:
@@ -223,7 +223,7 @@ def kill_at_each(
     """Kill a writer at its first, second, ... call until one ends by itself.
 
     Args:
-        go_on: does what others do then, and returns whether the newer checkpoint must be there.
+        go_on: does what the other nodes do then, and returns whether the newer checkpoint must exist.
     """
     figures = {"points": 0, "older": 0, "newer": 0}
     template = directory.with_name(f"{directory.name}-template")
@@ -243,7 +243,7 @@ def kill_at_each(
 
 
 def kill_at_random(directory: Path, rounds: int) -> dict[str, int]:
-    """Kill a writer that writes again and again, each time in another round that goes back a few steps."""
+    """Repeatedly kill a writer, each time in another round that starts a few steps earlier."""
     random.seed(0)
     write(directory, state_of(5, 0), step=5, round=0)
     newest_known, written = (0, 5), 0
@@ -279,9 +279,9 @@ def kill_at_random(directory: Path, rounds: int) -> dict[str, int]:
 def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # So that forked processes do not copy the pages of what was imported.
+    gc.freeze()  # So that forked processes do not copy the pages of imported modules.
     mode, directory = sys.argv[1], Path(sys.argv[2])
-    saving.PATIENCE = -1e9  # What is not there when it is looked for does not come.
+    saving.PATIENCE = -1e9  # A share that is missing at the first look will not arrive.
     started = time.monotonic()
     if mode == "random":
         figures = kill_at_random(directory, int(sys.argv[3]))

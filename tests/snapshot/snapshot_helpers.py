@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: states that tell their step, comparison to the bit, forged checkpoints."""
+"""Helpers for checkpoint tests: states that encode their step, bitwise comparison, forged checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONCE = "0123456789abcdef"
 
 
 def state_of(step: int, round: int = 0) -> dict[str, Any]:
-    """A state all of whose parts tell step and round."""
+    """A state in which every part encodes step and round."""
     value = float(step * 1000 + round)
     return {
         "model": {"weight": torch.full((8, 8), value), "bias": torch.full((3,), value, dtype=torch.bfloat16)},
@@ -36,7 +36,7 @@ def state_of(step: int, round: int = 0) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, with the types of all parts."""
+    """Whether two values are bitwise equal, with equal types in all parts."""
     if isinstance(left, torch.Tensor):
         if not isinstance(right, torch.Tensor) or left.dtype is not right.dtype or left.shape != right.shape:
             return False
@@ -56,7 +56,7 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple | deque):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float):
-        # Any nan is as good as another; 0.0 and -0.0 differ.
+        # All nans are equal; 0.0 and -0.0 differ.
         return (left != left and right != right) or struct.pack("d", left) == struct.pack("d", right)
     return bool(left == right)
 
@@ -66,12 +66,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(error: CheckpointReadError) -> None:
-    """For on_damaged: nothing may be damaged here."""
+    """For on_damaged: fails, because nothing may be damaged here."""
     raise AssertionError(f"damaged: {error}")
 
 
 def forge(path: Path, changes: dict[str, Any] | None = None) -> None:
-    """Make manifest and checksums fit whatever the files hold now, as an attacker would; changes go into the manifest.
+    """Make manifest and checksums fit the files' current content, as an attacker would; changes go into the manifest.
 
     A change to ... removes the key.
     """
@@ -92,13 +92,13 @@ def forge(path: Path, changes: dict[str, Any] | None = None) -> None:
 
 
 def tensor_file(header: Any, data: bytes = b"") -> bytes:
-    """A safetensors file with this header, right or wrong."""
+    """A safetensors file with this header, valid or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def division_of(state: Any, count: int) -> tuple[Division, bytes]:
-    """A state's tensors, divided; and the rest of it, as the content of its file."""
+    """A state's tensors, divided; and the rest of the state, as the content of its file."""
     tensors, rest = tree.encode(state)
     data = b"".join(bytes(part) for part in tensorfile.parts(tensors))
     return Division(lambda begin, end: iter([data[begin:end]]), len(data), count), state_json(rest)
@@ -123,9 +123,9 @@ def together(place: Any, state: Any, count: int, *, step: int, round: int = 0, n
 
 
 def start_threads_of_fsspec() -> None:
-    """Start all threads that fsspec will ever have: they stay for good, and are no test's.
+    """Start all threads that fsspec will ever have: they never end, and must not count as a test's leak.
 
-    For calls that block its loop has an executor, which starts one more whenever none of its threads is idle yet.
+    For blocking calls, its loop has an executor, which starts one more thread whenever none is idle.
     """
     count = 4
     executor, all_there = ThreadPoolExecutor(count), threading.Barrier(count)
