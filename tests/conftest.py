@@ -52,9 +52,9 @@ def _descriptors() -> set[str]:
 
 
 def _shared() -> set[str]:
-    # This project's programs have no semaphores. Those of multiprocessing exist for moments, but one remains if a process
-    # is killed while it creates one: under a random name that sem_open(3) uses first. podman's lock remains until the
-    # machine is rebooted.
+    # This project's programs have no semaphores. Those of multiprocessing exist for moments, but one remains if a
+    # process is killed while it creates one: under a random name that sem_open(3) uses first. podman's lock remains
+    # until the machine is rebooted.
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "libpod"))}
 
 

@@ -1,4 +1,4 @@
-"""The agent's process as a Python caller holds it: elastic_agents.calls.caller."""
+"""The agent's process as seen by a Python caller: elastic_agents.calls.caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_killed_process_that_cannot_be_reaped_is_left_behind_and_named(
     with held, held.stdout as said:
         said.readline()
         process = caller._Process(held.pid)
-        # A debugger is told of its end first, and has not asked yet.
+        # A debugger learns of the process' end first, and has not waited for it yet.
         with subprocess.Popen(
             [sys.executable, "-c", TRACE, str(held.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as tracer:
@@ -40,8 +40,8 @@ def test_a_killed_process_that_cannot_be_reaped_is_left_behind_and_named(
             process.end(0)
             assert process.exit_code is None
             assert f"the agent's process, pid {held.pid}, cannot be reaped after 0.2 s" in caplog.text
-            process.signal(signal.SIGTERM)  # which does nothing
+            process.signal(signal.SIGTERM)  # has no effect
             process.end(0)
             tracer.communicate()
         assert os.WIFSIGNALED(os.waitpid(held.pid, 0)[1])
-        held.returncode = 0  # it is not Popen's to wait for
+        held.returncode = 0  # Popen must not wait for it

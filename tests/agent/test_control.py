@@ -38,7 +38,7 @@ Said = queue.SimpleQueue[object]
 
 @pytest.fixture
 def no_descriptors() -> Iterator[Callable[[], None]]:
-    """Leave this process without a descriptor to open, until it is called."""
+    """Leave this process without free descriptors until the yielded function is called."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors.release()
     lowest = os.open(os.devnull, os.O_RDONLY)
@@ -105,7 +105,7 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
 def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_has_hung_up(
     control: Control, said: Said, events: Events
 ) -> None:
-    """It says the first one, and is silent then."""
+    """It reports the first step, and none after that."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
@@ -158,7 +158,7 @@ def test_more_connections_than_workers_have_are_closed(
 
 @pytest.mark.parametrize(("number", "step", "at"), [(1, 2**60, 1.0), (1, 3, float("nan")), (1, 3, 1e300)])
 def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: float) -> None:
-    """A worker's script has the memory's descriptor."""
+    """A worker's script has access to the shared memory."""
     fields = struct.pack("<QQd", number, step, at)
     with contextlib.closing(SharedProgress.make("test")) as progress:
         progress.write(1, 2)
@@ -172,7 +172,7 @@ def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: 
 
 @pytest.mark.parametrize("code", [0, 3, 255, -2])
 def test_the_agent_hears_with_which_code_a_script_has_ended(code: int, control: Control, said: Said) -> None:
-    """A worker says so in words of its own, since it imports nothing for its end."""
+    """A worker writes this message itself, since it imports nothing at its end."""
     assert c.ENV_SOCKET == SOCKET
     assert last_words(code) == c.pack(c.Ended(code))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -190,7 +190,7 @@ def test_workers_wait_while_there_are_no_descriptors(
     sock.connect("\0" + control.address[1:])
     sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
     wait_for("the lack to be told", lambda: "Too many open files" in caplog.text)
-    time.sleep(3 * descriptors.PAUSE)  # more than one further try
+    time.sleep(3 * descriptors.PAUSE)  # more than one retry
     assert said.empty()
     go_on()
     assert said.get(timeout=60) == WorkerReady(1, 0)

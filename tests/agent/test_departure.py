@@ -1,4 +1,4 @@
-"""What a signal, an order or a notice makes of a node that is there, and of one that leaves already."""
+"""The effect of a signal, an order or a notice on a node that stays, and on one that is already leaving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent notes of its workers' steps."""
+"""What an agent records about its workers' steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_launch.testing import FakeClock
 
 
 class Book:
-    """A diary, what it wrote, and a clock that the test moves."""
+    """A StepEvents, the events that it emitted, and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(50.0)

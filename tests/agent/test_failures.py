@@ -38,7 +38,7 @@ TRACEBACK = (
 
 
 def failed(error_file: Path, **arguments: Any) -> m.Failure:
-    """A report on a worker with exit code 1 that left nothing, unless told otherwise."""
+    """A report on a worker that, by default, has exit code 1 and left nothing."""
     values: dict[str, Any] = {
         "node_id": "a",
         "round_number": 3,
@@ -143,7 +143,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(error_file: Path) -> None:
     assert read_error_file(error_file) is None
 
 
-# Workers that say that a retry is of no use.
+# Workers that ask not to be retried.
 
 
 def test_a_worker_says_that_a_retry_is_of_no_use(
@@ -197,7 +197,7 @@ def _traceback(error: Exception) -> tuple[str, ...]:
 
 
 class OfAScript(UsageError):
-    """A user's own, which calls nothing of ours."""
+    """A user's own exception, unrelated to this project's code."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -230,7 +230,7 @@ def test_misuse_of_the_library_is_final(error_file: Path, monkeypatch: pytest.Mo
 
 
 def test_no_other_error_is_taken_for_misuse_of_the_library(error_file: Path) -> None:
-    """It may be quoted by another one, may have been handled, or may only have the same name."""
+    """It may be quoted by another exception, may have been handled, or may only have the same name."""
     printed = _traceback(UsageError("every=-1"))
     assert failed(error_file, stderr=(*printed, "ValueError: other")).kind == "crash", "an error that followed"
     assert failed(error_file, stderr=(*printed, "going on"), exit_code=-11).kind == "crash"
@@ -249,7 +249,7 @@ def test_no_other_error_is_taken_for_misuse_of_the_library(error_file: Path) -> 
 
 
 def test_a_copy_of_a_final_error_says_so_once() -> None:
-    """As of one that comes from a loader's process."""
+    """For example, a copy of an exception from a loader's process."""
     for copied in (pickle.loads(pickle.dumps(FINAL[0])), copy.copy(FINAL[0])):
         assert copied.__notes__ == [FINAL_NOTE]
 
@@ -351,7 +351,7 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("lines", [1, 10_000])
 def test_a_report_is_small_and_plain_whatever_the_exception_says(error_file: Path, text: str, lines: int) -> None:
-    """The leader gives up a link with a line of 1 MiB, and would take the node for lost."""
+    """The leader drops a link with a line of 1 MiB, and would treat the node as lost."""
     line = text * (100_000 // lines)
     huge = "\n".join(["ValueError: " + line] * lines)
     error_file.write_text(json.dumps({"message": {"message": huge, "extraInfo": {"py_callstack": huge}}}))
@@ -448,7 +448,7 @@ def test_a_traceback_that_a_stopped_worker_printed_last_may_be_why(error_file: P
 
 
 def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it() -> None:
-    """Others may be of exceptions that it had handled."""
+    """Other tracebacks may be of exceptions that it had handled."""
     assert raised_in(TRACEBACK, stopped=False) == 3
     assert printed_last(TRACEBACK) == 3
     assert printed_last((*TRACEBACK, "")) == 3
@@ -469,7 +469,7 @@ def test_out_of_memory_is_said(error_file: Path) -> None:
 
 @pytest.fixture
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files in which kills may be counted: one that is not there, a cgroup's v2 file, one of v1."""
+    """The files in which kills may be counted: one that does not exist, a cgroup's v2 file, a v1 file."""
     paths = [tmp_path / "absent", tmp_path / "memory.events", tmp_path / "memory.oom_control"]
     monkeypatch.setattr(failures, "_event_files", lambda: [*map(Path, paths)])
     return paths
@@ -506,7 +506,7 @@ def test_this_process_can_be_looked_up() -> None:
 
 
 def test_text_that_is_none_is_escaped(error_file: Path) -> None:
-    """A file's name may hold any bytes; Python keeps those that are no text as lone surrogates."""
+    """A file's name may hold any bytes; Python represents undecodable ones as lone surrogates."""
     message = {"message": "no such file: \udcff", "extraInfo": {"py_callstack": "open(\udcff)", "timestamp": "1"}}
     error_file.write_text(json.dumps({"message": message}))
     failure = failed(error_file)

@@ -1,4 +1,4 @@
-"""What is answered to who asks whether an agent is well; the agent's loop is the test's own."""
+"""The answers to health probes; the test plays the agent's loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def health() -> Iterator[Health]:
 
 @contextlib.contextmanager
 def loop(health: Health, phase: str) -> Iterator[Inbox[object]]:
-    """An agent's loop that answers until it is told to end."""
+    """An agent's loop that answers until it is stopped."""
     inbox: Inbox[object] = Inbox(MonotonicClock())
 
     def run() -> None:
@@ -69,7 +69,7 @@ def test_an_agent_that_still_imports_torch_is_alive_and_not_ready() -> None:
         port = listener.getsockname()[1]
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
         with answering(listener), socket.create_connection(("127.0.0.1", port), timeout=20):
-            # A client that asks nothing holds up no other.
+            # A client that sends no request does not delay others.
             for path, expected in (("livez?verbose", (200, "starting")), ("readyz", (503, "starting"))):
                 assert asked(f"http://127.0.0.1:{port}/{path}") == expected
         assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
@@ -129,7 +129,7 @@ def test_an_address_of_another_host_is_refused() -> None:
         (None, {}, routable_address()),
         (None, {"local_addr": "127.0.0.2"}, "127.0.0.2"),
         (None, {"endpoint": Endpoint("127.0.0.5", 29400), "limits": Limits(1, 2)}, "127.0.0.1"),
-        # Not looked up: its DNS may take longer than a startup probe waits.
+        # Not resolved: its DNS may take longer than a startup probe waits.
         (None, {"endpoint": Endpoint("no.such.host.invalid", 29400), "limits": Limits(1, 2)}, routable_address()),
         ("127.0.0.3", {"local_addr": "127.0.0.2"}, "127.0.0.3"),
     ],

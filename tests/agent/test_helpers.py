@@ -1,4 +1,4 @@
-"""Helper processes import nothing from where the user's script lies, and get no secrets."""
+"""Helper processes import nothing from the user's script directory, and get no secrets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(subprocess.run(helper_command(code), env=helper_environment(), capture_out
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A directory with files that have the names of modules."""
+    """A directory with files that are named like modules."""
     directory = tmp_path / "project"
     directory.mkdir()
     for name in NAMES:
@@ -37,7 +37,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def _helper(arguments: list[str], cwd: Path, **variables: str) -> tuple[list[str], dict[str, str]]:
-    """The path and the environment of a helper that a program in a directory starts."""
+    """The path and the environment of a helper started by a program in a directory."""
     env = {**os.environ, **variables}
     ended = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -46,7 +46,7 @@ def _helper(arguments: list[str], cwd: Path, **variables: str) -> tuple[list[str
 
 
 def test_what_lies_in_the_working_directory_is_not_imported(here: Path) -> None:
-    # The agent itself has safe imports here: it is its helper that is looked at.
+    # The agent itself has safe imports here: the test is about its helper.
     path, _ = _helper(["-P", "main.py"], here)
     assert str(here) not in path
     path, environ = _helper(["-P", "main.py"], here, PYTHONPATH=os.pathsep.join([str(here / "lib"), *ROOTS]))
@@ -80,7 +80,7 @@ def test_secrets_stay_with_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("program", ["elastic_launch", "elastic_launch.launch"])
 def test_an_agent_that_runs_by_m_imports_nothing_from_the_working_directory(here: Path, program: str) -> None:
-    (here / "types.py").unlink()  # the interpreter itself would take it, before anything of ours
+    (here / "types.py").unlink()  # the interpreter itself would import it, before any of our code
     (here / "elastic_agents.py").write_text(HOSTILE)
     command = [sys.executable, "-m", program, "--version"]
     ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)

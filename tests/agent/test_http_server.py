@@ -1,4 +1,4 @@
-"""The server behind the health port, against clients that mean no good; sockets and threads are real."""
+"""The server behind the health port, against malicious clients; sockets and threads are real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = random.Random(1).randbytes(4_000_000)
 
 
 class Server:
-    """A server with a page that is there, a large one, and one that has no response until it is told."""
+    """A server with a page, a large page, and a page that has no response until it is set."""
 
     def __init__(self) -> None:
         self.listener = listen("127.0.0.1")
@@ -47,7 +47,7 @@ class Server:
         return socket.create_connection(self.address, timeout=20)
 
     def says(self, request: bytes) -> bytes:
-        """All that is sent in response to one connection's bytes."""
+        """Send bytes over one connection; return the entire response."""
         with self.connect() as connection:
             connection.sendall(request)
             return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -127,7 +127,7 @@ def test_a_responder_may_have_its_response_later(server: Server) -> None:
 
 
 def test_thousands_of_idle_connections_cost_one_thread_and_keep_no_probe_out(server: Server) -> None:
-    """With idle clients all over, one that asks is served, and the server holds no more than its bound."""
+    """With idle clients everywhere, a client with a request is served, and the server never exceeds its bound."""
     threads, idle = threading.active_count(), []
     with contextlib.ExitStack() as stack:
         for number in range(600):
@@ -136,9 +136,9 @@ def test_thousands_of_idle_connections_cost_one_thread_and_keep_no_probe_out(ser
                 began = time.monotonic()
                 assert asked(f"http://127.0.0.1:{server.address[1]}/") == (200, "page")
                 assert time.monotonic() - began < 5 * SLOWNESS
-                assert server.connections <= MAX_CONNECTIONS + 1  # the one of which it is being decided
+                assert server.connections <= MAX_CONNECTIONS + 1  # one more while a connection is being chosen
         assert threading.active_count() == threads
-        # The oldest are those that are gone.
+        # The oldest ones are closed.
         idle[0].settimeout(20)
         assert idle[0].recv(1) == b""
         idle[-1].sendall(get())
@@ -157,7 +157,7 @@ def test_a_client_that_waits_for_its_response_is_not_ended_for_idle_ones(server:
 
 
 def test_a_connection_has_a_deadline_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the client sends a byte at a time, nothing at all, or does not read."""
+    """Whether the client sends one byte at a time, nothing, or does not read."""
     monkeypatch.setattr(module, "DEADLINE", 0.6)
     server = Server()
     try:
@@ -189,7 +189,7 @@ def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
         assert idle.recv(1) == b""
         assert made.listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         assert made.listener.gettimeout() is None
-    made.http.wake()  # as an agent's loop may that answers late
+    made.http.wake()  # as an agent's loop may do that answers late
     made.listener.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 

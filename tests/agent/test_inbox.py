@@ -1,4 +1,4 @@
-"""One queue for everything: order, timers on a clock that the tests move, and real signals."""
+"""One queue for all events: order, timers on a clock that the tests move, and real signals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_timers_of_the_same_time_come_as_they_were_set(inbox: Inbox[object], clo
 
 
 def test_what_has_come_goes_before_a_timer_that_is_due(inbox: Inbox[object], clock: FakeClock) -> None:
-    """A worker's exit that is there already must be seen before the end of its grace."""
+    """A worker's exit that is already queued must be seen before the end of its grace period."""
     inbox.put_later(1.0, "the grace is over")
     clock.advance(2.0)
     inbox.put("it has exited")
@@ -107,7 +107,7 @@ def test_an_item_ends_the_wait_of_another_thread(inbox: Inbox[object]) -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Handlers that are there before, and what they see."""
+    """Handlers that were installed before, and the signals that they receive."""
     seen: list[int] = []
     before = {number: signal.signal(number, lambda number, _: seen.append(number)) for number in (10, 12)}
     yield seen

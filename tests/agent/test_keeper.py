@@ -51,7 +51,7 @@ def test_what_is_needed_is_never_written_over(events: list[str]) -> None:
 
 
 class Node:
-    """A keeper, and the worker that writes its snapshots."""
+    """A snapshot store, and the worker that writes its snapshots."""
 
     def __init__(self, directory: Path, nodes: int = 1, rank: int = 0) -> None:
         self.directory = directory
@@ -123,7 +123,7 @@ def test_old_copies_are_removed(node: Node) -> None:
 
 
 def _copier(share: int = 0) -> int:
-    """Pid of the process that copies; nothing yet if there is none."""
+    """Pid of the copying process; 0 if there is none."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -177,7 +177,7 @@ def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypat
 
 
 def test_what_was_to_be_copied_is_and_not_a_newer_one(node: Node) -> None:
-    """Before a snapshot is taken to be copied the workers compare their states, and not before others."""
+    """Workers compare their states only before a snapshot that is marked for copying."""
     node.store(1)
     node.store(2, durable=False)
     node.store(3, durable=False)
@@ -187,7 +187,7 @@ def test_what_was_to_be_copied_is_and_not_a_newer_one(node: Node) -> None:
 
 @pytest.mark.parametrize("workers", [True, False])
 def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, workers: bool) -> None:
-    """Without workers that could take another, the newest is copied."""
+    """Without workers that could take another snapshot, the newest is copied."""
     asked, goes_on = threading.Event(), threading.Event()
     node.may_commit = lambda: asked.set() or goes_on.wait(60)
     node.store(1)
@@ -209,7 +209,7 @@ def test_a_copying_process_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(keepers, "PAUSE", 0.2)
     node.store(1, durable=False)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # what is open stays so
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # open descriptors stay open
     try:
         node.keeper.secure()
         wait_for("the first attempt", lambda: "cannot be started: [Errno 24]" in caplog.text)
@@ -318,7 +318,7 @@ def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
 
 
 def test_what_an_ended_run_left_does_not_keep_a_node_that_comes_late_from_saving(node: Node) -> None:
-    """It has restored from the others' memory, and so has never taken the directory on its own disk."""
+    """It has restored from the others' memory, and so has never claimed the directory on its own disk."""
     owner.claim(node.directory, "ended")
     node.owner = owner.owned_by("mine")
     node.store(1)
@@ -347,7 +347,7 @@ def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
 
 
 def test_a_whole_snapshot_of_a_writer_that_was_killed_before_it_told_is_kept(node: Node) -> None:
-    """It is what the next workers go on from: they must not write over it, and a run that fails must copy it."""
+    """The next workers resume from it: they must not overwrite it, and a run that fails must copy it."""
     node.store(3, durable=False)
     untold, told = node.use, node.keeper.stored
     node.keeper.stored = lambda stored: stored.slot  # type: ignore[method-assign]
@@ -371,7 +371,7 @@ def test_a_slot_whose_writer_was_killed_half_way_is_the_next_to_be_written(node:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
-    """Two nodes that copy together, with one directory."""
+    """Two nodes that copy together, into one directory."""
     made = (Node(tmp_path / "checkpoints", 2, 0), Node(tmp_path / "checkpoints", 2, 1))
     yield made
     for node in made:
@@ -379,7 +379,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 
 
 def _names(node: Node) -> list[list[str]]:
-    """The tensor files of each checkpoint, by number of its step; and nothing else is there."""
+    """The tensor files of each checkpoint, by step number; checks that nothing else exists."""
     assert all(name.startswith("step-") for name in os.listdir(node.directory))
     return [sorted(path.name[8:13] for path in found.glob("tensors*")) for found in sorted(node.directory.iterdir())]
 
@@ -492,7 +492,7 @@ def test_a_small_state_is_copied_by_the_first_node_alone() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[copiers.Copier]:
-    """The copiers that are made: a test says when one is given up. The next attempt follows at once."""
+    """The copiers that are created: a test decides when one is given up. The next attempt follows immediately."""
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
     monkeypatch.setattr(copiers, "WARN_AFTER", 0.2)
     monkeypatch.setattr(copiers, "KILLED_WITHIN", 0.2)
@@ -537,7 +537,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_
 
 
 def _hanging(code: str, order: str) -> list[str]:
-    """The command of a copying process that begins, and hangs in its storage."""
+    """The command of a copying process that begins, and then hangs in its storage."""
     return [sys.executable, "-c", "import time; print('progress', flush=True); time.sleep(600)"]
 
 
@@ -571,7 +571,7 @@ sys.stdin.readline()
 def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(
     node: Node, made: list[copiers.Copier], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel reports the end of a traced process to its tracer first: until then it is as one in a dead mount."""
+    """The kernel reports a traced process' end to its tracer first: until then it looks like one in a dead mount."""
     node.store(1)
     stuck = wait_for("the copying process", _copier)
     os.kill(stuck, signal.SIGSTOP)
@@ -589,7 +589,7 @@ def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(
 
 
 def test_a_copy_that_is_slow_and_makes_progress_is_not_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes in all; and workers that wait for it are told."""
+    """Whatever its total time; and workers that wait for it are informed."""
     monkeypatch.setattr(copiers, "STALL", 30.0)
     monkeypatch.setattr(keepers, "COPYING_EVERY", 0.0)
     node.size = 4_000_000  # four parts of 8 MiB

@@ -1,4 +1,4 @@
-"""Tests of the seam to torch's NUMA binding; the CPUs of a GPU are torch's affair, and need one."""
+"""Tests of the interface to torch's NUMA binding; finding a GPU's CPUs is torch's task, and needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent learns of its workers' pace."""
+"""What an agent learns about the speed of its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 
 
 def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> StepTimer:
-    """A pace after steps of 2 s each, but for the first."""
+    """A timer after steps of 2 s each, except the first."""
     pace = StepTimer()
     pace.begin(1, first, 100.0, total)
     for number in range(1, steps + 1):
@@ -42,7 +42,7 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
 
 
 def test_steps_that_nobody_told_of_are_found_when_they_matter() -> None:
-    """Each counts as one, at the pace of all of them together."""
+    """Each counts as one step, at their average pace."""
     reached = [WorkerProgress(1, 1, 9.0)]
     pace = StepTimer(lambda: reached[-1])
     pace.begin(1, 0, 0.0, 101)
@@ -66,7 +66,7 @@ def test_progress_is_what_was_written_last() -> None:
     assert second is not None
     assert (first[:2], second[:2]) == ((3, 7), (3, 8))
     assert 0 <= second.at - first.at < 10
-    os.pwrite(progress.descriptor, b"x", 0)  # as of a writer that was killed in the middle
+    os.pwrite(progress.descriptor, b"x", 0)  # as left by a writer that was killed in the middle
     assert progress.read() is None
     progress.close()
     assert progress.read() is None

@@ -20,7 +20,7 @@ def spec_of(member: Member) -> WorkerSpec:
 
 
 def torchs(members: list[Member]) -> list[list[tuple[int, ...]]]:
-    """What torch's agents agree on, one of each node in a thread of its own."""
+    """The ranks that torch's agents agree on, with one agent per node in its own thread."""
     store, size = HashStore(), len(members)
     store.set_timeout(timedelta(seconds=60))
 

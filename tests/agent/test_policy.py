@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 
 def view(*events: v.Event, nodes: int = 2) -> View:
-    """What the policy knows on a node of two workers, in round 1, after further events."""
+    """The policy's view on a node of two workers, in round 1, after further events."""
     found, _ = decide(View(), form(1, nodes), 2)
     for event in events:
         found, _ = decide(found, event, 2)
@@ -23,7 +23,7 @@ def view(*events: v.Event, nodes: int = 2) -> View:
 
 
 def after(before: View, event: v.Event) -> tuple[Phase, list[v.Action]]:
-    """Phase and actions that follow, on a node of two workers that has nothing to save when it ends."""
+    """The resulting phase and actions, on a node of two workers that has nothing to save when it ends."""
     found, actions = decide(before, event, 2)
     if actions[-1:] == [v.AwaitCopies(bounded=True)]:
         found, last = decide(found, v.CopiesDone(), 2)
@@ -115,7 +115,7 @@ def test_an_evicted_node_that_had_finished_waits_again() -> None:
 
 
 def test_waiting_an_eviction_is_no_reason_to_report_again() -> None:
-    """The next round may be formed already, with the port of the worker store that was reported before."""
+    """The next round may already be formed, with the port of the worker store that was reported before."""
     before, _ = decide(FINISHED, brk(1), 2)
     assert after(before, m.Evicted(1, "too slow")) == (Phase.WAITING, [])
 
@@ -170,7 +170,7 @@ def test_exits_without_workers_are_ignored(phase: View) -> None:
     assert decide(phase, gone(0, 1), 2) == (phase, [])
 
 
-# Workers that somebody else stopped.
+# Workers stopped from outside.
 
 
 @pytest.mark.parametrize("code", [TERM_CODE, INT_CODE])

@@ -1,4 +1,4 @@
-"""The workers' lines on the console and in files, the launcher's own, and the last words for Kubernetes."""
+"""The workers' lines on the console and in files, the launcher's own, and the termination message for Kubernetes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAILURE = Failure("a", "crash", 5, 1, 42, 1, "exit code 1: ValueError: boom", lo
 
 
 class Poured:
-    """A sink that remembers each write."""
+    """A sink that records each write."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -127,7 +127,7 @@ def pump() -> Iterator[OutputPump]:
 
 
 def shown(pump: OutputPump, route: Route, data: bytes) -> bytes:
-    """What a terminal gets of a stream."""
+    """The output of a stream on a terminal."""
     terminal, console = pty.openpty()
     tty.setraw(console)
     stream, sink = pump.open(console, route)
@@ -164,7 +164,7 @@ def test_prefixes_are_plain_where_no_colours_are_wanted(
 
 
 class Shown:
-    """A console, workers that write to it, and what it shows."""
+    """A console, workers that write to it, and the text that it shows."""
 
     def __init__(self, workers: int) -> None:
         self._source, self._console = os.pipe()
@@ -305,7 +305,7 @@ def test_what_helper_processes_say_is_the_launchers_own(
 
 
 def filled() -> tuple[int, int]:
-    """A pipe that takes nothing more."""
+    """A full pipe."""
     source, sink = os.pipe()
     os.set_blocking(sink, False)
     with contextlib.suppress(BlockingIOError):
@@ -323,13 +323,13 @@ def test_a_console_that_hangs_keeps_neither_workers_nor_their_files(
     source, console = filled()
     with contextlib.closing(OutputPump()) as pump:
         stream, sink = pump.open(console, Route(path=tmp_path / "log"))
-        data = b"".join(b"%099d\n" % number for number in range(50_000))  # five times what waits for a console
+        data = b"".join(b"%099d\n" % number for number in range(50_000))  # five times the data queued for a console
         with os.fdopen(sink, "wb") as worker:
             worker.write(data)
         assert stream.ended.wait(60)
         wait_for("the file", lambda: (tmp_path / "log").stat().st_size == len(data))
         assert (tmp_path / "log").read_bytes() == data
-        # Whoever reads it again finds the beginning, and is told how much is missing.
+        # A reader that resumes finds the beginning, and the number of missing lines.
         os.set_blocking(source, False)
         seen = bytearray()
 
@@ -456,7 +456,7 @@ def test_lines_have_the_form_that_is_asked_for(capsys: pytest.CaptureFixture[str
     assert found == {"level": "WARNING", "node": "a", "message": "two\nlines of ä"}
 
 
-# The last words.
+# The termination message.
 
 
 def test_a_root_cause_says_who_where_and_how() -> None:
@@ -519,7 +519,7 @@ def test_the_termination_log_is_overwritten(tmp_path: Path) -> None:
 
 
 def _missing(path: Path) -> None:
-    """Nobody looks for it there."""
+    """Create nothing."""
 
 
 @pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
@@ -532,7 +532,7 @@ def test_what_is_no_file_is_no_termination_log(make: Callable[[Path], None], tmp
 
 
 def test_a_file_that_cannot_be_closed_stops_no_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Network file systems may say only then that there was no room."""
+    """Network file systems may report a full disk only then."""
     kept = Kept()
     with contextlib.closing(Writer("logs", limit=1000, patience=60)) as writer:
         file = Appended(tmp_path / "stdout.log", writer, kept)

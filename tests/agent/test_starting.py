@@ -1,4 +1,4 @@
-"""Workers of a round are started one after the other, and a round may be over before all of them are."""
+"""Workers of a round are started one after the other, and a round may be over before all have started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic_launch.system.writer_thread import Writer
 
 @pytest.fixture(scope="module", autouse=True)
 def first_store() -> None:
-    """The first store of a process opens a pipe of libuv's that stays."""
+    """The first store of a process opens a pipe of libuv's that stays open."""
     store = WorkerStore("127.0.0.1")
     store.serve(10)
     store.close()

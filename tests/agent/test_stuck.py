@@ -1,4 +1,4 @@
-"""A process that hangs in its interpreter's lock is told from one that waits for something else."""
+"""A process deadlocked on its interpreter's lock is distinguished from one that waits for something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from another rank's failure is told from a failure of a rank's own."""
+"""Consequences of another rank's failure are distinguished from a rank's own failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, "
 
-# As torch 2.13 says them; the slow test below has real processes say most of them again.
+# As torch 2.13 prints them; the slow test below makes real processes print most of them again.
 SAID = [
     (f"RuntimeError: {PAIR}Connection closed by peer [127.0.0.1]:55948. This is typically caused by a remote worker "
      "crashing.", BROKEN_CONNECTION),
@@ -88,7 +88,7 @@ CASES = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_what_torch_says(case: str, tmp_path: Path) -> None:
-    """A torch that uses other words must not pass unnoticed."""
+    """A torch that uses other words must not go unnoticed."""
     port = str(free_port())
     command = [sys.executable, str(SCRIPTS / "broken_links.py"), case]
     with (tmp_path / "err").open("wb") as err:

@@ -1,4 +1,4 @@
-"""Snapshots that go from one agent to another over real sockets, and what comes in between."""
+"""Snapshots sent from one agent to another over real sockets, and failures in between."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_another_snapshot_than_the_one_agreed_on_is_not_given(nodes: tuple[Node,
 
 
 class Relay:
-    """A way to a server on which one byte changes, or all ends, after so many from there."""
+    """A relay to a server: after a number of bytes from the server, one byte changes or the connection ends."""
 
     def __init__(self, port: int, after: int, *, cut: bool) -> None:
         self._listener = listen("127.0.0.1")
@@ -230,7 +230,7 @@ def test_strangers_do_not_keep_a_server_from_closing(tmp_path: Path) -> None:
 
 @contextmanager
 def dripping(port: int, number: int) -> Iterator[Callable[[], int]]:
-    """Connections that send a byte every now and then; yields how many the server has hung up on."""
+    """Connections that send a byte every now and then; yields the number of connections that the server has closed."""
     ended, hung_up = threading.Event(), 0
 
     def drip(socks: list[socket.socket]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the timers that workers set by torch.distributed.elastic.timer."""
+"""Tests of the timers that workers set with torch.distributed.elastic.timer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What stands in for a cluster in the tests: its schemas, its job controller, its DNS, and the kubelet on each node."""
+"""Replaces a cluster in the tests: its schemas, its job controller, its DNS, and the kubelet on each node."""

@@ -1,4 +1,4 @@
-"""A cluster of as many nodes as there are pods: network, DNS, volumes, and the job that runs in it."""
+"""A cluster with one node per pod: network, DNS, volumes, and the job that runs in it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SECRETS = {
     "train": {"token": "0123456789abcdef0123456789abcdef"},
     "etcd": {"root-password": "of-root", "password": "of-the-run"},
 }
-"""Those that docs/how-to/kubernetes.md has the user make."""
+"""The secrets that docs/how-to/kubernetes.md tells the user to create."""
 UID = "7d0c5a2e-1f0b-4a63-9d1c-0c7a1f5e2b64"
 
 T = TypeVar("T")
 
 
 class Cluster:
-    """Runs the job among some manifests, beside its service, its script and its volume.
+    """Runs the job of some manifests, with its service, its script and its volume.
 
     Args:
         manifests: as rendered.
@@ -44,12 +44,12 @@ class Cluster:
     def __init__(self, net: Net, manifests: list[Manifest], directory: Path) -> None:
         self._net, self._manifests, self._directory = net, manifests, directory
         self.claims = directory / "claims"
-        """What is on the persistent volumes, by the name of the claim."""
+        """The content of the persistent volumes, by the name of the claim."""
         self._numbers = itertools.count(1)
         self.pods: list[Pod] = []
-        """All that there were."""
+        """All pods that have existed."""
         self.kept: list[Pod] = []
-        """Those of stateful sets, which are never replaced here, only restarted."""
+        """The pods of stateful sets, which are never replaced here, only restarted."""
         self._removed: list[Host] = []
         job = find(manifests, "Job")
         self._indexed = "batch/v1" in job.get("apiVersion", "")
@@ -69,13 +69,13 @@ class Cluster:
         self._dns.close()
 
     def _addresses(self, name: str) -> list[str]:
-        """Called from the DNS' thread."""
-        # Without a domain each pod has a service of its own, as Kubeflow's training operator makes them.
+        """Called from the DNS thread."""
+        # Without a domain each pod has its own service, as Kubeflow's training operator creates them.
         pods = [*self.job.pods.values(), *self.kept]
         return [pod.host.address for pod in pods if name == f"{pod.hostname}.{pod.domain or DOMAIN}"]
 
     def _keep(self, manifest: Manifest) -> None:
-        """Start the pods of a stateful set, all at once; each has a volume of its own."""
+        """Start the pods of a stateful set, all at once; each has its own volume."""
         name, spec = manifest["metadata"]["name"], manifest["spec"]
         assert spec["podManagementPolicy"] == "Parallel"
         template = {"terminationGracePeriodSeconds": 30, **spec["template"]["spec"]}
@@ -93,7 +93,7 @@ class Cluster:
         name = self._job["metadata"]["name"]
         metadata = metadata_of(name, UID, index, f"n{next(self._numbers)}")
         container = self._template["containers"][0]
-        # Of an indexed job only; first, so that others can refer to it.
+        # For an indexed job only; first, so that other variables can refer to it.
         env = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}] if self._indexed else []
         template = self._template | {"containers": [container | {"env": [*env, *container.get("env", ())]}]}
         service = self._template.get("subdomain")
@@ -128,7 +128,7 @@ class Cluster:
         return path
 
     def until(self, what: str, probe: Callable[[], T], timeout: float = 60.0) -> T:
-        """Let the cluster go on until something is true, and return it."""
+        """Run the cluster until something is true, and return it."""
         timeout *= SLOWNESS
         deadline = time.monotonic() + timeout
         while True:

@@ -1,4 +1,4 @@
-"""The cluster's DNS: the names of pods with a headless service, as they are at this moment (RFC 1035, A records)."""
+"""The cluster's DNS: the current names of pods with a headless service (RFC 1035, A records)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Dns", "answer"]
 A, IN = 1, 1
 NO_SUCH_NAME = 3
 TTL = 5
-"""Seconds, as CoreDNS has it for the names of a cluster unless told otherwise."""
+"""Seconds; CoreDNS' default for the names of a cluster."""
 
 HEADER = struct.Struct("!HHHHHH")
 
@@ -22,7 +22,7 @@ class Dns:
 
     Args:
         listener: a datagram socket, which it takes over.
-        addresses: gives the IPv4 addresses of a name; none if there is no such name.
+        addresses: returns the IPv4 addresses of a name; none if there is no such name.
     """
 
     def __init__(self, listener: socket.socket, addresses: Callable[[str], Sequence[str]]) -> None:
@@ -43,7 +43,7 @@ class Dns:
             try:
                 query, sender = self._socket.recvfrom(512)
                 self._socket.sendto(answer(query, self._addresses), sender)
-            except OSError:  # nobody has asked, or who did is gone
+            except OSError:  # there was no query, or its sender is gone
                 continue
 
 

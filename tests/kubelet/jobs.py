@@ -1,4 +1,4 @@
-"""The job controller: which pods there are, and what follows from how one has ended.
+"""The job controller: which pods exist, and what follows from the end of a pod.
 
 As documented in https://kubernetes.io/docs/concepts/workloads/controllers/job/ (completion mode Indexed, pod failure
 policy, back-off limit per index, success policy, pod replacement policy).
@@ -16,11 +16,11 @@ from kubelet.manifests import Manifest
 __all__ = ["IndexedJob", "Runs", "decide"]
 
 BACK_OFF, LONGEST_BACK_OFF = 10.0, 360.0
-"""Seconds before a pod that counted as failed is replaced: the first time, doubled each time, and at the most."""
+"""Seconds before a pod that counted as failed is replaced: the initial value, doubled each time, and the maximum."""
 
 
 class Runs(Protocol):
-    """A pod that was started."""
+    """A started pod."""
 
     exit_code: int | None
     disrupted: bool
@@ -30,7 +30,7 @@ class Runs(Protocol):
 
 
 def decide(spec: Manifest, exit_code: int, *, disrupted: bool) -> str:
-    """Return what the pod failure policy does about a failed pod: the first rule that fits decides, else it counts.
+    """Return what the pod failure policy does about a failed pod: the first matching rule decides, otherwise it counts.
 
     Args:
         spec: the job's.
@@ -54,12 +54,12 @@ def _meets(pattern: Manifest, disrupted: bool) -> bool:
 
 
 class IndexedJob:
-    """Keeps a pod for each index until the job is over.
+    """Keeps one pod running for each index until the job is over.
 
     Args:
         spec: the job's.
         create: starts the pod of an index.
-        haste: how many times faster than Kubernetes it backs off.
+        haste: factor by which it backs off faster than Kubernetes.
     """
 
     def __init__(self, spec: Manifest, create: Callable[[int], Any], haste: float = 100.0) -> None:
@@ -69,14 +69,14 @@ class IndexedJob:
         self.pods: dict[int, Any] = {}
         self.failures: Counter[int] = Counter()
         self.decisions: list[tuple[int, int, str]] = []
-        """Index, exit code, and what was decided, in order."""
+        """Index, exit code and decision, in order."""
         self.succeeded: set[int] = set()
         self.over = ""
         """``Complete`` or ``Failed`` once that is decided; pods may still be ending."""
         self._due = dict.fromkeys(range(spec["completions"]), 0.0)
 
     def turn(self) -> None:
-        """Look at all pods once, and do what is due."""
+        """Check all pods once, and do what is due."""
         for index, pod in list(self.pods.items()):
             pod.turn()
             if pod.exit_code is not None:

@@ -1,4 +1,4 @@
-"""The manifests of ``examples/kubernetes``: as files, rendered by kubectl, and judged by the schemas of the API."""
+"""The manifests of ``examples/kubernetes``: as files, rendered by kubectl, and validated by the API's schemas."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ RENDERED = sorted(
     for path in EXAMPLES.rglob("kustomization.yaml")
     if "kind: Kustomization" in path.read_text() and path.parent.name != "script"
 )
-"""What can be applied, by directory: all but the script alone, and components, which only others can use."""
+"""What can be applied, by directory: everything except the script alone, and components, which only others can use."""
 
 VERSIONS = sorted(set(all_versions()), key=Version)[-3:]
-"""The newest versions of Kubernetes whose schemas there are."""
+"""The newest versions of Kubernetes with available schemas."""
 
 CRDS = Path(__file__).with_name("crds.yaml")
 
@@ -52,14 +52,14 @@ def rendered(directory: str) -> list[Manifest]:
 
 
 def find(manifests: list[Manifest], kind: str, name: str = "") -> Manifest:
-    """Return the one object of a kind, or the one of them that has a name."""
+    """Return the only object of a kind, or the one with the given name."""
     found = [manifest for manifest in manifests if manifest["kind"] == kind]
     (one,) = [manifest for manifest in found if name in ("", manifest["metadata"]["name"])]
     return one
 
 
 def judge(manifest: Manifest, version: str) -> None:
-    """Hold an object against the schema of its kind, in which unknown fields are errors.
+    """Validate an object against the schema of its kind, in which unknown fields are errors.
 
     Raises:
         jsonschema.ValidationError: naming the field.
@@ -78,7 +78,7 @@ def _crds() -> dict[str, Any]:
 
 @functools.cache
 def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
-    """Validate a custom resource; what it has of Kubernetes' own types is Kubernetes' to define."""
+    """Validate a custom resource; parts that have Kubernetes' own types are validated by Kubernetes' schemas."""
     schemas = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}-local-strict"
     core = json.loads((schemas / "_definitions.json").read_text())
     own = {"$schema": core["$schema"], "$id": "https://kubernetes.io/api/crds.json", "$defs": _crds()}
@@ -89,7 +89,7 @@ def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
 
 
 def pod_of(manifest: Manifest) -> Manifest:
-    """Return the pod template's spec of an object that makes training pods."""
+    """Return the pod template's spec of an object that creates training pods."""
     spec = manifest["spec"]
     if manifest["kind"] == "TrainingRuntime":
         spec = spec["template"]["spec"]

@@ -1,4 +1,4 @@
-"""What operators make of their resources: pods with names and variables, here as a job and its service.
+"""What operators create from their resources: pods with names and variables, here as a job and its service.
 
 Trainer 2: https://www.kubeflow.org/docs/components/trainer/operator-guides/ml-policy and its torch plugin; JobSet's
 names: https://jobset.sigs.k8s.io/docs/concepts. Training operator 1.9: what its controller of PyTorchJobs sets.
@@ -14,7 +14,7 @@ __all__ = ["as_jobset", "as_trainer", "as_training_operator"]
 
 
 def as_jobset(manifests: list[Manifest], nodes: int) -> list[Manifest]:
-    """Return what becomes of a JobSet with one job, of so many nodes; its service has its name."""
+    """Return what a JobSet with one job of this many nodes creates; its service has its name."""
     found = copy.deepcopy(find(manifests, "JobSet"))
     name, (replicated,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
     assert replicated["replicas"] == 1
@@ -25,7 +25,7 @@ def as_jobset(manifests: list[Manifest], nodes: int) -> list[Manifest]:
 
 
 def as_trainer(manifests: list[Manifest], nodes: int) -> list[Manifest]:
-    """Return what becomes of a TrainJob of so many nodes and the TrainingRuntime that it names."""
+    """Return what a TrainJob of this many nodes creates, with the TrainingRuntime that it names."""
     train, runtime = find(manifests, "TrainJob"), copy.deepcopy(find(manifests, "TrainingRuntime"))
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -46,7 +46,7 @@ def as_trainer(manifests: list[Manifest], nodes: int) -> list[Manifest]:
 
 
 def as_training_operator(manifests: list[Manifest], nodes: int) -> list[Manifest]:
-    """Return what becomes of a PyTorchJob whose restart policy is ExitCode, with so many workers."""
+    """Return what a PyTorchJob with the restart policy ExitCode and this many workers creates."""
     train = copy.deepcopy(find(manifests, "PyTorchJob"))
     name, spec = train["metadata"]["name"], train["spec"]
     worker, elastic = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]

@@ -1,11 +1,11 @@
-"""The kubelet, for one pod with one container, and others that run before it: start, probes, restarts, end.
+"""The kubelet, for one pod with one container and its init containers: start, probes, restarts, end.
 
 As documented in https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ (container restarts, termination,
 probes), https://kubernetes.io/docs/concepts/containers/container-lifecycle-hooks/ and
 https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/ (termination message).
 
-What the container's image would hold is this host's: its root, its Python and this project's code. So it runs as root,
-whatever user the manifest asks for; and nobody holds it to its resources.
+The container's root, Python and project code are this host's instead of an image's. So the container runs as root,
+whatever user the manifest asks for, and its resources are not limited.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["Pod", "PodFiles", "container_environment"]
 ENTER = Path(__file__).with_name("enter.sh")
 
 BACK_OFF, LONGEST_BACK_OFF = 10.0, 300.0
-"""Seconds before a container is restarted: the first time, doubled each time, and at the most."""
+"""Seconds before a container is restarted: the initial value, doubled each time, and the maximum."""
 
 NODE_LOST = 340.0
-"""Seconds until the pods of a node that is silent are deleted: 40 until it counts as unreachable, 300 of toleration."""
+"""Seconds until the pods of a silent node are deleted: 40 until it counts as unreachable, 300 of toleration."""
 
 EXTENSION = 2.0
-"""Seconds that a container gets beyond the grace if its preStop hook took all of it."""
+"""Seconds that a container gets beyond the grace period if its preStop hook used all of it."""
 
 IMAGE = {
     "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     "HOME": "/tmp",
 }
-"""What an image would say of the environment."""
+"""The environment that an image would define."""
 
 PROGRAMS = {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])}
-"""What an image would have; a container has a /tmp of its own, in which this may lie."""
+"""Directories that an image would contain; a container has its own /tmp, in which these may lie."""
 
 
 @dataclass(frozen=True)
 class PodFiles:
-    """What a pod finds of a cluster's objects.
+    """The objects of a cluster that a pod uses.
 
     Attributes:
         volumes: a directory for each of the template's volumes, by its name.
@@ -92,15 +92,15 @@ def _expanded(text: str, env: dict[str, str]) -> str:
 
 
 class Pod:
-    """A pod on a host of its own.
+    """A pod on its own host.
 
     Args:
         template: the spec of the pod's template.
         metadata: name, labels and annotations.
-        domain: what follows the host name in the pod's full one, or nothing.
+        domain: what follows the host name in the pod's full name, or nothing.
         directory: for the pod's files.
         nameserver: the cluster's DNS.
-        haste: how many times faster than Kubernetes it backs off.
+        haste: factor by which it backs off faster than Kubernetes.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Pod:
         self.hostname, self.domain, self.host = hostname, domain, host
         self._directory, self._files, self._haste = directory, files, haste
         self.env = container_environment(self._container, metadata, host.address, files)
-        self._before = list(template.get("initContainers", ()))  # those that have not come to their end
+        self._before = list(template.get("initContainers", ()))  # init containers that have not ended
         self.exit_code: int | None = None
-        """The container's, once the pod has ended."""
+        """The container's exit code, once the pod has ended."""
         self.disrupted = False
         """Whether it has the condition DisruptionTarget."""
         self.restarts = 0
@@ -133,7 +133,7 @@ class Pod:
         self._ends_at = 0.0  # when SIGKILL is due, once the pod is being ended
         self._killed = False
         self._told = False  # whether SIGTERM was sent
-        self._lost_at = 0.0  # when all have learned that its node is lost
+        self._lost_at = 0.0  # when all components have learned that its node is lost
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "log"
         self._message = directory / "termination-log"
@@ -146,7 +146,7 @@ class Pod:
 
     @property
     def message(self) -> str:
-        """What ``kubectl describe pod`` shows of the container's end."""
+        """The text that ``kubectl describe pod`` shows about the container's end."""
         return self._message.read_text()
 
     @property
@@ -160,7 +160,7 @@ class Pod:
 
     @property
     def running(self) -> bool:
-        """Whether its container runs, and nothing has happened to it yet."""
+        """Whether its container runs, undisturbed so far."""
         runs = self._process is not None and self._process.poll() is None and not self._before
         return runs and self.exit_code is None and not self._ends_at and not self._lost_at and not self._killed
 
@@ -174,7 +174,7 @@ class Pod:
         return 0
 
     def catches(self, number: signal.Signals) -> bool:
-        """Whether process 1 has a handler for a signal: without one it does not get it (pid_namespaces(7))."""
+        """Whether process 1 has a handler for a signal: without one it does not receive it (pid_namespaces(7))."""
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{self.init}/status").read_text().splitlines()  # see proc_pid_status(5)
             return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))
@@ -202,7 +202,7 @@ class Pod:
                 [*self.host.prefix, *enter, self.hostname, *own, *mounts, "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.DEVNULL,  # what unshare says of its child's end; the container's is with its stdout
+                stderr=subprocess.DEVNULL,  # unshare's message about its child's end; the container's goes with its stdout
                 env=env,
                 cwd="/",
                 start_new_session=True,
@@ -213,10 +213,10 @@ class Pod:
             for kind in ("startup", "liveness", "readiness")
         }
 
-    # What is done to it.
+    # Actions on the pod.
 
     def terminate(self, *, disrupted: bool = False) -> None:
-        """End it as a deleted pod is ended: preStop hook, SIGTERM, and SIGKILL when the grace is over."""
+        """End it as a deleted pod is ended: preStop hook, SIGTERM, and SIGKILL after the grace period."""
         if self._ends_at:
             return
         self.disrupted = disrupted
@@ -229,14 +229,14 @@ class Pod:
             )
 
     def lose(self) -> None:
-        """Lose its node: it is silent from one moment to the next, closes nothing, and is given up for lost later."""
+        """Lose its node: it falls silent at once, closes nothing, and is declared lost later."""
         self.host.cut()
         self.disrupted = True
         self._kill()
         self._lost_at = time.monotonic() + NODE_LOST / self._haste
 
     def crash(self) -> None:
-        """Kill the container, as for memory; the kernel closes its connections."""
+        """Kill the container, as when out of memory; the kernel closes its connections."""
         self._kill()
 
     def _kill(self) -> None:
@@ -246,17 +246,17 @@ class Pod:
             os.kill(self.init or self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all at once."""
+        """End everything at once."""
         for process in (self._process, self._hook):
             if process is not None and process.poll() is None:
                 process.kill()  # and with it the container: unshare --kill-child
             if process is not None:
                 process.wait()
 
-    # What follows.
+    # Consequences.
 
     def turn(self) -> None:
-        """Look once, and do what is due."""
+        """Check once, and do what is due."""
         if self.exit_code is not None:
             return
         if self._lost_at:
@@ -326,5 +326,5 @@ def metadata_of(job: str, uid: str, index: int, suffix: str) -> dict[str, Any]:
     """Return what the job controller writes into a pod's metadata."""
     at = {"batch.kubernetes.io/job-completion-index": str(index)}
     labels = {"batch.kubernetes.io/job-name": job, "batch.kubernetes.io/controller-uid": uid, **at}
-    labels["training.kubeflow.org/job-name"] = job.removesuffix("-worker")  # of the training operator alone
+    labels["training.kubeflow.org/job-name"] = job.removesuffix("-worker")  # set by the training operator only
     return {"name": f"{job}-{index}-{suffix}", "labels": labels, "annotations": at}

@@ -1,4 +1,4 @@
-"""Probes by HTTP, as the kubelet makes them: https://kubernetes.io/docs/concepts/workloads/pods/probes/."""
+"""HTTP probes, as the kubelet makes them: https://kubernetes.io/docs/concepts/workloads/pods/probes/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def inside(namespace: str, act: Callable[[], T]) -> T:
-    """Call act in a network namespace: a socket that it makes stays there. For the calling thread only."""
+    """Call act in a network namespace: a socket that it creates stays there. For the calling thread only."""
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         there = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
@@ -41,14 +41,14 @@ def inside(namespace: str, act: Callable[[], T]) -> T:
 
 
 class Probe:
-    """One of a container's probes; where there is none, all is well."""
+    """One of a container's probes; without a spec, it always succeeds."""
 
     def __init__(self, spec: Manifest | None, container: Manifest, host: Host) -> None:
         self._spec, self._host = spec, host
         self.good = spec is None
-        """Whether the last try, or as many as it takes, succeeded."""
+        """Whether the last attempts succeeded, as many as the spec requires."""
         self.failed = False
-        """Whether so many tries in a row have failed as it takes."""
+        """Whether as many consecutive attempts have failed as the spec requires."""
         self.found = ""
         self._next = 0.0
         self._misses = 0
@@ -59,7 +59,7 @@ class Probe:
             self._next = time.monotonic() + spec.get("initialDelaySeconds", 0)
 
     def turn(self) -> None:
-        """Try if it is time."""
+        """Probe if it is due."""
         if self._spec is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._spec.get("periodSeconds", 10)
