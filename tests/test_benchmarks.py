@@ -1,4 +1,4 @@
-"""The benchmarks run, with their smallest settings, and tell what they found in a form that can be read again."""
+"""The benchmarks run with their smallest settings, and write results that can be read again."""
 
 from __future__ import annotations
 

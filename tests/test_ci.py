@@ -1,4 +1,4 @@
-"""What CI runs says in the end why it failed: the last lines may be all that is seen of it."""
+"""CI's commands end with the reason for a failure: the last lines may be all that a reader sees."""
 
 from __future__ import annotations
 

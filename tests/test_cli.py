@@ -1,4 +1,4 @@
-"""Tests of the command line: what every flag becomes, and what a mistake is answered with."""
+"""Tests of the command line: the effect of every flag, and the response to mistakes."""
 
 from __future__ import annotations
 

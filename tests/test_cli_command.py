@@ -1,4 +1,4 @@
-"""Tests of what the workers run: script, module or program, and arguments."""
+"""Tests of the workers' command: script, module or program, and arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wall clock, which may jump, is only ever shown: nothing is decided by it."""
+"""The wall clock, which may jump, is only displayed: no decision depends on it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ KNOWN = {
         "time.time"
     ],  # torch's protocol names moments; each is converted as it comes
     "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
-    # Clouds and Slurm name moments. What answers says its own time; this host's is the second best.
+    # Clouds and Slurm use absolute times. The answering server's clock is preferred over this host's.
     "agents/elastic_agents/notices/types.py": ["datetime.now"],
     "agents/elastic_agents/notices/local.py": ["time.time"],
 }
 
 
 def wall_clock_uses(source: str) -> Iterator[str]:
-    """What a module calls, passes on or imports that reads the wall clock."""
+    """Functions that read the wall clock and that a module calls, passes on or imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "time":
             yield from (f"time.{alias.name}" for alias in node.names if alias.name in WALL | {"*"})

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: all that torchrun sets, and ours."""
+"""A worker's environment: all of torchrun's variables, and ours."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ _LINES = st.one_of(
 
 
 def _read(line: bytes) -> None:
-    """A line is refused by a ValueError, or is a message whose every field can be reckoned with and written down."""
+    """A line is refused with a ValueError, or is a message whose every field can be computed with and encoded."""
     try:
         message = c.unpack(line)
     except ValueError:

@@ -117,7 +117,7 @@ def through_file(read: Callable[[Path], Any], name: str = "file") -> Callable[[b
 
 
 def on_link(side: Callable[[], Channel]) -> Callable[[bytes], Any]:
-    """What comes over a link before the other side has proven anything is no message."""
+    """Input on a link before the other side has proven anything is not a message."""
 
     def read(data: bytes) -> None:
         channel = side()
@@ -145,7 +145,7 @@ def taken(channel: Channel) -> bytes:
 
 
 def after_proof(data: bytes) -> None:
-    """Who comes in between later has no word either: only what was sealed is heard."""
+    """An attacker who intercepts the link later is ignored, too: only sealed messages are read."""
     node, leader = opened()
     node.send(m.pack(HELLO))
     mine = taken(node)
@@ -175,7 +175,7 @@ def run_file(data: bytes) -> w.RunAddress | None:
 
 
 def resealed(data: bytes) -> bytes:
-    """With its own checksum, as someone would write a manifest who means it."""
+    """With its own checksum, as an attacker would write a manifest."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

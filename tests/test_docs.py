@@ -41,7 +41,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def names(cell: str) -> list[str]:
-    """What a cell has in backticks."""
+    """The parts of a cell in backticks."""
     return [name.replace("\\|", "|") for name in NAME.findall(cell)]
 
 

@@ -148,7 +148,7 @@ def test_lines_for_people(event: ev.Event, line: str) -> None:
 
 
 def test_what_is_told_elsewhere_has_no_line() -> None:
-    """A loss that broke a round is told by the break, the end by every agent's summary."""
+    """A loss that broke a round is reported by the break, the end by every agent's summary."""
     assert ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").line() == ""
     assert ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").line() == ""
     assert ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0).line() == ""

@@ -1,4 +1,4 @@
-"""Faults on purpose: what a plan may say, and that each happens once, in its round."""
+"""Injected faults: what a plan may contain, and that each happens once, in its round."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_each_fault_happens_once_to_its_rank_in_its_round() -> None:
 
 
 def worker(plan: FaultPlan, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A process that comes to the end of step 5."""
+    """A process that reaches the end of step 5."""
     code = "from elastic_launch.faults import reached; reached('step', 5); print('went on')"
     env: dict[str, Any] = {**os.environ, "RANK": "1", **environ, **plan.environment()}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)

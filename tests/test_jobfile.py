@@ -1,4 +1,4 @@
-"""Tests of the job file: what its keys become, what wins, and what a mistake is answered with."""
+"""Tests of the job file: the effect of its keys, precedence, and the response to mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --notice becomes, and what it does to the signals."""
+"""The effect of --notice, and how it changes the signals."""
 
 from __future__ import annotations
 

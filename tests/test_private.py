@@ -1,4 +1,4 @@
-"""What another user has prepared in a directory that all can write to is not used; what is made is private."""
+"""Files that another user prepared in a world-writable directory are not used; new ones are private."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory for temporary files that all can write to."""
+    """A world-writable directory for temporary files."""
     place = tmp_path / "shared"
     place.mkdir()
     place.chmod(0o1777)
@@ -73,7 +73,7 @@ def test_a_users_own_directory_is_trusted_unless_others_may_write_to_it(shared: 
     assert untrusted(own, exclusive=True) == ""
     own.mkdir(0o755)
     assert untrusted(own, exclusive=True) == untrusted(own / "deep", exclusive=True) == ""
-    if os.geteuid() != 0:  # root's own are trusted, as nobody else can have made them
+    if os.geteuid() != 0:  # root's own are trusted, as only root can have made them
         own.chmod(0o775)
         assert "can be written by other users (mode 775)" in untrusted(own, exclusive=True)
     (shared / "link").symlink_to(own)
@@ -97,7 +97,7 @@ def test_what_a_stranger_has_made_is_not(shared: Path, prepared: str) -> None:
         wanted = shared.parent / "link"
         wanted.symlink_to(theirs / "below")
     assert f"{theirs} belongs to another user (uid {STRANGER})" in untrusted(wanted, exclusive=False)
-    # Where nobody else could have made it, it is as somebody with the right to has arranged it.
+    # If no other user could have made it, an authorized user arranged it.
     shared.chmod(0o755)
     assert untrusted(wanted, exclusive=False) == ""
 
@@ -120,7 +120,7 @@ def test_a_launch_without_a_home_takes_a_fresh_directory_if_a_stranger_has_prepa
     assert mode(fresh) == mode(config.run_directory) == 0o700
     assert config.log_dir.parent == fresh
     assert f"{usual} belongs to another user (uid {STRANGER}): logs go to {fresh} instead" in caplog.text
-    # What a stranger says there of runs is not believed either.
+    # What another user writes there about runs is not believed either.
     assert ctl(["status"]) == 95
     assert f"No run is looked for in {usual}: {usual} belongs to another user" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The run's token: where it comes from, what is no token, and that nothing prints it."""
+"""The run's token: its sources, invalid tokens, and that it is never printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writers: what they do for who must not wait, with pipes that are read slowly, later, or never."""
+"""Writers: callers never wait for them, with pipes that are read slowly, later, or never."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from elastic_launch.config.launch_config import Limits
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the files of each run in the test's own directory, and workers find the functions of ``called``."""
+    """Put each run's files into the test's own directory, and let workers find the functions of ``called``."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -68,7 +68,7 @@ def test_a_function_returns_to_its_caller_who_finds_all_as_it_was(
         assert found["args"] == ("a", {"b": (1, 2)}, f"rank {rank}")
         assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert (found["ROLE_NAME"], found["ROLE_RANK"], found["ROLE_WORLD_SIZE"]) == ("default_role", str(rank), "2")
-    # A run without a name has one that others do not have; nothing is printed unless this process logs.
+    # A run without a name gets a unique one; nothing is printed unless this process logs.
     assert len({found["TORCHELASTIC_RUN_ID"] for found in results.values()}) == 1
     assert capfd.readouterr() == ("", "")
 

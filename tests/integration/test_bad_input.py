@@ -1,4 +1,4 @@
-"""What cannot work ends with one clear message, its exit code, and nothing left behind."""
+"""Invalid input ends with one clear message, its exit code, and nothing left behind."""
 
 from __future__ import annotations
 

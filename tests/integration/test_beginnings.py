@@ -1,4 +1,4 @@
-"""How an agent begins: as one process with its warm server where that can be, and to the user as what they started."""
+"""How an agent starts: as one process with its warm server where possible; the user sees the process they started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.executed
 
 TOKEN = "0123456789abcdef-a-token-of-tests"
 WAYS = ((LEAN, "import torch"), (("--no-warm",), "import yaml"))
-"""Flags, and what the script imports: workers that are forked, and workers that are executed."""
+"""Flags, and the script's imports: with workers that are forked, and with workers that are executed."""
 SHARED = 50
 """MiB: what two processes share that part after torch's import; it is 100, or next to nothing."""
 
@@ -35,13 +35,13 @@ def _command(pid: int) -> list[str]:
 
 
 def _shared(agent: Agent) -> int:
-    """MiB that an agent has written, or somebody whom it was one with, and shares."""
+    """MiB that were written by an agent, or by the process that it was forked from, and that it shares."""
     lines = Path(f"/proc/{agent.process.pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("Shared_Dirty:"))
 
 
 def _parts(agent: Agent) -> bool:
-    """Whether it is the process that was executed anew, and has not forked its server yet."""
+    """Whether it is the re-executed process, and has not forked its server yet."""
     return "warm.fork_bootstrap" in " ".join(_command(agent.process.pid)) and len(tree(agent.process.pid)) == 1
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_begin_anew_goes_on_as_it_is(job: Job) -> None:
 
 
 def _fake_torch(job: Job, text: str) -> dict[str, str]:
-    """Return an environment in which torch is something else, installed as it is."""
+    """Return an environment in which torch is a different package, installed normally."""
     place = job.directory / "site-packages"
     place.mkdir()
     (place / "torch.py").write_text(textwrap.dedent(text))
@@ -228,7 +228,7 @@ def _fake_torch(job: Job, text: str) -> dict[str, str]:
 
 
 def _open(pid: int) -> list[str]:
-    """What a process has open, if it is there."""
+    """The open files of a process, if it exists."""
     found = []
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -55,7 +55,7 @@ def hosts() -> Iterator[list[Host]]:
 
 
 def digits(job: Job) -> list[str]:
-    """A command that saves by itself at the end only, and takes its time until it is hurried."""
+    """A command that by default saves only at the end, and is slow until it is hurried."""
     paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS]
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000"]
     return [*paced, "--step-time", "0.5", *saving, "--result", str(job.directory / "result.json")]
@@ -69,7 +69,7 @@ def start(job: Job, host: Host, name: str, where: str, *flags: str, prefix: tupl
 
 
 def steps(job: Job, size: int) -> int:
-    """Wait until a round of so many nodes has done a step; return its number."""
+    """Wait until a round of this many nodes has done a step; return its number."""
 
     def probe() -> int:
         formed = [x["round"] for x in job.events("round_formed") if x["world_size"] == size]
@@ -144,7 +144,7 @@ cp -a /sys/class "$0/class"; rm -rf "$0/class/dmi"; mkdir -p "$0/class/dmi/id"
 echo "Amazon EC2" > "$0/class/dmi/id/sys_vendor"
 mount --bind "$0/class" /sys/class && exec "$@"
 """
-"""Has a command find a machine of EC2; ``ip netns exec`` gives it a mount namespace, so that nobody else does."""
+"""Makes a command detect an EC2 machine; ``ip netns exec`` gives it a mount namespace, so no other process does."""
 
 
 def test_auto_finds_the_cloud_and_a_node_alone_saves_before_it_goes(

@@ -1,4 +1,4 @@
-"""Each row of the tables of docs/reference/composer.md that put Composer's launcher beside ours, by a real launch."""
+"""Each row of the tables in docs/reference/composer.md that compare Composer's launcher with ours, as a real launch."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def on_the_platform(launch: Launch) -> None:
 
 
 def without(name: str, value: str) -> Callable[[Launch], None]:
-    """Without one of the platform's variables the other two mean nothing."""
+    """Without one of the platform's variables the other two have no meaning."""
 
     def check(launch: Launch) -> None:
         launch("-n", "2", "--stdout", "{rank}.txt", **{**PLATFORM, name: value})

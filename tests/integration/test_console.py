@@ -1,4 +1,4 @@
-"""Consoles that nobody reads, and file systems that hang: real agents, which go on and can be ended."""
+"""Consoles that are not read, and file systems that hang: real agents, which continue and can be ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_console_that_nobody_reads_keeps_neither_workers_nor_the_end(kind: str
         if kind.startswith("a terminal"):
             assert b"logs in" in os.read(ours, 4096)
             os.write(ours, CTRL_S)
-        # Far beyond what waits for a console: the worker goes on without it.
+        # Far more than is queued for a console: the worker continues without it.
         wait_for("output in the file", lambda: log.exists() and log.stat().st_size > 4_000_000, 60)
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(30 * SLOWNESS) == 143
@@ -60,7 +60,7 @@ def test_a_console_that_nobody_reads_keeps_neither_workers_nor_the_end(kind: str
 
 
 def test_a_file_system_that_hangs_keeps_neither_workers_nor_the_end(job: Job) -> None:
-    """A pipe in the place of the event log: to open it takes for ever."""
+    """A pipe in place of the event log: opening it blocks for ever."""
     (job.logs / "r").mkdir(parents=True)
     os.mkfifo(job.logs / "r" / "events-a.jsonl")
     agent = job.launch("--standalone", "--rdzv-id", "r", "--node-id", "a")
@@ -72,7 +72,7 @@ def test_a_file_system_that_hangs_keeps_neither_workers_nor_the_end(job: Job) ->
 
 
 def test_a_worker_does_not_wait_for_a_file_system_that_hangs_to_report_its_exception(job: Job) -> None:
-    """Pipes in the place of the event log and of the worker's exception."""
+    """Pipes in place of the event log and of the worker's exception."""
     (job.logs / "r" / "round_1" / "0").mkdir(parents=True)
     os.mkfifo(job.logs / "r" / "events-a.jsonl")
     os.mkfifo(job.logs / "r" / "round_1" / "0" / "error.json")

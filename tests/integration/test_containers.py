@@ -11,7 +11,7 @@ from containers import Compose, Impossible, Podman, up
 from harness import wait_for
 
 PATIENCE = 200.0
-"""Seconds for what takes ten or so on a machine that has nothing else to do."""
+"""Seconds for operations that take about ten on an idle machine."""
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -92,7 +92,7 @@ class _Run:
         self._seen = 0
 
     def _rounds(self) -> list[tuple[int, list[str], str]]:
-        """Number and nodes of each round, and who led it."""
+        """Number, nodes and leader of each round."""
         found = []
         for path in self._logs.glob("first/events-*.jsonl"):
             events = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -101,7 +101,7 @@ class _Run:
         return sorted(found)
 
     def trains(self, size: int) -> list[str]:
-        """Wait until a further round of that size has done a step; return its nodes."""
+        """Wait until another round of that size has done a step; return its nodes."""
 
         def probe() -> list[str]:
             rounds = self._rounds()

@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def digits(job: Job, *options: str, step_time: float = 0.1) -> list[str]:
-    """A command that saves by itself at the end only, and is slow until :func:`hurry`."""
+    """A command that saves only at the end by default, and is slow until :func:`hurry`."""
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000"]
     result = ["--result", str(job.directory / "result.json")]
     paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS]
@@ -68,7 +68,7 @@ def test_workers_whose_local_ranks_are_all_0_are_told_apart(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, undisturbed: str) -> None:
-    command = digits(job, step_time=0.5)  # enough is left to be done for a resize to pay
+    command = digits(job, step_time=0.5)  # enough work is left for a resize to pay off
     host = job.node("a", command=command)
     first = trains(job, 1)
     guest = job.node("b", command=command)

@@ -31,7 +31,7 @@ def ctl(*arguments: str, timeout: float = 180.0, env: dict[str, str] | None = No
 
 
 def told(job: Job, *arguments: str) -> str:
-    """What a command that must do what it is asked for prints."""
+    """The output of a command that must succeed."""
     command, *rest = arguments
     done = ctl(command, "--log-dir", str(job.logs), *rest)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def status(job: Job) -> dict[str, Any]:
 
 
 def digits(job: Job, *options: str) -> list[str]:
-    """A training that saves by itself at the end only, and is slow until :func:`hurry`."""
+    """A training that saves only at the end by default, and is slow until :func:`hurry`."""
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000"]
     paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry"), DIGITS]
     return [*paced, "--exact", "--step-time", "0.4", *saving, "--result", str(job.directory / "result.json"), *options]
@@ -189,7 +189,7 @@ def test_a_run_of_one_node_obeys_its_user_alone(job: Job) -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["told by the leader", "found in the file"])
 def test_watching_ends_with_the_run(job: Job, told: bool) -> None:
-    """The leader's word may be lost with its link."""
+    """The leader's answer may be lost with its link."""
     agent = job.launch("--standalone", "--rdzv-id", "seen")
     job.world(1)
     command = [
@@ -283,7 +283,7 @@ def test_the_leader_on_etcd_can_be_drained_and_an_ended_run_tells_its_end(job: J
             return job.launch(*flags, name=name, command=command)
 
         nodes = {"a": node("a", "0")}
-        nodes["a"].says("leads the run")  # and has what is to be saved: of those that go, the first node saves
+        nodes["a"].says("leads the run")  # it has the state to save: of the leaving nodes, the first one saves
         nodes["b"] = node("b", "1")
         trains(job, 2)
         leader = json.loads(ctl("status", "--json", *where).stdout)["leader"]

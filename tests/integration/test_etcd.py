@@ -36,7 +36,7 @@ class Run:
         return self.job.launch(*several, *where, *flags, name=name, **options)
 
     def leader(self) -> str:
-        """The id of the node that was elected last."""
+        """The id of the node that was elected most recently."""
         return str(wait_for("a leader", lambda: self.job.events("leader_elected"))[-1]["node"])
 
 

@@ -1,4 +1,4 @@
-"""What cannot work with etcd: each ends with 95 and a message that says what to do, or passes when it is mended."""
+"""Unusable etcd setups: each ends with 95 and a message that says what to do, or recovers once it is repaired."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def etcd(tmp_path: Path) -> Iterator[Member]:
 
 
 class _Version2(http.server.BaseHTTPRequestHandler):
-    """Answers as an etcd does that is older than its v3 API."""
+    """Answers like an etcd that is older than its v3 API."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -101,7 +101,7 @@ def test_a_run_trains_through_an_etcd_that_is_full_and_waits_only_to_form_a_roun
     job.world(2, after=1)
     job.finish()
     assert [agent.wait() for agent in (*agents.values(), third)] == [0] * 3
-    # Who gave up the lead is not taken for dead: its workers might still be ending.
+    # A node that gave up the lead does not count as dead: its workers might still be ending.
     assert "its process is gone" not in [event["cause"] for event in job.events("leader_elected")][-1]
 
 

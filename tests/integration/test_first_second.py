@@ -1,4 +1,4 @@
-"""How programs begin: signals before there is anything to clean up, signals that are ignored, what a host lacks."""
+"""How programs start: early signals, ignored signals, and hosts that lack something."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_signal_that_is_ignored_at_the_start_is_heard_if_it_is_named(job: Job)
     assert "and still: " not in agent.output
 
 
-# What a host lacks.
+# Hosts that lack something.
 
 WITHOUT_PIDFD = """
 import ctypes, struct, sys, os

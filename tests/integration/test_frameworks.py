@@ -17,7 +17,7 @@ from harness import SCRIPTS, Job, wait_for
 FRAMEWORKS = Path(__file__).parents[2] / "examples" / "frameworks"
 STEPS = 12
 HOLD = 3
-"""Steps behind which the workers of each round wait to be let go on."""
+"""Steps after which the workers of each round wait until they are released."""
 
 EXTENSIONS = FRAMEWORKS.parents[1] / "build" / "torch_extensions"
 """Where DeepSpeed keeps what it compiles on its first run, which takes a minute."""
@@ -57,7 +57,7 @@ def held(job: Job, number: int, world_size: int) -> None:
 
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give DeepSpeed a place of our own, where no lock is left from a run that was killed."""
+    """Give DeepSpeed a directory of our own, where no lock is left from a killed run."""
     for lock in EXTENSIONS.glob("**/lock"):
         lock.unlink()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))

@@ -1,4 +1,4 @@
-"""Nodes that freeze as a whole, agent, guard and workers, and come back: they train and save beside nobody."""
+"""Nodes that freeze as a whole (agent, guard and workers) and come back: they never train or save beside others."""
 
 from __future__ import annotations
 

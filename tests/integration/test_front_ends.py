@@ -1,4 +1,4 @@
-"""The commands of others with one word changed: real processes for each form."""
+"""Other launchers' commands with one word changed: real processes for each form."""
 
 from __future__ import annotations
 

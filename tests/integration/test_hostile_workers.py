@@ -1,4 +1,4 @@
-"""Workers run the user's code: whatever they say or leave behind, their agent lives, and says so if it does not."""
+"""Workers run the user's code: whatever they send or leave behind, their agent survives, or reports why not."""
 
 from __future__ import annotations
 

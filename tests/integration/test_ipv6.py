@@ -1,4 +1,4 @@
-"""Hosts that have no address of IPv4 but loopback's."""
+"""Hosts without an IPv4 address other than loopback's."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.executed
 def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: str) -> None:
-    """This one stands for the slow ones in make test."""
+    """The representative of the slow tests in make test."""
     changes = Changes(job)
     agent = changes.alone("--nproc", "2")
     changes.trains(2, steps=10)
@@ -32,7 +32,7 @@ def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: s
 
 @pytest.mark.slow
 def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_restores(job: Job, undisturbed: str) -> None:
-    """The snapshot that the first one leaves is whole, but the agent was not told: the second one must not hit it."""
+    """The first one's snapshot is complete, but the agent was not informed: the second one must not overwrite it."""
     plan = FaultPlan.fail_at(0, at="snapshot", round=2) + FaultPlan.fail_at(0, at="restore", round=3)
     changes = Changes(job, "--die-within", "1:20:0")
     agent = changes.alone(plan=plan)
@@ -90,7 +90,7 @@ def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
 
 @pytest.mark.slow
 def test_a_worker_killed_as_it_gives_or_gets_a_state_costs_no_step(job: Job, undisturbed: str) -> None:
-    """A node that joins has none: in round 2 who gives it is killed half way, in round 3 who gets it."""
+    """A node that joins has no snapshot: in round 2 its sender is killed half way, in round 3 its receiver."""
     plan = FaultPlan.fail_at(0, at="restore", round=2) + FaultPlan.fail_at(1, at="restore", round=3)
     changes = Changes(job, step_time=0.3)  # enough is left for a resize to pay
     host = changes.node("a", plan=plan)
@@ -126,7 +126,7 @@ def halted(changes: Changes) -> set[int]:
 def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its_agent_is(
     job: Job, undisturbed: str
 ) -> None:
-    """Half a copy is no checkpoint: the run that follows goes on from the one before."""
+    """Half a copy is not a checkpoint: the next run resumes from the previous one."""
     checkpoints = job.directory / "checkpoints"
     changes = Changes(job, "--checkpoint", f"gated://{checkpoints}", "--every", "10")
     env, gate = gated(changes), checkpoints / "gate"

@@ -1,4 +1,4 @@
-"""What a pod runs, run for real: the manifests' own commands under a stand-in for the kubelet (``tests/kubelet``)."""
+"""A pod's commands, run for real: the manifests' own commands under a simulated kubelet (``tests/kubelet``)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_u
 
 
 def undisturbed(directory: Path) -> str:
-    """The hash of the weights that one process alone comes to."""
+    """The hash of the weights that a single process ends with."""
     directory.mkdir()
     (directory / "hurry").touch()
     command = [sys.executable, SCRIPT, str(directory), "--steps", str(STEPS)]
@@ -164,7 +164,7 @@ def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operat
 @needs_kubectl
 @pytest.mark.slow
 def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_path: Path) -> None:
-    """The overlay's three members are a cluster; each index succeeds, since who comes late learns how the run ended."""
+    """The overlay's three members form a cluster; each index succeeds, since latecomers learn how the run ended."""
     manifests = rendered("overlays/etcd")
     find(manifests, "Job")["spec"] |= {"completions": 3, "parallelism": 3}
     own_script(manifests, LOOP, "/checkpoints/notes")

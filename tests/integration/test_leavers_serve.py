@@ -1,4 +1,4 @@
-"""A node that leaves gives its snapshot to the next round: no checkpoint is there, and no step is lost."""
+"""A leaving node gives its snapshot to the next round: no checkpoint exists, and no step is lost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def servers(tmp_path: Path) -> Iterator[list[Member]]:
 
 
 class Run:
-    """Nodes of one run on etcd, slow until :meth:`hurry`, that save nothing at all to a disk."""
+    """Nodes of one run on etcd, slow until :meth:`hurry`, that save nothing to disk."""
 
     def __init__(self, job: Job, servers: list[Member], nnodes: str) -> None:
         self.job = job
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers)]
-        self.flags = ["--nnodes", nnodes, *where, "--shutdown-timeout", "120"]  # who leaves waits for who takes over
+        self.flags = ["--nnodes", nnodes, *where, "--shutdown-timeout", "120"]  # a leaving node waits for successors
 
     def node(self, name: str, *flags: str, nproc: int = 1) -> Agent:
         paced = [str(SCRIPTS / "paced.py"), str(self.job.directory / "hurry"), DIGITS, "--exact", "--epochs", "3"]
@@ -112,7 +112,7 @@ def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member], un
 @pytest.mark.slow
 @pytest.mark.executed
 def test_who_leaves_when_nobody_waits_does_not_stay(job: Job, servers: list[Member]) -> None:
-    """The limit is an hour: it would be seen."""
+    """The limit is an hour: reaching it would be noticed."""
     agent = Run(job, servers, "1").node("a", "--shutdown-timeout", "3600")
     wait_for("a step", lambda: steps(job, 1), 60)
     agent.signal(signal.SIGTERM)

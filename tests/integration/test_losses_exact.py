@@ -1,4 +1,4 @@
-"""Lost nodes: the newest snapshot that is left serves, else storage; the weights are those of the undisturbed run."""
+"""Lost nodes: the newest remaining snapshot is used, else storage; the weights are those of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_where_the_newest_snapshot_is_lost_with_its_node_an_older_one_serves(job: Job, undisturbed: str) -> None:
-    """Node a has that of the drain only: its next one is never whole, while b has whole ones."""
+    """Node a has only the drain's snapshot: its next one is never complete, while b has complete ones."""
     changes = Changes(job, step_time=0.3)  # enough is left for a resize to pay
     host = changes.node("a", plan=FaultPlan.fail_at(0, at="snapshot", round=2, do="hang"))
     changes.trains(1)
@@ -73,7 +73,7 @@ def test_where_all_nodes_are_lost_storage_serves(job: Job, undisturbed: str) -> 
 
 
 def test_where_memory_has_no_room_any_more_storage_serves(job: Job, undisturbed: str) -> None:
-    """And not the old snapshot that is still there."""
+    """And not the old snapshot that still exists."""
     options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--room-until", "10"]
     changes = Changes(job, *options)
     agent = changes.alone(plan=FaultPlan.fail_at(0, 40, do="hang"))

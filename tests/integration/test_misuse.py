@@ -1,4 +1,4 @@
-"""A script that uses the library in a way that cannot work ends the run at once, on all nodes."""
+"""A script that misuses the library ends the run at once, on all nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ with el.session() as run:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["executed", "forked"])
 def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool) -> None:
-    """Also by a class that is derived from ours."""
+    """Also with a class derived from ours."""
     script = tmp_path / "refused.py"
     script.write_text(REFUSED + ("import torch\n" if warm else ""))
     flags = [] if warm else ["--no-warm"]

@@ -1,4 +1,4 @@
-"""Endpoints by name and by IPv6 address; which node hosts, and what the log says of it."""
+"""Endpoints by name and by IPv6 address; which node hosts, and what the log says about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from harness import Job
 
 OWN_HOSTS = 'mount --bind "$0" /etc/hosts && exec "$@"'
-"""Gives a process a file of host names that nobody else sees."""
+"""Gives a process its own file of host names."""
 
 
 @pytest.mark.system

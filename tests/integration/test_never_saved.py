@@ -1,4 +1,4 @@
-"""A run that should have saved and never could fails in the end, whatever happened to it in between."""
+"""A run that should have saved and never could fails at the end, whatever happened in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from changes import Changes
 from harness import Job
 
 NOWHERE = "/sys/elastic-launch-test"
-"""In /sys nobody can make a directory, not even the superuser, whom modes don't hold."""
+"""In /sys no directory can be made, not even by the superuser, to whom file modes do not apply."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The newest state wins, wherever it is: a node that stood aside has an older one in memory than is on the disk."""
+"""The newest state wins, wherever it is: a node that was left out has an older state in memory than the disk."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_node_that_thaws_with_an_older_state_in_memory_goes_on_from_the_durabl
 def test_with_directories_of_their_own_what_is_newest_on_either_node_is_the_branch_to_come(
     job: Job, servers: list[Member], undisturbed: str
 ) -> None:
-    """The state that b cannot see is left behind; when its node is back, the present branch wins on both."""
+    """The state that b cannot see is abandoned; when its node is back, the current branch wins on both."""
     pair = Pair(job, servers, Path("checkpoints"))
     both = pair.changes.trains(2, steps=10)
     assert ctl("resize", "1:1", *pair.where).returncode == 0

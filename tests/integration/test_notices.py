@@ -65,7 +65,7 @@ def test_a_slurm_job_that_is_about_to_end_is_left(job: Job) -> None:
 
 
 def _snapshot(job: Job) -> bool:
-    """Whether the agent has told its leader, itself, of a snapshot in memory."""
+    """Whether the agent itself has reported a snapshot in memory to its leader."""
     command = [sys.executable, "-m", "elastic_launch.cli.elasticctl", "status", "--log-dir", str(job.logs), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     return done.returncode == 0 and bool(json.loads(done.stdout)["snapshot"])

@@ -1,4 +1,4 @@
-"""Options of torchrun's, one by one: what each does to a real run."""
+"""torchrun's options, one by one: their effect on a real run."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_node_rank_orders_ranks_on_c10d(job: Job) -> None:
     assert (host.wait(), other.wait()) == (0, 0)
 
 
-# Handlers of somebody else's.
+# Third-party handlers.
 
 HANDLER = '''
 import sys

@@ -1,4 +1,4 @@
-"""Each option of the output with real workers: what is shown, what is kept where."""
+"""Each output option with real workers: what is shown, and what is kept where."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_colours_are_for_terminals(job: Job) -> None:
         while data := os.read(terminal, 65536):
             seen += data
     except OSError:
-        pass  # EIO: nobody has the other side open any more
+        pass  # EIO: the other side is closed
     os.close(terminal)
     assert agent.wait() == 3
     assert b"\x1b[36m[a:0] \x1b[0mhello" in seen

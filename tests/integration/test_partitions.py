@@ -1,4 +1,4 @@
-"""Nodes on hosts of their own whose cables are pulled and put back: real network namespaces, agents and etcd."""
+"""Nodes on separate hosts whose cables are pulled and put back: real network namespaces, agents and etcd."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_cable_with_a_loose_contact_breaks_no_round(c10d: Run) -> None:
     number = job.trained(2)
     for _ in range(5):
         with cut(c10d.hosts["b"]):
-            # The one that is cut off sends beats in vain, and its worker waits for the other's.
+            # The beats of the node that is cut off do not arrive, and its worker waits for the other's.
             seen = len(job.noted("steps.jsonl"))
         wait_for("further steps", lambda seen=seen: len(job.noted("steps.jsonl")) >= seen + 4)  # type: ignore[misc]
     c10d.finish()

@@ -49,7 +49,7 @@ def test_one_two_four_nodes_and_one_cost_no_step(job: Job, undisturbed: str) -> 
 
 
 def test_each_node_is_drained_in_turn_and_the_host_of_the_store_ends_the_run(job: Job, undisturbed: str) -> None:
-    """The run cannot go on without the host, but from what it has saved."""
+    """The run can continue without the host only from a checkpoint."""
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), step_time=0.5)
     a, b, c = (changes.node(name, "--join-settle", "100", nnodes="1:3") for name in "abc")
     changes.trains(3)
@@ -113,7 +113,7 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
         last = node("d")
         changes.trains(1, after=number)
         result = changes.finish(last)
-    # A leader may be gone before the others have told it that they are drained, and who takes over does not know it.
+    # A leader may be gone before the others have reported that they are drained; its successor does not know it.
     assert [event["round"] for event in job.events("round_draining")] == [1, 2, 3]
     assert {event["kind"] for event in job.events("round_broken")} == {"node loss"}
     assert [changes.resumed(number + 1) for number in (1, 2, 3)] == [changes.last(number) for number in (1, 2, 3)]

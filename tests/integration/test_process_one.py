@@ -1,4 +1,4 @@
-"""An agent that is process 1, as in a container: nobody else reaps orphans, and no signal has a default."""
+"""An agent that is process 1, as in a container: it must reap all orphans, and no signal has a default action."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_process_one_reaps_whatever_workers_leave_and_drains_on_sigterm(job: Job
         _started(job, 2 * number + 2)
     wait_for("all zombies to be reaped", lambda: "Z" not in _states(one), 60)
     pids = tree(one)
-    os.kill(one, signal.SIGUSR1)  # has no default here, and is for the workers, who have no handler
+    os.kill(one, signal.SIGUSR1)  # has no default action here, and is for the workers, which have no handler
     agent.says("SIGUSR1")
     os.kill(one, signal.SIGTERM)
     assert agent.wait() == 143

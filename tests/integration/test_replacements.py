@@ -1,4 +1,4 @@
-"""A run that lost more nodes than it can spare waits for others; a spare takes a place without anybody waiting."""
+"""A run that lost too many nodes waits for others; a spare takes a place without any waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user reads as the root cause, and what ends a run that makes no progress: real workers, real exceptions."""
+"""The root cause shown to the user, and what ends a run without progress: real workers, real exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent says of the state that a run ends with: saved means that it is in durable storage."""
+"""What an agent reports about the final state of a run: saved means that it is in durable storage."""
 
 from __future__ import annotations
 

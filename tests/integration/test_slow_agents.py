@@ -1,4 +1,4 @@
-"""An agent that does not answer for a while, and storage that does not."""
+"""Agents and storage that do not respond for some time."""
 
 from __future__ import annotations
 

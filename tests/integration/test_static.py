@@ -1,4 +1,4 @@
-"""The static backend: fixed ranks, and the workers' store exactly where the user says."""
+"""The static backend: fixed ranks, and the workers' store exactly at the user's address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that use DDP come to their end, however they do; see elastic_agents.warm._process_groups and .ending."""
+"""Scripts that use DDP always terminate; see elastic_agents.warm._process_groups and .ending."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _ends(job: Job, ending: str, code: int, timeout: float = 30.0) -> None:
 
 @pytest.mark.executed
 def test_groups_that_are_destroyed_before_what_uses_them_are_freed(job: Job) -> None:
-    """Before, about one in five of the destructors that this comes to did not return."""
+    """Before the fix, about one in five of the destructors invoked here did not return."""
     _ends(job, "often", 0, timeout=60.0)
 
 

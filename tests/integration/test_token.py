@@ -1,4 +1,4 @@
-"""Runs with a token: real agents, on c10d and on a real etcd; who does not know it is sent away and harms nobody."""
+"""Runs with a token: real agents, on c10d and on a real etcd; clients without it are rejected and do no harm."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_lost_leader_is_succeeded_under_the_token(job: Job, node: Node) -> Non
 
 
 def test_with_a_token_the_endpoint_is_no_open_store(job: Job) -> None:
-    """Whoever reaches its port can keep nothing there, and the run has no second port for links."""
+    """Clients that reach its port can store nothing there, and the run has no second port for links."""
     flags = ["--rdzv-id", "run"]
     unused = {"ELASTIC_LAUNCH_ETCD_USER": "user", "ELASTIC_LAUNCH_ETCD_PASSWORD": "password"}
     first = job.node("a", *flags, env={ENV_TOKEN: TOKEN, **unused})
@@ -140,7 +140,7 @@ PLAIN = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() ==
 
 
 def seen(pid: int, file: str) -> str:
-    """What a process of the same user sees of another one."""
+    """What another process of the same user can see of a process."""
     command = [*PLAIN, "cat", f"/proc/{pid}/{file}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     return done.stdout if done.returncode == 0 else done.stderr

@@ -40,7 +40,7 @@ class Nodes:
         return self._output(node).read_text(errors="replace")
 
     def workers(self, size: int, after: int = 0) -> list[dict[str, Any]]:
-        """Wait until all workers of a world are there, beyond the first so many that were started."""
+        """Wait until all workers of a world have started, skipping the given number of earlier ones."""
 
         def probe() -> list[dict[str, Any]]:
             found = [worker for worker in self.job.started()[after:] if worker["env"]["WORLD_SIZE"] == str(size)]
@@ -100,7 +100,7 @@ def test_a_node_that_comes_later_is_taken_in(nodes: Nodes) -> None:
     nodes.workers(1)
     nodes.start("1:2")
     grown = nodes.workers(2, after=1)
-    # A change of membership is no restart.
+    # A change of membership does not count as a restart.
     assert {worker["env"]["TORCHELASTIC_RESTART_COUNT"] for worker in grown} == {"0"}
     nodes.job.finish()
     assert nodes.exit_codes() == [0, 0]

@@ -1,4 +1,4 @@
-"""The same runs under torchrun and in its place: exit codes, what is started again, files."""
+"""The same runs under torchrun and under its replacement: exit codes, restarts, files."""
 
 from __future__ import annotations
 

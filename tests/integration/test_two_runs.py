@@ -1,4 +1,4 @@
-"""Runs that must not write checkpoints beside others: two on one directory, and one whose node is cut off."""
+"""Runs that must not write checkpoints beside others: two in one directory, and one whose node is cut off."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_node_that_joins_saves_to_its_own_disk_where_an_ended_run_had_saved(jo
 
 
 def _copier(agent: Agent) -> int:
-    """Pid of the process that copies for an agent; nothing yet if there is none."""
+    """Pid of an agent's copying process; 0 if there is none."""
     for pid in tree(agent.process.pid):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -134,7 +134,7 @@ def _stopped(agent: Agent, directory: Path) -> int:
 
 @pytest.mark.slow
 def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job: Job) -> None:
-    """The others may have gone on without it: what it commits then would be beside theirs."""
+    """The others may have continued without it: its commits would compete with theirs."""
     disks = [job.directory / name for name in "ab"]
     for disk in disks:
         disk.mkdir()

@@ -202,7 +202,7 @@ class Pod:
                 [*self.host.prefix, *enter, self.hostname, *own, *mounts, "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.DEVNULL,  # unshare's message about its child's end; the container's goes with its stdout
+                stderr=subprocess.DEVNULL,  # unshare's own message; the container's stderr goes with its stdout
                 env=env,
                 cwd="/",
                 start_new_session=True,

@@ -1,4 +1,4 @@
-"""What the documents of the clouds mean, and that no document whatever does harm."""
+"""How the clouds' documents are interpreted, and that no document does harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files, Slurm's end of a job, and what is watched where."""
+"""Notice files, the end of a Slurm job, and which sources are watched where."""
 
 from __future__ import annotations
 

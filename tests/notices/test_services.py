@@ -1,4 +1,4 @@
-"""Sources against real servers that speak the clouds' protocols, well and badly."""
+"""Sources against real servers that speak the clouds' protocols, correctly and incorrectly."""
 
 from __future__ import annotations
 

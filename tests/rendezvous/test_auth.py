@@ -1,4 +1,4 @@
-"""Links of a run with a token: who knows it understands each other, and nobody else gets a word in."""
+"""Links of a run with a token: holders of the token can communicate, and all others are ignored."""
 
 from __future__ import annotations
 

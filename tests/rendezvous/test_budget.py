@@ -1,4 +1,4 @@
-"""What a broken round costs, what is free and for how long, and which code ends the run."""
+"""What a broken round costs, which restarts are free and for how long, and which code ends the run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, K
 
 @pytest.mark.parametrize("imposed", [None, Kind.NODE_LOSS, Kind.PREEMPTION])
 def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind | None) -> None:
-    """Whoever sent the signal, and whatever was lost: nothing restarts for free without end."""
+    """Whatever sent the signal, and whatever was lost: free restarts are limited."""
     budget = RestartBudget(0, 2)
     rulings = [rule(budget, PREEMPTED, imposed) for _ in range(FREE + 3)]
     assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]

@@ -1,4 +1,4 @@
-"""What goes over links and into the store comes back as it was, and nothing else comes in."""
+"""Messages on links and values in the store survive a round trip, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_none_only_where_it_is_allowed() -> None:
         codec.decode(Optional, {"inner": 3})
 
 
-# What nobody of ours would send.
+# Messages that this project never sends.
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_a_value_that_is_too_large_is_not_even_parsed() -> None:
 
 
 def assert_understood_or_refused(line: bytes) -> None:
-    """Whatever comes is no message, or one that says the same when it is passed on."""
+    """Any input is rejected, or is a message that encodes to the same text again."""
     try:
         message = m.unpack(line)
     except ProtocolError:
         return
     again = m.unpack(m.pack(message))
     assert type(again) is type(message)
-    assert repr(again) == repr(message)  # not a number is not itself
+    assert repr(again) == repr(message)  # NaN is not equal to itself
 
 
 @STEADY

@@ -1,4 +1,4 @@
-"""Electing and succeeding a leader: real links, leaders and threads, on a store in memory."""
+"""Electing a leader and its successor: real links, leaders and threads, on an in-memory store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cable(View):
 
 
 class Unanswered(View):
-    """A view whose writes are made, but not answered."""
+    """A view whose writes are carried out, but not answered."""
 
     answers = False
 
@@ -123,7 +123,7 @@ def test_a_running_round_survives_a_new_leader_that_takes_over_from_a_live_one(n
 
 
 def test_a_leader_that_answers_no_more_is_succeeded_after_its_silence(nodes: Nodes) -> None:
-    """It listens, and says nothing: a frozen process."""
+    """It listens but does not answer, like a frozen process."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         nodes.start("b")
         nodes.together("b")
@@ -167,7 +167,7 @@ def test_a_node_that_was_cut_off_tries_the_leader_again_before_it_takes_over(nod
 
 
 def test_a_write_of_the_term_without_an_answer_is_not_the_death_of_its_writer(nodes: Nodes) -> None:
-    """Whoever finds the record names a leader that does not know it: it must be found listening, until it does."""
+    """Nodes that read the record name a leader that does not know it yet: it must keep listening until it does."""
     config, _ = backend_for("a", nodes.store, nodes.events, Limits(1, 4, 3))
     unanswered = Unanswered(nodes.store)
     backend = ElectedBackend(config, MonotonicClock(), nodes.events, lambda: unanswered)
@@ -189,7 +189,7 @@ def _lone(nodes: Nodes, name: str, clock: FakeClock, **changes: Any) -> ElectedB
 
 
 def _leave_record(nodes: Nodes, **changes: Any) -> ControlRecord:
-    """A record as left by a node that is no more."""
+    """A record as left by a node that no longer exists."""
     digest = backend_for("a", nodes.store, nodes.events, Limits(1, 4, 3))[0].digest()
     members = (Member("a", "a1", 1, "127.0.0.1", 9),)
     record = ControlRecord("none", digest, 3, Leader("a", "a1", "127.0.0.1", 9), Round(7, members), restarts=2)

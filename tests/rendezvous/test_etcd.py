@@ -30,7 +30,7 @@ READS = "etcd_mvcc_range_total"
 
 @pytest.fixture(autouse=True, scope="module")
 def first_use() -> None:
-    """The client's first use leaves descriptors for good: that is no leak of the first test."""
+    """The client's first use opens descriptors permanently: they must not count as a leak of the first test."""
     EtcdStore(parse_endpoints("127.0.0.1:9"), "first").close()
 
 

@@ -1,4 +1,4 @@
-"""How long a node has heard nothing, by its own clock, and what it concludes."""
+"""How long a node has received nothing, by its own clock, and what it concludes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_what_the_scheduler_says_otherwise_is_told_too() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_later_node_that_hosts_at_loopback_is_warned(host: str) -> None:
-    """Every node of the job would host a run of its own, and wait for the others."""
+    """Every node of the job would host its own run, and wait for the others."""
     said = (3, "JOB_COMPLETION_INDEX=3")
     level, text = line(Endpoint(host, 29400), said, hosts=True)
     assert level == logging.WARNING

@@ -1,4 +1,4 @@
-"""A leader whose process was stopped for a while, and nodes whose links broke while they had something to say."""
+"""A leader whose process was stopped for some time, and nodes whose links broke with reports pending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What faults lead to: causes, the restart budget, and the end by them."""
+"""Consequences of faults: causes, the restart budget, and the end of the run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_preemptions_stay_free_while_training_advances() -> None:
 
 
 def test_drained_rounds_without_a_step_are_not_free_without_end() -> None:
-    """A worker that trains by the library takes SIGTERM for a wish to stop, whoever sends it."""
+    """A worker that trains with the library treats SIGTERM as a request to stop, whatever its sender."""
     run = running("1:1", "a", max_restarts=0)
     for _ in range(FREE):
         run.report("a", m.Ready(run.number, step=7))

@@ -1,4 +1,4 @@
-"""Who trains together: the first round, growing, ranks, and who is refused."""
+"""Which nodes train together: the first round, growing, ranks, and refused nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that leave stay for what others need of their memory, and no longer."""
+"""Leaving nodes stay as long as others need their memory, and no longer."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_round_that_breaks_before_it_trains_is_told_again() -> None:
 
 
 def test_a_leader_that_leaves_forms_the_round_that_needs_what_it_serves() -> None:
-    """Node a leads; whoever leads after it would not know who serves what."""
+    """Node a is the leader; its successor would not know which node serves what."""
     run = ready("1:1", "a")
     run.hello("d")
     leave(run, "a")

@@ -1,4 +1,4 @@
-"""Nodes that are lost, that leave, and too few nodes."""
+"""Nodes that are lost, nodes that leave, and too few nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_report_is_a_sign_of_life() -> None:
 
 
 def test_nobody_is_lost_before_it_was_silent_for_dead_after() -> None:
-    """Whenever the leader's turns come: what passed before a report is no silence after it."""
+    """Whenever the leader's turns come: time before a report does not count as silence after it."""
     run = running("1:2", "ab", dead_after=2.0)
     run.silent.add("b")
     run.sleep(1.0)
@@ -248,7 +248,7 @@ def test_a_crash_after_leaving_was_announced_is_free() -> None:
 
 
 def test_no_round_is_formed_under_a_leader_whose_own_node_leaves() -> None:
-    """Its process is about to end: workers would be started in vain."""
+    """Its process is about to end: starting workers would be useless."""
     run = running("1:4", "abc")
     assert run.record.leader.incarnation == "a1"
     run.leave("a")

@@ -1,4 +1,4 @@
-"""The end of the work, and whoever comes back."""
+"""The end of the work, and nodes that come back."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         assert node is not None
         self._finish(node)
 
-    # What befalls them.
+    # Faults.
 
     @precondition(lambda self: self._where(lambda node: True))
     @rule(
@@ -113,7 +113,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         what=st.sampled_from(["leaves", "dies", "freezes", "thaws", "loses its link", "gets a double"]),
     )
     def node(self, index: int, what: str) -> None:
-        """Something befalls a node."""
+        """A fault hits a node."""
         node = self._pick(index, lambda node: node.frozen if what == "thaws" else True)
         match what:
             case _ if node is None:
@@ -141,7 +141,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
     @precondition(lambda self: not self.machine.ended and self.record.round.number)
     @rule(what=st.sampled_from(["sleeps 3 s", "sleeps 1 h", "dies"]))
     def leader(self, what: str) -> None:
-        """Something befalls the leader."""
+        """A fault hits the leader."""
         match what:
             case "dies":
                 self._lose_the_leader()
@@ -162,7 +162,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         prompt=st.sampled_from([True, True, False]),
     )
     def wait(self, seconds: float, prompt: bool) -> None:
-        """Time passes; nodes that are prompt do at once what they have to do."""
+        """Time passes; prompt nodes do at once what is due."""
         self._advance(seconds, prompt=prompt)
 
     # What must always hold.

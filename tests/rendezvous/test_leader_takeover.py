@@ -1,4 +1,4 @@
-"""A leader that takes over from another one, in the middle of a round."""
+"""A leader that takes over from another, in the middle of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever listens, listens at the advertised address only."""
+"""All sockets listen at the advertised address only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sink:
 
 @pytest.fixture(autouse=True, scope="module")
 def libuv_pipe() -> None:
-    """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
+    """libuv opens one pipe per process with the first store and keeps it: this must not count as a leak."""
     host_store(listen(ADVERTISED), ADVERTISED, 10).close()
 
 

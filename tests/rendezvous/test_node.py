@@ -1,4 +1,4 @@
-"""A node's side of the link, without one."""
+"""A node's side of the link, tested without a link."""
 
 from __future__ import annotations
 

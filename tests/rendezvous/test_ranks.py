@@ -1,4 +1,4 @@
-"""Who is in the next round, and in which order."""
+"""Which nodes are in the next round, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEADY = settings(max_examples=100, derandomize=True, deadline=None, suppress_he
 def candidate(
     node_id: str, *, last: int | None = None, wanted: int | None = None, arrival: int | None = None
 ) -> Candidate:
-    """A candidate; nodes arrive in the order of the alphabet unless told otherwise."""
+    """A candidate; by default, nodes arrive in alphabetical order."""
     return Candidate(node_id, last, wanted, ord(node_id) if arrival is None else arrival)
 
 

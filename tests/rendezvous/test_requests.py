@@ -1,4 +1,4 @@
-"""What users ask of a leader: the machine with its requests, without sockets."""
+"""Users' requests to a leader: the state machine with its requests, without sockets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Asked(Run):
         super()._do(others)
 
     def waits(self, link: int = CALLER) -> bool:
-        """Whether a caller has got no answer."""
+        """Whether a caller has received no answer."""
         return not any(isinstance(order, a.Answer) for order in self.answers.get(link, []))
 
     def answer(self, link: int = CALLER) -> a.Answer:
@@ -76,7 +76,7 @@ class Asked(Run):
 
 
 def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) -> Asked:
-    """A first round of the nodes trains, all of whose workers can be drained; somebody has called."""
+    """A first round of the nodes trains, and all its workers can be drained; a caller is connected."""
     run = Asked(nodes, **arguments)
     run.hello(*node_ids)
     run.advance(2.1)
@@ -156,7 +156,7 @@ def test_a_node_whose_workers_are_being_ended_is_stopping_and_one_that_goes_is_l
     assert run.status().world_size == 0
 
 
-# Who may ask.
+# Authorization.
 
 
 def test_a_caller_of_another_version_or_run_is_sent_away() -> None:
@@ -167,7 +167,7 @@ def test_a_caller_of_another_version_or_run_is_sent_away() -> None:
         (refused,) = run.answers[link]
         assert isinstance(refused, m.Refused)
         assert word in refused.reason
-        assert "'run'" not in refused.reason  # who asks might ask again with it
+        assert "'run'" not in refused.reason  # a caller might repeat the request with it
     assert run.closed == [CALLER + 1, CALLER + 2]
 
 

@@ -1,4 +1,4 @@
-"""What many nodes cost: writes to the store, messages, the record's size; and that the benchmark of it counts right."""
+"""The cost of many nodes: writes to the store, messages, the record's size; and the benchmark's own counting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Node:
         self.membership.start()
 
     def emit(self, event: Event) -> None:
-        """Events are not looked at."""
+        """Ignore events."""
 
     def hear(self, event: MembershipEvent) -> None:
         match event:

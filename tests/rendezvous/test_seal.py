@@ -1,4 +1,4 @@
-"""A value under a token: its holders read and write it, all others are told why not."""
+"""A value sealed with a token: its holders read and write it, all others get the reason for the refusal."""
 
 from __future__ import annotations
 

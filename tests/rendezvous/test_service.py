@@ -1,4 +1,4 @@
-"""A real leader whose writes fail, or its links, or its own code."""
+"""A real leader whose writes, links or own code fail."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
 
 
 class Breaking(Failing):
-    """A store with a fault of its own."""
+    """A store that can be made to fail."""
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         if self.fails:
@@ -104,7 +104,7 @@ def _leader(store: Failing, limits: Limits) -> LeaderService:
 
 @pytest.mark.parametrize("what", ["a pulse", "the last words"])
 def test_a_link_may_end_by_what_follows_from_anothers_end(what: str) -> None:
-    """Both nodes of a round are gone; the first one's loss is told to the second, which is found gone by that."""
+    """Both nodes of a round are gone; reporting the first one's loss to the second reveals that it is gone, too."""
     leader = _leader(Failing(), LIMITS)
     with contextlib.ExitStack() as stack:
         for held in (leader._listener, leader._selector, leader._wake_in, leader._wake_out):

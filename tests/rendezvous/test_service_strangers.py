@@ -1,4 +1,4 @@
-"""A real leader and whatever may come to its port: it keeps its memory, its log and its nodes."""
+"""A real leader and arbitrary connections to its port: its memory, its log and its nodes are unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others write into the record of an elected leader ends nothing: real leaders and links, a store in memory."""
+"""Foreign writes into an elected leader's record end nothing: real leaders and links, an in-memory store."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def _members(*names: str) -> tuple[Member, ...]:
 
 
 def _crash(nodes: Nodes, name: str, then: object) -> None:
-    """End a leader as a kill does: no word to anybody, and its port refuses."""
+    """End a leader as a kill does: it sends no message, and its port refuses connections."""
     node = nodes.nodes.pop(name)
     backend: ElectedBackend = node.backend
     reign = backend._reign

@@ -29,7 +29,7 @@ class Events:
 
 @pytest.fixture(autouse=True, scope="module")
 def libuv_pipe() -> None:
-    """libuv makes one pipe per process with the first store and keeps it: that is no leak of the first test."""
+    """libuv opens one pipe per process with the first store and keeps it: this must not count as a leak."""
     host_store(listen("127.0.0.1"), "127.0.0.1", 10).close()
 
 

@@ -26,7 +26,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     with cluster(tmp_path_factory.mktemp("etcd")) as members:
         EtcdStore(
             parse_endpoints(members[0].address), "first"
-        ).close()  # the client's first use leaves descriptors for good
+        ).close()  # the client's first use opens descriptors permanently
         yield members[0]
 
 

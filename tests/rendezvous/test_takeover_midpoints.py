@@ -1,4 +1,4 @@
-"""Whatever point a run has come to, the leader or its link is lost right there: the others go on."""
+"""At every point of a run, the leader or its link is lost right there: the others continue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _scenario(cluster: Cluster) -> None:
 
 
 class _Stopped(Exception):
-    """The scenario has come to the point."""
+    """The scenario has reached the point."""
 
 
 def _length() -> int:
@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_every_single_event_at_which_its_leader_is(fault: str
 
 
 def test_who_cannot_know_whether_it_leads_does_not_count_as_dead() -> None:
-    """Its term stands in the record, but the answer was lost: nobody serves there, and its workers train."""
+    """Its term is in the record, but the answer was lost: it does not serve there, and its workers train."""
     spare = 0
     for seed in range(40):
         cluster = Cluster("1:2", seed=seed)

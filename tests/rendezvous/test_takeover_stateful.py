@@ -64,7 +64,7 @@ class TakeoverRun(RuleBasedStateMachine):
         what=st.sampled_from(["dies", "loses power", "freezes", "thaws", "loses its links"]),
     )
     def host(self, index: int, leader: bool, what: str) -> None:
-        """Something befalls a host, often that of the leader."""
+        """A fault hits a host, often the leader's."""
         node = self._pick(index, leader=leader)
         match what:
             case _ if node is None:
@@ -80,7 +80,7 @@ class TakeoverRun(RuleBasedStateMachine):
 
     @rule(index=INDEX, what=st.sampled_from(["crash", "finish", "leave", "deaf"]))
     def workers(self, index: int, what: str) -> None:
-        """Something befalls a node's workers."""
+        """A fault hits a node's workers."""
         node = self._pick(index)
         if node is None or node.frozen:
             return
@@ -96,7 +96,7 @@ class TakeoverRun(RuleBasedStateMachine):
 
     @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["partition", "no store", "slow", "heal"]))
     def network(self, index: int, leader: bool, what: str) -> None:
-        """Something befalls the network."""
+        """A fault hits the network."""
         node, network = self._pick(index, leader=leader), self.cluster.network
         match what:
             case _ if node is None:

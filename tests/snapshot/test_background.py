@@ -1,4 +1,4 @@
-"""The thread that writes: newest wins, errors come out, nothing hangs."""
+"""The writer thread: the newest snapshot wins, errors are reported, nothing hangs."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_without_locks_a_draft_is_never_taken_for_abandoned(tmp_path: Path, monk
 def test_a_sweeper_that_comes_while_a_draft_is_made(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right after each call that makes a draft, somebody else sweeps, once."""
+    """Right after each call that creates a draft, another process sweeps, once."""
     owner = drafts.os if moment == "mkdir" else drafts
     original = getattr(owner, moment)
     swept = []
@@ -245,7 +245,7 @@ def test_what_changes_while_it_is_listed_is_listed_again(tmp_path: Path, monkeyp
 
 
 def test_a_directory_that_never_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever removes faster than anybody can look: an end, and one that is not `there is nothing`."""
+    """Another process removes faster than any reader can look: it ends, and not with `there is nothing`."""
     (info,) = write_some(tmp_path, (1, 1))
     looks = []
 

@@ -1,4 +1,4 @@
-"""Directories that are full, read-only or none: one error that says where and why, and nothing is left or lost."""
+"""Directories that are full, read-only or missing: one error that names place and reason; nothing is left or lost."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_any_call_that_fails_at_any_time(call: str, tmp_path: Path, monkeypatch:
 
 
 def test_nothing_is_visible_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a loss of power leaves: all that was written is synced before the rename, and the rename before the end."""
+    """State after a power loss: all writes are synced before the rename, and the rename before the end."""
     events: list[tuple[str, str]] = []
 
     def recorded(name: str) -> None:

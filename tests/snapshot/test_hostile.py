@@ -1,4 +1,4 @@
-"""Whatever stands in a checkpoint's directory: one clear error, nothing is executed, followed or waited for."""
+"""Arbitrary content in a checkpoint's directory: one clear error, nothing is executed, followed or waited for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def info(template: Path, tmp_path: Path) -> CheckpointInfo:
-    """The newer of the two, in a copy of its own."""
+    """A separate copy of the newer one."""
     return find(shutil.copytree(template, tmp_path / "run"))[0]
 
 

@@ -1,4 +1,4 @@
-"""A writer killed at any moment leaves checkpoints that are right, and nothing that the next writer does not clear."""
+"""A writer killed at any moment leaves valid checkpoints, and nothing that the next writer does not clean up."""
 
 from __future__ import annotations
 

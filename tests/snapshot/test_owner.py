@@ -1,4 +1,4 @@
-"""Which run a directory belongs to; the same of URLs is in test_urls."""
+"""Which run a directory belongs to; for URLs, see test_urls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that several nodes write together: whatever the others do, it is what the first one holds."""
+"""Checkpoints that several nodes write together: whatever the others do, the content is the first node's."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_no_more_files_than_a_manifest_has_room_for(tmp_path: Path) -> None:
     assert same(loaded.state, state)
 
 
-# How they come together.
+# How shares are combined.
 
 
 def test_what_several_nodes_write_is_one_checkpoint(place: str) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots in slots: whole or not there, read back to the bit."""
+"""Snapshots in slots: complete or absent, and bitwise identical when read back."""
 
 from __future__ import annotations
 

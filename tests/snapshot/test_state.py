@@ -1,4 +1,4 @@
-"""Any state comes back as it was, to the bit, or is refused by type and place."""
+"""Any state is restored bitwise, or refused by type and place."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from elastic_launch.training.stopping import Stop
 
 
 class Late:
-    """What an exchange with other ranks does to a rank's own wishes."""
+    """How an exchange with other ranks changes a rank's own requests."""
 
     def __init__(self) -> None:
         self._posted = Wishes()

@@ -1,4 +1,4 @@
-"""What a step of several micro-batches makes of a model's buffers, by rule, and what it refuses to guess."""
+"""How a step of several micro-batches updates a model's buffers, by rule, and which cases it refuses."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_change_that_no_rule_explains_is_refused_by_name(
 
 
 def test_a_change_without_a_trace_is_found_by_value_now_and_then() -> None:
-    """What the script itself changes so between steps is none of a micro-batch's."""
+    """What the script itself changes like that between steps is not attributed to a micro-batch."""
     model = Model("found", torch.zeros(2), lambda model, x: None)
     buffers = Buffers(model, 1)
     refused = []

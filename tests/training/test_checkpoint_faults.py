@@ -59,7 +59,7 @@ def checkpoints(trained: tuple[Path, str], tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(job: Job) -> None:
-    """In /sys nobody can make a directory, not even the superuser, whom modes don't hold."""
+    """In /sys no directory can be made, not even by the superuser, to whom file modes do not apply."""
     agent, _ = _launch(job, 2, "/sys/elastic-launch-test", "--every", "5")
     assert agent.wait(100) == 93, agent.output
     assert "step 20 loss" in agent.output
@@ -169,7 +169,7 @@ def test_another_training_is_refused_by_the_name_of_what_differs(
 @pytest.mark.slow
 @pytest.mark.executed
 def test_each_node_may_have_a_directory_of_its_own(job: Job, trained: tuple[Path, str]) -> None:
-    """The same relative path means another place on each; who has a checkpoint gives it to who has none."""
+    """The same relative path means a different place on each node; nodes with a checkpoint give it to those without."""
     result = job.directory / "result.json"
     options = ["--checkpoint", "ckpt", "--every", "5", "--step-time", "1", "--result", str(result)]
     paced = [str(SCRIPTS / "paced.py"), str(job.directory / "hurry")]

@@ -1,4 +1,4 @@
-"""A worker's end of the socket to its agent, and the snapshots it tells of; the test is the agent."""
+"""A worker's end of the socket to its agent, and the snapshots that it reports; the test is the agent."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody waits for its copy at the end, and the next one is written without the agent."""
+    """Its copy is not awaited at the end, and the next one is written without the agent."""
     agent, link = ends
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
     link._use = 0

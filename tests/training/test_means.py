@@ -1,4 +1,4 @@
-"""Means over the micro-batches of all ranks: what of them goes along with gradients arrives to the bit."""
+"""Means over the micro-batches of all ranks: values that are reduced along with gradients arrive bitwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of memory and durable storage a training goes on from, and under which number it saves then."""
+"""Whether a training resumes from memory or durable storage, and the number under which it then saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint in a directory is read once for each node, whatever befalls the worker that reads it."""
+"""A checkpoint in a directory is read once per node, whatever happens to the worker that reads it."""
 
 from __future__ import annotations
 

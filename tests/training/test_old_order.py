@@ -1,4 +1,4 @@
-"""Trainings that were begun with the old order of samples go on with it; data/old_order was written by the old code."""
+"""Trainings that began with the old order of samples keep it; data/old_order was written by the old code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that cannot be trained as they are, and what comes too late to be restored: refused by name, with a remedy."""
+"""Models that cannot be trained, and objects added too late to be restored: refused by name, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that has changed since its checkpoint was made: what differs is named, or it goes on."""
+"""A script that has changed since its checkpoint was made: differences are named, or the training resumes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_the_first_format_goes_on(tmp_path: Path) -> None:
-    """It was written by the first version that had one; what it did not know of is not compared."""
+    """It was written by the first version with checkpoints; what that version did not record is not compared."""
     schedule = {"schedule": lambda optimizer: MultiStepLR(optimizer, [2, 4], gamma=0.5)}
     shutil.copytree(FIRST_FORMAT, tmp_path / "old")
     _train(tmp_path / "old", until="6ba", **schedule)

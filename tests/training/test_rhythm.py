@@ -129,7 +129,7 @@ def test_what_a_slot_costs_once_does_not_count_unless_it_is_much() -> None:
 
 
 def test_a_training_that_gets_slower_by_its_snapshots_takes_fewer() -> None:
-    """As when somebody else begins to use the cores that the copying had for itself."""
+    """As when another program begins to use the cores that the copying had for itself."""
     training = Training(1.0, Cost(0.001, 0.2), 0.0)
     training.go(200)
     assert training.interval() == 2

@@ -1,4 +1,4 @@
-"""What a training is given differs between ranks: an error on all of them that names it, before the first step."""
+"""Arguments of a training that differ between ranks: an error on all ranks that names them, before the first step."""
 
 from __future__ import annotations
 

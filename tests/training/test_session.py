@@ -1,4 +1,4 @@
-"""What a session sets, and gives back."""
+"""What a session sets and restores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = str(SCRIPTS / "guards" / "settings.py")
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Others than the defaults, so that it shows what is given back."""
+    """Non-default values, which show what is restored."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()

@@ -142,7 +142,7 @@ def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None
 
 
 def test_a_backward_pass_that_other_ranks_wait_for_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its means are posted already, and a second time they would meet others' gradients."""
+    """Its means are already posted, and a second time they would be combined with other ranks' gradients."""
 
     def fails(gradient: Tensor) -> Tensor:
         raise RuntimeError("no such graph")

@@ -1,4 +1,4 @@
-"""The trainer in one process: what it computes, tells, saves and restores."""
+"""The trainer in one process: what it computes, reports, saves and restores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _data(start: int = 0, stop: int = 44) -> Dataset[Any]:
 
 
 class Recorder(el.Callback):
-    """Keeps what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.rounds: list[RoundStart] = []

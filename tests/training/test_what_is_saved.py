@@ -1,4 +1,4 @@
-"""What a training's checkpoints hold, and that what they cannot hold ends it before it has done any work."""
+"""What checkpoints contain, and that state which they cannot contain ends the training before it has done any work."""
 
 from __future__ import annotations
 

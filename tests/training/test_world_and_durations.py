@@ -1,4 +1,4 @@
-"""Which world a process is in, and lengths as people write them."""
+"""Which world a process is in, and parsing of durations."""
 
 from __future__ import annotations
 

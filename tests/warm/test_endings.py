@@ -1,4 +1,4 @@
-"""A forked worker ends as one that was executed ends: exit code and output, both ways, compared."""
+"""A forked worker ends like an executed one: exit code and output are compared."""
 
 from __future__ import annotations
 

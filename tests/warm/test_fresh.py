@@ -1,4 +1,4 @@
-"""A forked worker finds what one that was executed finds: each property both ways, compared."""
+"""A forked worker finds the same as an executed one: each property is compared."""
 
 from __future__ import annotations
 

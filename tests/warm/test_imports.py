@@ -1,4 +1,4 @@
-"""What is read from a script's source, and that nothing of it is run."""
+"""What is read from a script's source, without running any of it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _server(starter: Starter) -> int:
 
 
 def _package(directory: Path, name: str, text: str) -> str:
-    """Something installed: what lies in a directory of that name counts as such."""
+    """Something installed: anything in a directory of that name counts as installed."""
     write(directory, f"site-packages/{name}.py", text)
     return str(directory / "site-packages")
 
@@ -283,7 +283,7 @@ def test_a_killed_server_takes_no_worker_with_it_and_is_replaced(
 def test_a_server_that_cannot_be_replaced_is_closed_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has closed may be somebody else's by the second time."""
+    """The descriptors that it has closed may be reused by other code by the second time."""
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
         assert isinstance(starter.processes, WarmProcesses)
@@ -315,7 +315,7 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
             pid = starter.processes.start(StartRequest(command, starter.env, out.fileno(), 2))
         assert starter.wait() == (pid, 0)
         assert (tmp_path / "out").read_text() == "0\n"
-        # What it was asked for then must not come to life: it is killed, and the next one takes its place.
+        # Its pending requests must never produce a worker: it is killed, and replaced.
         wait_for("its end", lambda: not alive(server))
         known: list[bool] = []
         starter.processes.when_ready(lambda: known.append(True))
@@ -328,7 +328,7 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
 def test_who_starts_workers_does_not_wait_for_a_server_that_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the agent's main loop stood still for as long as a fork may take."""
+    """Before the fix, the agent's main loop was blocked for as long as a fork may take."""
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
         os.kill(_server(starter), signal.SIGSTOP)
@@ -362,7 +362,7 @@ def test_a_process_that_is_stopped_as_it_waits_for_work_is_replaced(
 
 
 def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None:
-    """What they were sent while they waited is not the worker's, and one that has died is passed over."""
+    """Signals sent to them while they waited are not the worker's, and one that has died is skipped."""
     script = write(tmp_path, "script.py", FORKED + "\nprint(os.environ['X'], len(os.listdir('/proc/self/fd')))")
     with warm_starter(config_for(tmp_path, script), ahead=3) as starter:
         by_fork = starter.run(script, env={"X": "0"})
