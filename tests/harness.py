@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def free_port() -> int:
     """Return a port with no listener, which stays free until it is used.
 
-    It is below the kernel's ephemeral ports, in a range reserved for this process.
+    It is below the kernel's ephemeral ports, in a range of this process' own.
     """
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):

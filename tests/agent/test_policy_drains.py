@@ -100,7 +100,7 @@ def test_a_worker_whose_script_has_ended_is_killed_if_it_hangs() -> None:
 
 
 def test_workers_that_drain_unasked_are_believed() -> None:
-    """Somebody sent them SIGTERM; the ranks agree among themselves."""
+    """They received SIGTERM from outside; the ranks agree among themselves."""
     running = view(drained(0), drained(1), gone(0, 0))
     assert after(running, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
 

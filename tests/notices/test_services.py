@@ -72,7 +72,7 @@ def service(cloud: str, tmp_path: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def source(cloud: str, service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
-    # Whoever asks a proxy gets another machine's metadata.
+    # A proxy would return another machine's metadata.
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     made = SOURCES[cloud](service.base)

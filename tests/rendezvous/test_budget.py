@@ -160,7 +160,7 @@ def test_progress_makes_restarts_free_again() -> None:
 
 
 def test_a_resize_is_free_and_counts_for_nothing() -> None:
-    """Each takes a node that comes, or a person; and nodes may well come one after the other before a step is done."""
+    """Each needs a new node or a person; and nodes may arrive one after the other before a step is done."""
     budget = RestartBudget(0, 0)
     assert not any(rule(budget, None, Kind.MEMBERSHIP).ends for _ in range(100))
     assert not any(rule(budget, PREEMPTED).ends for _ in range(FREE))

@@ -114,7 +114,7 @@ class TakeoverRun(RuleBasedStateMachine):
 
     @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["down", "up", "mute", "late", "spoil"]))
     def store(self, index: int, leader: bool, what: str) -> None:
-        """Something befalls the store: none answers, or one node's writes go through without an answer, or too late."""
+        """A fault hits the store: it does not answer, or one node's writes succeed without an answer, or too late."""
         node, store = self._pick(index, leader=leader), self.cluster.store
         match what:
             case "down" | "up":

@@ -15,7 +15,7 @@ class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        self.register_buffer("queue", torch.zeros(8, 3))  # a MoCo queue, and the place to write next
+        self.register_buffer("queue", torch.zeros(8, 3))  # a MoCo queue, and the next position to write
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))  # samples
         self.register_buffer("lowest", torch.full((3,), float("inf")))

@@ -1,4 +1,4 @@
-"""A program that launches a function of its own: ``calling.py FUNCTION CONFIG``, the second as JSON."""
+"""A program that launches one of its own functions: ``calling.py FUNCTION CONFIG``, with CONFIG as JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 
 
 def place(text: str) -> list[str]:
-    """Return what this worker is told of its place."""
+    """Return this worker's place, from its environment."""
     names = ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
     return [text, __name__, *(os.environ[name] for name in names)]
 
 
 def sleep(directory: str) -> None:
-    """Sleep for long, having said so."""
+    """Report that this worker runs, and sleep for a long time."""
     from called import linger
 
     linger(directory)

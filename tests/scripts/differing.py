@@ -1,4 +1,4 @@
-"""A worker that changes one bit of one rank's state in the middle of a run, in its first start alone."""
+"""A worker that changes one bit of one rank's state in the middle of a run, only in its first start."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Writes down, as one JSON object, what a Python process finds as it starts."""
+"""Writes the state that a Python process finds at its start, as one JSON object."""
 
 import sys
 

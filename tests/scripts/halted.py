@@ -1,4 +1,4 @@
-"""Stand still at the n-th sleep of a script's main thread until a file is there: ``halted.py N FILE SCRIPT ...``.
+"""Block at the n-th sleep of a script's main thread until a file exists: ``halted.py N FILE SCRIPT ...``.
 
 See ``paced.py`` for its imports.
 """

@@ -1,7 +1,7 @@
-"""A worker that says odd things to its agent: ``hostile.py DIRECTORY``; leaves a FIFO as error file, and exits with 3.
+"""A worker that sends invalid messages to its agent: ``hostile.py DIRECTORY``; its error file is a FIFO; exits with 3.
 
-It says each over a connection of its own, and then writes garbage into the memory that the agent shares with it.
-DIRECTORY/heard has a line for each: what was said, and whether the agent hung up.
+It sends each over a separate connection, and then writes garbage into the memory that the agent shares with it.
+DIRECTORY/heard has a line for each: the message, and whether the agent closed the connection.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A worker that does as it is told by files in a directory; it needs no torch and so starts at once.
+"""A worker that is controlled by files in a directory; it needs no torch and so starts at once.
 
 ``finish``: exit 0. ``exit-<rank>``: a number; exit with it, once. ``raise-<rank>``: raise, once. Started with
 ``--ignore-term`` it ignores SIGTERM and SIGINT; with ``--child`` it starts a grandchild that sleeps.

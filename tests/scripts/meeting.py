@@ -1,4 +1,4 @@
-"""A worker that meets the others in a process group at every start, and says under which address.
+"""A worker that joins the others in a process group at every start, and reports the group's address.
 
 ``<directory>/die-<rank>``: end by SIGKILL, once. ``<directory>/finish``: end with 0, all after the same sum.
 """

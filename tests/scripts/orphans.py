@@ -1,4 +1,4 @@
-"""A worker that leaves dead and living orphans behind: some in its session, some in sessions of their own.
+"""A worker that leaves dead and living orphans behind: some in its session, some in their own sessions.
 
 The pids of the living ones go to ``left.txt``. It needs no torch and ends by SIGTERM.
 """

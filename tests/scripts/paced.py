@@ -1,6 +1,6 @@
-"""Run a script whose steps sleep, until a file is there: ``paced.py FILE SCRIPT [ARGUMENT ...]``.
+"""Run a script whose steps sleep until a file exists: ``paced.py FILE SCRIPT [ARGUMENT ...]``.
 
-It imports what the scripts do, of which the launcher reads nothing in here: so their workers are forked.
+It imports what the scripts import, which the launcher cannot read from this file: so their workers are forked.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""A worker that restores a model from a directory, and prints how many bytes it has asked of files meanwhile.
+"""A worker that restores a model from a directory, and prints how many bytes it has read from files meanwhile.
 
-Arguments: the directory, the model's width, and what befalls the worker that reads in its first start: ``kill``,
+Arguments: the directory, the model's width, and the fault of the reading worker in its first start: ``kill``,
 ``hang``, or ``hide`` (others cannot open what it has read).
 """
 

@@ -1,4 +1,4 @@
-"""A worker that trains as far as a test can see: collectives, steps and checkpoints, each noted with this host's clock.
+"""A worker that simulates training: collectives, steps and checkpoints, each recorded with this host's clock.
 
 Every step is one all-reduce with gloo, then a line in ``steps.jsonl``. Rank 0 saves after every ``EVERY`` steps, in
 many small writes that take about half a second together, and commits by a rename. All go on from the newest

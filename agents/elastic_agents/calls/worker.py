@@ -62,7 +62,7 @@ def _loaded(data: mmap.mmap) -> tuple[Callable[..., object], tuple[object, ...]]
         function, args = pickle.load(data)
     except AttributeError as error:
         if not str(error).startswith("Can't get attribute"):
-            raise  # raised by a module that the function needs
+            raise  # by a module that the function needs
         from elastic_launch.errors import UsageError  # such a failure is not restarted
 
         raise UsageError(

@@ -34,7 +34,7 @@ def outlive_users() -> None:
 
 
 def _hold_arguments(user: Any, kind: type, held: dict[weakref.ref[object], object]) -> None:
-    """Keep constructor arguments of one class alive until the object of another class made with them is gone.
+    """Keep constructor arguments of the type ``kind`` alive until the ``user`` object made with them is gone.
 
     pybind11 calls weak reference callbacks once the C++ object is destroyed.
     """

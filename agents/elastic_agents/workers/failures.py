@@ -166,7 +166,7 @@ def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
 
 
 def printed_last(stderr: Sequence[str]) -> int | None:
-    """Return the line of the exception whose traceback a stopped worker had printed last; None if there is none.
+    """Return which line is that of the exception whose traceback a stopped worker printed last; None if there is none.
 
     Without a process group and an error file, it is unknown whether that exception had ended the worker.
     """
