@@ -1,4 +1,4 @@
-"""What a trainer tells of its progress."""
+"""Callbacks of a trainer, and the events that they receive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StepEnd:
 
     Attributes:
         step: its number, from 1.
-        epoch: in which it lies, from 0.
-        samples: in its global batch.
+        epoch: the epoch that it belongs to, from 0.
+        samples: number of samples in its global batch.
         loss, metrics: means over the global batch, the same on all ranks.
-        seconds: that it took this rank, waiting for others included.
+        seconds: its duration on this rank, including time spent waiting for other ranks.
     """
 
     step: int
@@ -32,15 +32,15 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """Training begins or goes on in a world.
+    """Training starts or resumes in a round.
 
     Attributes:
-        round: its number under ``elastic-launch``, else 0.
-        world_size, rank: of this process.
-        restarts: of the run so far.
+        round: the round's number under ``elastic-launch``, else 0.
+        world_size, rank: this process' world size and rank.
+        restarts: restarts of the run so far.
         resumed_step: optimizer steps done before.
         micro: samples in a micro-batch.
-        grad_accum: this rank's micro-batches in a full global batch.
+        grad_accum: number of this rank's micro-batches in a full global batch.
         reason: ``first``, or what ended the last round.
     """
 
@@ -59,10 +59,10 @@ class CheckpointEnd:
     """A checkpoint was written, or could not be.
 
     Attributes:
-        step: optimizer steps in it.
-        seconds: that the writing took, beside the training.
-        path: its directory or URL, None if it was not written.
-        error: what went wrong, None if nothing did.
+        step: optimizer steps done when its state was taken.
+        seconds: duration of the write, which runs in the background.
+        path: the checkpoint's directory or URL; None if it was not written.
+        error: why it failed; None if it succeeded.
     """
 
     step: int
@@ -73,12 +73,12 @@ class CheckpointEnd:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something went wrong that training survives.
+    """A failure that training survives.
 
     Attributes:
         kind: ``restart``, ``out of memory`` or ``checkpoint``.
-        step: optimizer steps done then; after a restart those it resumes from.
-        cause: for people.
+        step: optimizer steps done at that time; after a restart, the step that training resumes from.
+        cause: a description for people.
     """
 
     kind: str
@@ -88,12 +88,12 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The evaluation data were gone through.
+    """The result of one evaluation.
 
     Attributes:
         step: optimizer steps done.
-        epoch: epochs done, the present one not counted.
-        metrics: means over all samples, ``loss`` among them, the same on all ranks.
+        epoch: complete epochs done.
+        metrics: means over all samples, including ``loss``; the same on all ranks.
     """
 
     step: int
@@ -102,29 +102,30 @@ class Evaluation:
 
 
 class Callback:
-    """Base of what a trainer tells; every rank calls its own, but ``on_checkpoint`` only where checkpoints are written.
+    """Base class for a trainer's callbacks.
 
-    An error that a callback raises ends the training.
+    Every rank calls its own callbacks; ``on_checkpoint`` is called only on ranks that write checkpoints. An exception
+    raised by a callback ends the training.
     """
 
     def on_round(self, start: RoundStart) -> None:
-        """Training begins or goes on, and its state is restored."""
+        """Called when training starts or resumes, after its state is restored."""
 
     def on_step(self, end: StepEnd) -> None:
-        """A step was made; its checkpoint, if one is due, comes after this."""
+        """Called after each optimizer step, before its checkpoint if one is due."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """The evaluation data were gone through."""
+        """Called after each evaluation."""
 
     def on_checkpoint(self, end: CheckpointEnd) -> None:
-        """A checkpoint was written or failed; told at a step's end, or at the training's."""
+        """Called at the end of a step, or of the training, after a checkpoint was written or failed."""
 
     def on_incident(self, incident: Incident) -> None:
-        """Something went wrong that training survives."""
+        """Called after a failure that training survives."""
 
 
 class Progress(Callback):
-    """Prints on rank 0.
+    """Prints the training's progress on rank 0.
 
     Args:
         every: steps between two lines.

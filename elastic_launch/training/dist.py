@@ -1,11 +1,11 @@
-"""Where this process is among the others, and what they do together: ``elastic_launch.dist``.
+"""``elastic_launch.dist``: ranks, world sizes and collectives.
 
 Names, parameters and defaults are those of Composer's ``composer.utils.dist``
 (https://docs.mosaicml.com/projects/composer/en/stable/api_reference/composer.utils.dist.html), so that a script written
-against it needs another import only; docs/reference/dist.md says where the two differ. Without a launcher it is a world
-of one process, in which nothing has to be joined. In a larger one, everything beyond the ranks and sizes needs the
-process group that :func:`initialize_dist` or ``elastic_launch.session`` joins, and raises a UsageError before that.
-Every collective must be called by all ranks of its group, in the same order.
+against it only needs a different import; docs/reference/dist.md lists the differences. Without a launcher, the world is
+one process and no process group is needed. In a larger world, everything except ranks and sizes needs the process group
+that :func:`initialize_dist` or ``elastic_launch.session`` joins, and raises a UsageError before that. Every collective
+must be called by all ranks of its group, in the same order.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ T = TypeVar("T")
 
 _OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
-_POLL = 0.1  # seconds between two looks for a file
-_REASON_BYTES = 1024  # of an error's text, told to the other ranks
-_NAME_LENGTH = 6  # letters and digits of a signal file's name that differ
+_POLL = 0.1  # seconds between two checks for a file
+_REASON_BYTES = 1024  # of an error's text, sent to the other ranks
+_NAME_LENGTH = 6  # random letters and digits in a signal file's name
 _DONE = "local rank zero done"
 
 
 def initialize_dist(device: str | torch.device | None = None, timeout: float = 300.0) -> None:
-    """Join the process group that the environment describes, unless this process has joined one.
+    """Join the process group that the environment describes, unless this process has already joined one.
 
-    The backends are those of ``elastic_launch.session``: NCCL beside gloo if each local rank can have a GPU of its own,
-    which then becomes the current device, else gloo. Within a session there is nothing left to do, and a session that
-    begins later uses this group. Without a launcher there is no group to join, and none is made. The group is left
-    when the interpreter exits without an error.
+    The backends are those of ``elastic_launch.session``: NCCL and gloo if each local rank can have its own GPU, which
+    then becomes the current device, else gloo alone. Within a session this function does nothing, and a session that
+    begins later uses this group. Without a launcher, no group is made. The group is left when the interpreter exits
+    without an error.
 
     Args:
-        device: ``"cpu"``, ``"gpu"`` (or ``"cuda"``), or None for what there is; the group must be able to serve it.
-        timeout: seconds after which a collective that not everybody joins fails.
+        device: ``"cpu"``, ``"gpu"`` (or ``"cuda"``), or None for whatever is available; the group must support it.
+        timeout: seconds after which a collective fails if not all ranks have joined it.
 
     Raises:
-        UsageError: if the group cannot serve the device, or the world is described only in part.
+        UsageError: if the group does not support the device, or the environment describes the world only in part.
     """
     kind = _kind(device)
     if is_initialized():
@@ -109,7 +109,10 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until all ranks are here; nothing to wait for outside a job.
+    """Wait until all ranks have called it; returns at once if this is the only process.
+
+    Args:
+        group: the process group; None: all ranks.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -119,16 +122,17 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGroup | None = None) -> None:
-    """Replace the tensor by its reduction over all ranks, the same bits everywhere; outside a job it stays as it is.
+    """Replace the tensor by its reduction over all ranks, bitwise equal on all of them; unchanged in a single process.
 
-    The order in which floats are added depends on the number of ranks; the exact mode of ``run.steps`` does not.
+    The order in which floats are added depends on the number of ranks, unlike in the exact mode of ``run.steps``.
 
     Args:
-        tensor: of the same shape and dtype on all ranks; changed in place.
-        reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or, with NCCL only, AVG; in any case of letters.
+        tensor: of any shape, with the same shape and dtype on all ranks; changed in place.
+        reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR or, with NCCL only, AVG; not case-sensitive.
+        group: the process group; None: all ranks.
 
     Raises:
-        UsageError: if there is no such operation, or there are several ranks and no process group.
+        UsageError: if the operation does not exist, or there are several ranks and no process group.
     """
     name = reduce_operation.upper()
     if name not in _OPERATIONS:
@@ -141,10 +145,12 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
-    """Overwrite the tensor on all ranks with that of the global rank ``src``; outside a job it stays as it is.
+    """Overwrite the tensor on all ranks with the one of global rank ``src``; unchanged in a single process.
 
     Args:
-        tensor: of the same shape and dtype on all ranks; changed in place.
+        tensor: of any shape, with the same shape and dtype on all ranks; changed in place.
+        src: global rank that sends its tensor.
+        group: the process group; None: all ranks.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -154,13 +160,17 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return copies of all ranks' tensors, in rank order; outside a job, of this one.
+    """Return copies of all ranks' tensors, in rank order; in a single process, a list of one copy.
 
-    The copies carry no gradient. Composer returns the tensor itself outside a job, where a change to the result then
-    changes the input; here it is a copy in either case.
+    The copies carry no gradient. In a single process Composer returns the tensor itself, so that changing the result
+    changes the input; this function always copies.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
+        tensor: of any shape, with the same shape and dtype on all ranks.
+        group: the process group; None: all ranks.
+
+    Returns:
+        One tensor for each rank, each of the shape of ``tensor``.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -174,10 +184,14 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor
 
 
 def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
-    """Return all ranks' objects, in rank order; outside a job, a list of this one itself.
+    """Return all ranks' objects, in rank order; in a single process, a list of this object itself.
 
-    Objects travel as pickles over the process group, as torch's own function sends them. Unpickling runs what a pickle
-    says: whoever can join the group can run code on every rank, so keep its network to trusted hosts.
+    Objects are sent as pickles over the process group, as by torch's own function. Unpickling can run arbitrary code:
+    any process that can join the group can run code on every rank, so restrict its network to trusted hosts.
+
+    Args:
+        obj: any object that can be pickled.
+        group: the process group; None: all ranks.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -190,12 +204,14 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGroup | None = None) -> None:
-    """Overwrite the list's items on all ranks with those of the global rank ``src``; outside a job they stay.
+    """Overwrite the list's items on all ranks with those of global rank ``src``; unchanged in a single process.
 
-    Objects travel as pickles, see :func:`all_gather_object`.
+    Objects are sent as pickles; see the warning at :func:`all_gather_object`.
 
     Args:
         object_list: of the same length on all ranks; changed in place.
+        src: global rank that sends its items.
+        group: the process group; None: all ranks.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -213,16 +229,19 @@ def get_sampler(
     rank: int | None = None,
     seed: int = 0,
 ) -> DistributedSampler[int]:
-    """Return a DistributedSampler: each rank draws its own len(dataset) / world size of the samples.
+    """Return torch's ``DistributedSampler``: each rank draws its own ``len(dataset) / world size`` of the samples.
 
-    Which samples those are depends on the world size, so a resized run does not go on where it was; ``ElasticLoader``
-    does. With ``shuffle``, call its ``set_epoch`` before each epoch.
+    The choice of samples depends on the world size, so a resized run does not resume at the same place;
+    ``ElasticLoader`` does. With ``shuffle``, call the sampler's ``set_epoch`` before each epoch.
 
     Args:
-        dataset: whole on every rank.
-        drop_last: drop the samples that do not divide evenly; else the first ones are drawn again to fill up.
-        num_replicas, rank: instead of this process' world size and global rank.
-        seed: of the shuffling; the same on all ranks.
+        dataset: the whole dataset, on every rank.
+        drop_last: drop the samples that do not divide evenly among the ranks; otherwise the first samples are drawn
+            again to fill up.
+        shuffle: draw in random order.
+        num_replicas: used instead of the world size.
+        rank: used instead of this process' global rank.
+        seed: seed of the shuffling; the same on all ranks.
     """
     return DistributedSampler(
         dataset,
@@ -238,11 +257,11 @@ def get_sampler(
 def run_local_rank_zero_first() -> Iterator[None]:
     """Run the body on every node's local rank 0, then on the other ranks: for a download into a shared directory.
 
-    The others wait for the local ranks 0 of all nodes, and no longer than the process group's timeout. If one of these
-    raises, all ranks raise, naming it; behind Composer's barrier they would wait for it until that timeout.
+    The other ranks wait for local rank 0 of all nodes, for at most the process group's timeout. If the body raises on
+    one of those, all ranks raise an error that names it; with Composer they would wait in a barrier until the timeout.
 
     Raises:
-        ElasticLaunchError: on the ranks beside a local rank 0 whose body raised.
+        ElasticLaunchError: on the other ranks, if the body raised on a local rank 0.
         UsageError: if there are several ranks and no process group.
     """
     if not joined("run_local_rank_zero_first"):
@@ -255,7 +274,7 @@ def run_local_rank_zero_first() -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        # Its own error is the one to be seen, also where the others are gone by now.
+        # Raise this rank's own error, even if the other ranks are already gone.
         with suppress(ElasticLaunchError, RuntimeError):
             _raise_if_one_failed(error)
         raise
@@ -266,18 +285,18 @@ def run_local_rank_zero_first() -> Iterator[None]:
 def local_rank_zero_download_and_wait(
     expected_file_path: str | os.PathLike[str], *, timeout: float = 3600.0
 ) -> Iterator[None]:
-    """Run the body on local rank 0 at once, and on its node's other ranks when the file exists; needs no process group.
+    """Run the body on local rank 0 at once, and on the node's other ranks once a file exists; needs no process group.
 
-    A file that is being written exists as well: let the body write to another name and rename it. A file that is there
-    from an earlier run holds nobody back. Where a process group is joined, :func:`run_local_rank_zero_first` is better:
-    this one looks for the file ten times a second, and cannot know that local rank 0 failed.
+    A partly written file exists too, so the body should write to another name and then rename it. If the file is left
+    over from an earlier run, no rank waits. If a process group is joined, prefer :func:`run_local_rank_zero_first`:
+    this function polls for the file ten times a second and cannot know that local rank 0 failed.
 
     Args:
-        expected_file_path: made by local rank 0 in the body.
-        timeout: seconds to wait for it; Composer waits for ever.
+        expected_file_path: the file that local rank 0 makes in the body.
+        timeout: seconds to wait for the file; Composer waits for ever.
 
     Raises:
-        ElasticLaunchError: if the file is not there in time, or local rank 0 leaves the body without it.
+        ElasticLaunchError: if the file does not exist in time, or local rank 0 leaves the body without making it.
     """
     path, local_rank = os.fspath(expected_file_path), rank_on_node()
     deadline = time.monotonic() + timeout
@@ -297,13 +316,13 @@ def local_rank_zero_download_and_wait(
 
 
 def get_node_signal_file_name(rng: random.Random | None = None) -> str:
-    """Return a name for a file by which the ranks of this node wait for each other; called by all ranks.
+    """Return the name of a file with which the ranks of this node wait for each other. Call it on all ranks.
 
-    All ranks get the same random part, so that no file of an earlier wait has this name. The number in it is that of
-    this node: nodes that share a directory have files of their own.
+    All ranks get the same random part, so that no file of an earlier wait has this name. The name also has the node's
+    rank: nodes that share a directory use separate files.
 
     Args:
-        rng: what the random part is drawn from; only that of rank 0 counts.
+        rng: source of the random part; only the one of rank 0 is used.
 
     Raises:
         UsageError: if there are several ranks and no process group.
@@ -320,7 +339,8 @@ def write_signal_file(signal_file_name: str, dir_path: str | os.PathLike[str] | 
     """Make a file on local rank 0, and return its path on every rank.
 
     Args:
-        dir_path: where; made if it is missing. None: the working directory.
+        signal_file_name: the file's name.
+        dir_path: the file's directory, made if it is missing; None: the working directory.
     """
     return _write_signal(signal_file_name, dir_path, _DONE)
 
@@ -329,18 +349,18 @@ def write_signal_file(signal_file_name: str, dir_path: str | os.PathLike[str] | 
 def busy_wait_for_local_rank_zero(
     dir_path: str | os.PathLike[str] | None = None, *, timeout: float = 3600.0
 ) -> Iterator[None]:
-    """Run the body on all ranks, and have none go on before local rank 0 of each node has left it.
+    """Run the body on all ranks; no rank leaves the context before local rank 0 of each node has finished the body.
 
-    For work of local rank 0 that takes longer than the process group's timeout, such as an upload: the others look for
-    a file, and meet in a barrier after that.
+    Use it for work of local rank 0, such as an upload, that takes longer than the process group's timeout: the other
+    ranks poll for a file, and only then join a barrier.
 
     Args:
-        dir_path: where that file is made, and removed again; all ranks of a node must see it. None: the working
-            directory.
+        dir_path: directory in which the file is made and removed again; all ranks of a node must see it. None: the
+            working directory.
         timeout: seconds to wait for the file; Composer waits for ever.
 
     Raises:
-        ElasticLaunchError: on the other ranks of a node, if the body has failed on local rank 0 or is not done in time.
+        ElasticLaunchError: on a node's other ranks, if the body failed on local rank 0 or does not finish in time.
         UsageError: if there are several ranks and no process group.
     """
     name = get_node_signal_file_name()
@@ -369,12 +389,12 @@ def _write_signal(name: str, directory: str | os.PathLike[str] | None, text: str
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.new", "w") as file:
             file.write(text)
-        os.replace(f"{path}.new", path)  # who finds it finds it whole
+        os.replace(f"{path}.new", path)  # never visible half-written
     return path
 
 
 def _kind(device: str | torch.device | None) -> str | None:
-    """Return torch's name of a kind of device, or None if any will do."""
+    """Return torch's name for a device type; None if any device will do."""
     if device is None:
         return None
     name = str(device).partition(":")[0].lower()
@@ -395,15 +415,15 @@ def _check_serves(kind: str | None) -> None:
 
 
 def _leave_at_exit(joined_by: int) -> None:
-    # Not in a forked child, whose group it is not; and not after an error, when the others may never come to the end.
+    # Not in a forked child, which does not own the group; and not after an error, when other ranks may not get here.
     if os.getpid() == joined_by and getattr(sys, "last_value", None) is None:
         leave()
 
 
 def _raise_if_one_failed(error: BaseException | None) -> None:
-    """Learn on all ranks whether one came with an error, and raise naming the first.
+    """Raise on all ranks if any rank passed an error, naming the first such rank.
 
-    The error's text travels as bytes in a tensor: nobody has to trust a pickle for it.
+    The error's text is sent as bytes in a tensor, so that no pickle has to be trusted.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     device = _device()
@@ -423,7 +443,7 @@ def _raise_if_one_failed(error: BaseException | None) -> None:
 
 
 def _device() -> str:
-    """Where small tensors of this module's own travel."""
+    """Return the device for this module's own small tensors."""
     return "cpu" if "cpu:" in distributed.get_backend_config() else "cuda"
 
 

@@ -1,4 +1,4 @@
-"""The session: this process' part in a training run, from joining the world to leaving it."""
+"""``session()``: joins this process to a training run, and leaves it at the end."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ __all__ = ["Run", "Stateful", "session"]
 _log = logging.getLogger(__name__)
 
 _LONGEST = 10 * 365 * 24 * 3600.0
-"""Seconds that every clock's arithmetic holds."""
+"""Largest timeout in seconds; every clock's arithmetic can represent it."""
 
 
 class Run:
-    """What a training script knows of the run it is part of.
+    """The training run, as seen by one of its processes; :func:`session` yields it.
 
     Attributes:
-        world: this process' place.
-        device: to train on.
-        resumed_step: optimizer steps that were done when this process began; known once steps have begun.
-        worlds: the world sizes of all rounds that the training went through, this one's last.
-        state: what checkpoints hold beside model and optimizer.
+        world: this process' ranks and the world's sizes.
+        device: the ``torch.device`` to train on.
+        resumed_step: optimizer steps that were done when this process began; set once steps have begun.
+        worlds: world sizes of all rounds of the training so far; the last one is this round's.
+        state: what checkpoints hold besides model and optimizer.
         stopped: whether all ranks have agreed to stop before the training's end.
     """
 
@@ -108,19 +108,23 @@ class Run:
 
     @property
     def start_reason(self) -> str:
-        """Why this process was started: ``first``, or what ended the last round; ``restart`` under torchrun."""
+        """Why this process was started: ``first``, or what ended the last round (``restart`` under torchrun)."""
         return os.environ.get(ENV_START_REASON, "restart" if self.restarts else "first")
 
     @property
     def draining(self) -> bool:
-        """Whether all have stopped so that other processes go on: this one has no results to come to."""
+        """Whether all ranks stopped so that other processes can continue the training: no results follow here."""
         return self._stop_agreed.drains and not self._ended
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore a further object with every checkpoint.
 
+        Args:
+            name: the object's name in checkpoints.
+            stateful: has ``state_dict()`` and ``load_state_dict(state)``.
+
         Raises:
-            UsageError: if the name is taken, the object has no ``state_dict`` and ``load_state_dict`` or is a sharded
+            UsageError: if the name is taken, the object lacks ``state_dict`` or ``load_state_dict``, is a sharded
                 model, or the state was restored already.
         """
         self.trainings.refuse_after_restoring(f"run.register({name!r})")
@@ -129,32 +133,35 @@ class Run:
         self.state.register(name, stateful)
 
     def on_save(self, function: Callable[[], None]) -> None:
-        """Call function on every rank before a checkpoint takes the state."""
+        """Call ``function()`` on every rank before a checkpoint captures the state."""
         self.state.on_save(function)
 
     def on_restore(self, function: Callable[[], None]) -> None:
-        """Call function on every rank after a checkpoint was restored.
+        """Call ``function()`` on every rank after a checkpoint was restored.
 
         Raises:
-            UsageError: if that is done already.
+            UsageError: if the state was restored already.
         """
         self.trainings.refuse_after_restoring("run.on_restore()")
         self.state.on_restore(function)
 
     def on_checkpoint(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
-        """Call function, on the ranks that write, at the first boundary after a checkpoint was written or failed."""
+        """Call ``function(outcome)`` at the first step boundary after a checkpoint was written or failed.
+
+        It is called only on the ranks that write checkpoints.
+        """
         self._saver.listen(function)
 
     def telling(self, function: Callable[[snapshot.WriteOutcome], None]) -> AbstractContextManager[None]:
-        """Do as :meth:`on_checkpoint` for the time of a context."""
+        """Return a context in which the function is called as by :meth:`on_checkpoint`."""
         return self._saver.telling(function)
 
     def grad_accum(self, batch: GlobalBatch) -> int:
-        """Return how many micro-batches of a full global batch are this rank's."""
+        """Return the number of this rank's micro-batches in a full global batch."""
         return batch.plan(self.world_size, self.rank).grad_accum
 
     def request_stop(self) -> None:
-        """Have all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
+        """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
         self._stop_wanted = max(self._stop_wanted, Stop.SCRIPT)
 
     def steps(
@@ -171,29 +178,29 @@ class Run:
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
     ) -> Iterator[Step]:
-        """Yield the optimizer steps that are still to be done, after restoring the newest checkpoint.
+        """Restore the newest checkpoint, then yield the optimizer steps that remain.
 
         Args:
-            loader: its micro-batches are shared out over the ranks.
-            model: on its device, not wrapped; call ``step.model``. Models that are trained together, such as those of a
-                GAN, are a dict of several, by the names that they have in checkpoints.
-            optimizer: or a dict of several; each pass over the micro-batches then ends with
-                ``step.update(optimizer=name)``, or with ``step.update()`` for all of them.
-            until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``). To end it earlier with
-                its state saved call :meth:`request_stop`; a ``break`` leaves the present step unsaved.
+            loader: loads the training data; its micro-batches are divided among the ranks.
+            model: an unwrapped module on its device; call ``step.model`` in the loop. Models that are trained together,
+                such as those of a GAN, are given as a dict, by their names in checkpoints.
+            optimizer: an optimizer, or a dict of several by name. With several, each pass over the micro-batches ends
+                with ``step.update(optimizer=name)``, or with ``step.update()`` for all of them.
+            until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``). To end it earlier and
+                save its state, call :meth:`request_stop`; a ``break`` leaves the current step unsaved.
             checkpoint: where to save to and resume from.
-            exact: whether the weights are to be the same to the bit at every world size.
-            buffers: what becomes of buffers that micro-batches change, by pattern of their names, such as
+            exact: whether the weights must be bitwise equal at every world size.
+            buffers: rules for buffers that micro-batches change, by pattern of their names, such as
                 ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
                 docs/training.md.
-            scheduler, scaler: saved and restored with the rest; the scheduler, or a dict of several, is the script's to
-                step.
-            metrics: names of what ``step.backward`` is given beside the loss, to be averaged over the global batch.
+            scheduler: a scheduler, or a dict of several by name; saved and restored with the rest. The script steps it.
+            scaler: a gradient scaler; saved and restored with the rest.
+            metrics: names of the metrics passed to ``step.backward``, which are averaged over the global batch.
 
         Raises:
-            UsageError: if an argument is of another kind, a step is left without ``update``, the checkpoint belongs to
-                another training, or another loop over steps is under way.
-            BatchError: if the micro-batch size is ``"auto"``, which needs a trainer.
+            UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to
+                another training, or another loop over steps is running.
+            BatchError: if the micro-batch size is ``"auto"``, which only a ``Trainer`` supports.
         """
         check_loader("run.steps(loader=...)", loader)
         if checkpoint is not None:
@@ -213,17 +220,17 @@ class Run:
         return iter(Loop(self, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))
 
     def resume(self, checkpoint: Checkpoint, unchanging: Mapping[str, int] | None = None) -> int:
-        """Restore all that was registered from the newest checkpoint, for a loop of the script's own.
+        """Restore all registered objects from the newest checkpoint, for a script with its own training loop.
 
         Args:
-            checkpoint: from now on :meth:`boundary` saves to it, and leaving the session waits for it.
-            unchanging: what must be the same whenever the training is resumed, such as the global batch's size.
+            checkpoint: from now on, :meth:`boundary` saves to it, and leaving the session waits until it is written.
+            unchanging: integers by name, such as the global batch size, that must be the same on every resume.
 
         Returns:
-            optimizer steps done.
+            The optimizer steps done.
 
         Raises:
-            UsageError: if the checkpoint belongs to another training.
+            UsageError: if nothing was registered, or the checkpoint belongs to another training.
         """
         check_checkpoint("run.resume(checkpoint)", checkpoint)
         self.trainings.refuse_beside_steps("run.resume()")
@@ -242,19 +249,23 @@ class Run:
         return resumed.step
 
     def boundary(self, step: int | None = None, *, end: bool = False) -> bool:
-        """Come to a step boundary in a loop of the script's own: save if it is time, and learn whether to stop.
+        """Mark a step boundary in the script's own training loop: save if it is due, and learn whether to stop.
 
-        All ranks call it equally often.
+        All ranks must call it equally often.
 
         Args:
-            step: optimizer steps done, if one has just ended; None in loops without, evaluation for example: then
-                nothing is saved, but True means that the next boundary with a step stops.
-            end: whether the training ends here: then its state is saved in any case.
+            step: optimizer steps done in the whole training, if a step has just ended. None in loops without steps,
+                such as an evaluation: nothing is saved, and True means that the next boundary with a step stops.
+            end: whether the training ends here; its state is then always saved.
 
         Returns:
-            Whether all ranks are to stop here: somebody called :meth:`request_stop`, or a node comes or goes. The state
-            is saved. If :attr:`draining` is set then, leave the session: its end ends the process, and the training
-            goes on in another one.
+            Whether all ranks must stop here, because a rank called :meth:`request_stop` or a node joins or leaves. The
+            state is saved. If :attr:`draining` is then set, leave the session: this ends the process, and the training
+            continues in another one.
+
+        Raises:
+            UsageError: if ``step`` is lower than before, objects were registered but not restored by :meth:`resume`,
+                or it is called within ``run.steps()`` or a ``Trainer``.
         """
         if step is not None:
             self.trainings.refuse_beside_steps(f"run.boundary({step})")
@@ -280,7 +291,8 @@ class Run:
         """Restore a state from the node's memory, else from a checkpoint; called by all ranks.
 
         Args:
-            trained: models whose training it is.
+            identity: what must be equal in the saved state and in this training.
+            trained: the models trained.
         """
         self.trainings.begin(trained, checkpoint)
         self._checkpoint = checkpoint
@@ -289,7 +301,7 @@ class Run:
         self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world_size]
         self._restore_seconds += time.monotonic() - began
-        # Now, and again when there is an optimizer's state: at the first save hours of work may be lost.
+        # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
         self._check(state)
         self._unchecked = True
         return resumed
@@ -325,8 +337,8 @@ class Run:
         """Save a state if it is due or the training stops; return whether it stops.
 
         Args:
-            stays: whether a tensor keeps its values until :meth:`settle` is called; None: nobody calls it.
-            by_step: whether wishes travel with the next step's losses.
+            stays: whether a tensor keeps its values until :meth:`settle` is called; None: :meth:`settle` is not called.
+            by_step: whether wishes are sent together with the next step's losses.
         """
         self._step, self._ended = step, end
         if self._unchecked:
@@ -352,10 +364,11 @@ class Run:
         return self.stopped
 
     def begin(self, step: int, total: int = 0) -> None:
-        """The training has come to its first step, or to where it goes on: from now on it can be stopped.
+        """Mark the training as begun or resumed; from now on it can be stopped.
 
         Args:
-            total: steps of the whole training, 0 if that is not known.
+            step: optimizer steps done.
+            total: steps of the whole training; 0: not known.
         """
         if self._begun:
             return
@@ -365,35 +378,36 @@ class Run:
             self._link.ready(step, total, self._restore_seconds)
 
     def be_exact(self) -> None:
-        """Have torch compute the same bits each time, until the session ends."""
+        """Make torch's results reproducible to the bit until the session ends."""
         if self._settings is not None:
             self._settings.exact()
 
     def leave_if_draining(self) -> None:
-        """End the process here, by way of the session's end, if the training is to go on in others.
+        """End the process, through the end of the session, if the training continues in other processes.
 
         Raises:
-            Drained: if so.
+            Drained: if :attr:`draining` is set.
         """
         if self.draining:
             self.stopped = True
-            # The agent counts on what it was told; whoever sent a signal to the process alone expects its code.
+            # The agent expects 0; a sender of SIGTERM to this process alone expects the signal's exit code.
             raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
     def finish_training(self) -> None:
-        """Wait until what was saved is written, unless the agent sees to it after a drain."""
+        """Wait until the saved state is written, unless the agent writes it after a drain."""
         self._saver.finish(wait=not self.draining or self._link is None)
 
     def settle(self) -> None:
-        """To be called before parameters or the optimizer's state change: they may be just being copied."""
+        """Wait until parameters and the optimizer's state, which may be being copied, may change."""
         self._saver.settle()
 
     def close(self) -> None:
-        """End what the run has begun: wait for the last checkpoint and for what was posted to other ranks.
+        """Wait for the last checkpoint and for outstanding messages to other ranks.
 
         Raises:
-            CheckpointError: if nothing at all could be saved: only now, so that the script has come to its results.
-            SystemExit: under an agent of this project, if so: with 93, which ends the run.
+            CheckpointError: if no checkpoint at all could be saved. It is raised only here, so that the script reaches
+                its results.
+            SystemExit: instead, under an agent of this project: with 93, which ends the run.
         """
         self.finish_training()
         if self._agreement is not None:
@@ -409,13 +423,13 @@ class Run:
 
     @property
     def agreement(self) -> Agreement:
-        """What all ranks agree by; asked for by all of them when it is asked for first."""
+        """The exchange of wishes among all ranks. All ranks must make the first access together."""
         if self._agreement is None:
             self._agreement = Agreement(self.world_size, self._timeout)
         return self._agreement
 
     def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
-        """Post wishes, and learn what all are to do."""
+        """Send this rank's wishes, and receive what all ranks agreed on."""
         if (stop := self._wanted()) is not Stop.NO:
             wishes = replace(wishes, stop=stop)
         agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
@@ -427,7 +441,7 @@ class Run:
                 self._replicas.heard(agreed=agreed.compare, differs=agreed.differs)
 
     def compare_replicas(self, named: Named | None) -> None:
-        """Compare what must be the same on all ranks at the step boundaries from now on; None: nothing any more."""
+        """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""
         self._replicas = None
         if named is not None and self.world_size > 1:
             self._saver.compares = True
@@ -437,13 +451,13 @@ class Run:
 
     @contextmanager
     def _none_differs(self, replicas: ReplicaCheck) -> Iterator[None]:
-        """Drop the snapshots in memory that were taken since all ranks were last the same, if they are not."""
+        """If the ranks differ, drop the snapshots in memory that were taken since they were last equal."""
         try:
             yield
         except ReplicasDifferError:
             self._saver.drop_unequal()
             with suppress(RuntimeError):  # A rank that is gone has its own error.
-                # The first process that fails has the agent end the others.
+                # When the first process fails, the agent ends the others.
                 dist.barrier(group=self._agreement.group if self._agreement is not None else None)
             raise
         if replicas.good is not None:
@@ -455,14 +469,14 @@ class Run:
         return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)
 
     def release(self) -> None:
-        """Give back the signal's handler, the memory and the agent's socket."""
+        """Restore the signal handler, and release the memory and the agent's socket."""
         self._termination.close()
         self._saver.close()
         if self._link is not None:
             self._link.close()
 
     def abandon(self) -> None:
-        """After an error: let a checkpoint that is being written be finished, without any other rank."""
+        """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
         self._saver.abandon()
 
 
@@ -473,18 +487,25 @@ def session(
     deterministic: bool | None = None,
     timeout: float | timedelta | None = None,
 ) -> Iterator[Run]:
-    """Take part in a training run: join the world on entering, leave it on leaving.
+    """Take part in a training run: join the world on entry, leave it on exit. Yields the :class:`Run`.
+
+    Without a launcher, the world is this one process. A process group that was made before the session is used, and
+    stays joined on exit.
 
     Args:
-        threads: of each CPU operation; None: 1 in trainings with ``exact=True``, else what torch has. Results depend on
-            their number to the bit.
-        deterministic: whether torch is told to use deterministic algorithms, and to warn where it has none; None: in
-            trainings with ``exact=True``. What was set before comes back at the session's end.
-        timeout: of the process groups: seconds, or a timedelta, after which a collective that not all ranks come to
-            fails; None: 600 s.
+        threads: threads of each CPU operation; None: 1 in trainings with ``exact=True``, else torch's setting. Results
+            are bitwise equal only for the same number.
+        deterministic: whether torch uses deterministic algorithms, and warns where it has none; None: only in trainings
+            with ``exact=True``. The previous settings are restored at the session's end.
+        timeout: timeout of the process groups, in seconds or as a timedelta: a collective that not all ranks join
+            fails after it; None: 600 s.
 
     Raises:
-        UsageError: if a value cannot be, or a process group that was made before has a timeout of its own.
+        UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
+            although the process group was made before the session.
+        Drained: a ``SystemExit``, if the training continues in other processes.
+        CheckpointError: on exit, if no checkpoint at all could be saved; under an agent of this project, ``SystemExit``
+            with 93.
     """
     seconds = _seconds(timeout)
     settings = Determinism(threads, deterministic)
@@ -518,14 +539,14 @@ def _seconds(timeout: float | timedelta | None) -> float:
 
 @contextmanager
 def _ended_in_order(run: Run, found: bool) -> Iterator[None]:
-    """Close the run at its end or after a drain, and leave the world unless it was found joined."""
+    """Close the run at its end or after a drain; leave the world unless it was joined before the session."""
     drained: Drained | None = None
     try:
         yield
     except Drained as reason:
         drained = reason
     except BaseException:
-        # Nothing that others take part in: they may never come to it, and this process is to fail soon.
+        # No collectives: the other ranks may never join them, and this process is about to fail.
         run.abandon()
         raise
     run.close()

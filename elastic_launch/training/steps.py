@@ -1,8 +1,8 @@
 """The step as a transaction: micro-batches in, one optimizer step out.
 
-Until :meth:`Step.update` has succeeded nothing has changed: parameters, buffers and optimizer are those of the step's
-start, and the step can be thrown away and done again, in another world. With several optimizers a step may have several
-passes over the same micro-batches, each with an update; it is saved, or done again, as a whole.
+Until :meth:`Step.update` succeeds, nothing has changed: parameters, buffers and optimizer are as they were when the
+step began, and the step can be discarded and repeated in another world. With several optimizers, a step may make
+several passes over the same micro-batches, each with an update; it is saved, or repeated, as a whole.
 """
 
 from __future__ import annotations
@@ -28,32 +28,44 @@ __all__ = ["NonFiniteLossError", "Step"]
 
 
 class NonFiniteLossError(ElasticLaunchError):
-    """A loss is NaN or infinite; the message names step, micro-batch, samples, rank, and what was saved."""
+    """A loss is NaN or infinite.
+
+    The message names the step, the micro-batch, its samples, the rank, and the newest checkpoint.
+    """
 
 
 class Step:
-    """One optimizer step; iterate over it for this rank's micro-batches.
+    """One optimizer step. Iterating over it yields this rank's micro-batches.
+
+    ::
+
+        for step in run.steps(loader, model, optimizer, until="3ep"):
+            for x, y in step:
+                step.backward(loss_fn(step.model(x), y))
+            step.update()
 
     Attributes:
-        position: where it lies in the training.
-        plan: this rank's share of its global batch.
-        model: to be called for the forward pass; of several, ``step.model[name]`` or the model itself.
-        loss: mean loss over the global batch, the same on all ranks; of the last pass, and only after :meth:`update`.
-        metrics: means over the global batch of what :meth:`backward` was given, likewise.
-        updated: whether an optimizer's step was made, and no pass has begun since.
-        skipped: whether the scaler left it out, for gradients that overflowed.
-        too_large: whether it is to be done again because a micro-batch did not fit into some rank's memory.
-        in_training_mode: whether the model was, in the last backward pass; None before.
+        position: the step's place in the training.
+        plan: this rank's share of the global batch.
+        model: call it for the forward pass; with several models, call ``step.model[name]`` or the model itself.
+        loss: mean loss over the global batch in the last updated pass, the same on all ranks; NaN before
+            :meth:`update`.
+        metrics: likewise the means of the metrics passed to :meth:`backward`, by name; empty before :meth:`update`.
+        updated: whether an optimizer has stepped and no pass has begun since.
+        skipped: whether the scaler skipped the optimizer step because gradients overflowed.
+        too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.
+        in_training_mode: whether the model was in training mode in the last backward pass; None before it.
 
     Args:
         batches: yields this rank's collated micro-batches.
-        seed: from which the random state of each micro-batch derives.
-        samples: in the step's global batch.
-        scaler: of losses in half precision.
-        metrics: names of what is averaged beside the loss.
+        gradients: accumulates and reduces the gradients.
+        seed: the random state of each micro-batch derives from it.
+        samples: number of samples in the global batch.
+        scaler: scales losses in half precision.
+        metrics: names of the values averaged besides the loss.
         settle: called before parameters and the optimizer's state change.
-        origin: says, of a step and a micro-batch, where its samples come from and what was saved.
-        agreement: whose wishes travel with the losses.
+        origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
+        agreement: its wishes are exchanged together with the losses.
     """
 
     def __init__(
@@ -104,12 +116,12 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Its number, from 1."""
+        """The step's number, from 1."""
         return self.position.step + 1
 
     @property
     def samples(self) -> int:
-        """Samples in the step's global batch."""
+        """Number of samples in the step's global batch."""
         return self._samples
 
     @property
@@ -120,10 +132,11 @@ class Step:
         return self.passes()
 
     def passes(self) -> Generator[Any, None, None]:
-        """Yield this rank's micro-batches; ``for sample in step`` does the same.
+        """Yield this rank's collated micro-batches; ``for sample in step`` does the same.
 
         Raises:
-            UsageError: if that was done already, unless it was for another of several optimizers.
+            UsageError: if the last pass has not ended with :meth:`update`; if the step has one optimizer and was
+                iterated over already; or if a micro-batch ended without :meth:`backward`.
         """
         self._begin_pass()
         if not self.plan.micro_batches:
@@ -185,23 +198,24 @@ class Step:
 
     @property
     def _again(self) -> tuple[int, ...]:
-        """What tells the random numbers of a later pass from those of the first."""
+        """Further seed values that give a later pass other random numbers than the first."""
         return (self._passes,) if self._passes > 1 else ()
 
     def backward(
         self, loss: Tensor, weight: float | None = None, metrics: Mapping[str, Tensor | float] | None = None
     ) -> None:
-        """Do the backward pass of the present micro-batch.
+        """Run the backward pass of the current micro-batch. Call it once for each.
 
         Args:
-            loss: mean loss over the micro-batch, or over what ``weight`` counts in it; a scalar.
-            weight: the micro-batch's share in the mean over the global batch, for example its number of tokens; None:
-                its number of samples. To be given for all micro-batches of a step, or for none.
-            metrics: means like the loss, by the names that the steps were told.
+            loss: mean loss over the micro-batch, or over what ``weight`` counts in it; a tensor with one element.
+            weight: weight of the micro-batch in the mean over the global batch, for example its number of tokens; None:
+                its number of samples. Give it for all micro-batches of a step, or for none.
+            metrics: further means over the micro-batch, each a number or a tensor with one element, by the names given
+                to ``run.steps(metrics=...)``.
 
         Raises:
-            UsageError: if loss or a metric is no scalar, no gradient leads from loss, names are others, or this is not
-                the time.
+            UsageError: if ``loss`` or a metric has more than one element, ``loss`` does not require a gradient, the
+                metrics have other names, or no micro-batch is waiting for its backward pass.
         """
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
@@ -229,26 +243,27 @@ class Step:
         self._metric_values.append(values)
         last = self._current == self.plan.grad_accum - 1
         if last and self._gradients.talks_in_between and self._gradients.on_cpu:
-            # Beside the backward pass, which talks to other ranks anyway. To read a GPU's loss would hold it up.
+            # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay it.
             self._table = self._posted()
         try:
             to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
             with self._gradients.backward(self._current):
                 to_do.backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            # A script that goes on all the same has not done this micro-batch.
+            # A script that catches this error has not done this micro-batch.
             self._losses.pop()
             self._metric_values.pop()
             self._told = self._table is not None or self._gradients.took
             raise
 
     def give_up(self) -> None:
-        """Say, instead of going on after an error, that this rank has no memory for its micro-batch.
+        """Report, after an out-of-memory error, that this rank has no memory for its micro-batch.
 
-        ``update`` then does nothing, on any rank, but to set ``too_large``.
+        :meth:`update` then does nothing on any rank except setting ``too_large``.
 
         Raises:
-            UsageError: if backward passes wait for other ranks, which then wait for ever: in default mode.
+            UsageError: in default mode, where backward passes exchange gradients and the other ranks would wait for
+                ever; it needs ``exact=True``.
         """
         if self._gradients.talks_in_between:
             raise UsageError(
@@ -261,21 +276,22 @@ class Step:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the ranks have exchanged losses and gradients, which all of them then have."""
+        """Whether the ranks have exchanged losses and gradients, so that all ranks have them."""
         return self._exchanged
 
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
-        """Make the optimizer's step.
+        """Step the optimizer. Call it once, after the loop over the step.
 
-        Gradients are those of the global batch, on all ranks, from the end of the loop over the step on.
+        When that loop has ended, ``.grad`` holds the gradients of the global batch on all ranks.
 
         Args:
-            clip_norm: largest 2-norm of all gradients together, or None; of several optimizers, of those that step.
-            optimizer: name of the one of several that makes a step; None: all do.
+            clip_norm: maximum 2-norm of all gradients together; None: no clipping. With several optimizers, the norm is
+                taken over the parameters of those that step.
+            optimizer: with several optimizers, the name of the one to step; None: all of them.
 
         Raises:
-            UsageError: if micro-batches are left, only some have a weight, or there is no such optimizer.
-            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite; nothing has changed then.
+            UsageError: if micro-batches are left, only some have a weight, or no optimizer has this name.
+            NonFiniteLossError: on all ranks, if a loss on any rank is NaN or infinite; nothing has changed then.
         """
         if isinstance(clip_norm, str):
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
@@ -317,7 +333,7 @@ class Step:
         for each in chosen:
             scaler.unscale_(each)
         if others := self._gradients.parameters.beside_optimizer():
-            # They count in the norm of all gradients.
+            # They count towards the norm of all gradients.
             torch._foreach_mul_([p.grad for p in others if p.grad is not None], 1 / scaler.get_scale())
 
     def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
@@ -334,7 +350,7 @@ class Step:
         self.skipped = self._scaler.get_scale() < before
 
     def _posted(self) -> MeanTable:
-        """Begin to tell all ranks of this one's micro-batches."""
+        """Start sending the losses and metrics of this rank's micro-batches to all ranks."""
         carried = self._agreement.leave() if self._agreement is not None else ()
         table = MeanTable(self.plan.total, 1 + len(self._metric_names), carried)
         for micro, share, (loss, weight), metrics in zip(
@@ -350,17 +366,17 @@ class Step:
         return table
 
     def _exchange(self) -> Means:
-        """Exchange losses and gradients with all ranks, once for each step; return the means over the global batch.
+        """Exchange losses and gradients with all ranks, once per pass; return the means over the global batch.
 
         Raises:
-            UsageError: if only some micro-batches have a weight, or the weights sum up to nothing; or if the ranks do
-                not train the same parameters.
+            UsageError: if only some micro-batches have a weight, the weights do not sum to a positive number, or the
+                ranks do not train the same parameters.
         """
         if self._means is not None:
             return self._means
         if self._table is None:
             if not self._gradients.on_cpu:
-                # In the order of ranks whose backward passes have sent something before.
+                # Keeps the order of ranks whose backward passes have already sent something.
                 self._gradients.send()
             self._table = self._posted()
         table = self._table
@@ -389,10 +405,10 @@ class Step:
         return self._means
 
     def _check_losses(self) -> None:
-        """Look for a loss that is not finite.
+        """Check that every loss is finite.
 
         Raises:
-            NonFiniteLossError: on all ranks, if a loss on any is NaN or infinite.
+            NonFiniteLossError: on all ranks, if a loss on any rank is NaN or infinite.
         """
         assert self._table is not None
         if (index := self._table.not_finite()) is None:

@@ -1,4 +1,4 @@
-"""Trainer: the loop over steps for those who need not own it."""
+"""``Trainer``: a complete training loop, for scripts that do not need their own."""
 
 from __future__ import annotations
 
@@ -36,47 +36,52 @@ _log = logging.getLogger(__name__)
 _SEVERAL = "several are trained together by run.steps()."
 
 Measure = Callable[[Any, Any], Tensor]
-"""Takes what the model returned and the target; returns one number, a mean over the micro-batch."""
+"""``(output, target) -> scalar``: a mean over the micro-batch, as a tensor with one element."""
 
 Forward = Callable[[Callable[..., Any], Any], tuple[Any, Any]]
-"""Takes the model and a collated micro-batch on the device; returns the output and the target."""
+"""``(model, micro_batch) -> (output, target)``; the micro-batch is collated and on the device."""
 
 
 class Trainer:
-    """Trains a model, and goes on wherever the last round of the run came to.
+    """Trains a model, and resumes where the last round of the run stopped.
 
-    All of its state is in every checkpoint: model, optimizer, scheduler, the scaler of fp16, the micro-batch size that
-    was found, the evaluations so far.
+    Every checkpoint holds the trainer's whole state: model, optimizer, scheduler, the fp16 gradient scaler, the
+    micro-batch size found by ``micro="auto"``, and the evaluations so far.
 
     Args:
-        run: of the present session.
-        model: on ``run.device``, not wrapped. Its modules stay in the modes, training or evaluation, that they have.
-        optimizer: of the model's parameters.
-        loader: of the training data. With ``GlobalBatch(size, micro="auto")`` micro-batches begin with as many samples
-            as give each rank one, and are halved for all ranks whenever one of them runs out of memory; the step in
-            which that happens is done again, so the global batch stays what it is.
-        loss_fn: of output and target.
-        scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` after every evaluation, by its loss.
-        precision: ``fp32``, ``bf16`` or ``fp16``: autocast of forward pass and loss, with a scaler for fp16.
-        clip_norm: largest 2-norm of all gradients together, or None.
-        eval_loader: of the evaluation data; each rank takes its share of every global batch.
-        eval_every: between evaluations, epochs (1 or ``"1ep"``) or steps (``"100ba"``); the end is always evaluated.
-        metrics: what is averaged beside the loss, in training and evaluation, by name.
-        weight_fn: of a collated micro-batch: its weight in the means, its number of tokens for example; None: its
-            number of samples.
-        forward: if micro-batches are not pairs of one input and its target.
+        run: the :class:`Run` of the current ``session()``.
+        model: an unwrapped module on ``run.device``. The trainer leaves each of its modules in the mode, training or
+            evaluation, that it is in.
+        optimizer: the optimizer of the model's parameters.
+        loader: loads the training data. With ``GlobalBatch(size, micro="auto")``, the first micro-batch size gives each
+            rank one micro-batch; it is halved on all ranks whenever one of them runs out of memory. The step in which
+            that happens is repeated, so the size of the global batch does not change.
+        loss_fn: ``(output, target) -> scalar``, the mean loss over a micro-batch.
+        scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` is stepped after every evaluation, with
+            its loss.
+        precision: ``fp32``, ``bf16`` or ``fp16``. Forward pass and loss run under autocast; fp16 also scales the loss.
+        clip_norm: maximum 2-norm of all gradients together, above 0; None: no clipping.
+        eval_loader: loads the evaluation data; each rank evaluates its share of every global batch.
+        eval_every: interval between evaluations: epochs (1 or ``"1ep"``) or steps (``"100ba"``). The end of training
+            is always evaluated.
+        metrics: further values to average besides the loss, in training and evaluation: ``(output, target) -> scalar``
+            by name.
+        weight_fn: ``(micro_batch) -> float``, the weight of a collated micro-batch in the means, for example its number
+            of tokens; None: its number of samples.
+        forward: ``(model, micro_batch) -> (output, target)``; needed if micro-batches are not ``(input, target)``
+            pairs.
         checkpoint: where to save to and resume from.
-        exact: whether the weights are to be the same to the bit at every world size.
-        buffers: what becomes of buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
-        callbacks: told of the progress.
+        exact: whether the weights must be bitwise equal at every world size.
+        buffers: rules for buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
+        callbacks: :class:`Callback` objects that receive the training's progress.
 
     Attributes:
         step: optimizer steps done.
         loss, metrics: of the last step; None and empty before the first.
-        history: all evaluations so far, also those before a restart.
+        history: all evaluations so far, including those before a restart.
 
     Raises:
-        UsageError: naming the argument that cannot work.
+        UsageError: if an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -141,13 +146,13 @@ class Trainer:
         self._begun = False
 
     def fit(self, until: int | str) -> None:
-        """Train until the whole training, rounds and calls before this one included, has a length.
+        """Train until the whole training has the given length, earlier rounds and earlier calls included.
 
         Args:
-            until: epochs (3 or ``"3ep"``) or steps (``"1000ba"``).
+            until: total length: epochs (3 or ``"3ep"``) or steps (``"1000ba"``).
 
         Raises:
-            UsageError: if until is no length, or the checkpoint belongs to another training.
+            UsageError: if ``until`` is not a valid length, or the checkpoint belongs to another training.
             NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
             MemoryError: if a micro-batch of one sample does not fit.
         """
@@ -170,13 +175,16 @@ class Trainer:
                 self._evaluate_and_tell()
 
     def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
-        """Return loss and metrics, averaged over all samples of the evaluation data; called by all ranks.
+        """Return loss and metrics, averaged over all samples of the evaluation data. Call it on all ranks.
 
         Args:
-            loader: None: the trainer's ``eval_loader``.
+            loader: loads the evaluation data; None: the trainer's ``eval_loader``.
+
+        Returns:
+            The means by name: ``"loss"`` and each metric.
 
         Raises:
-            UsageError: if there is none.
+            UsageError: if no loader was given and the trainer has no ``eval_loader``.
         """
         loader = self._eval_loader if loader is None else _checked_eval_loader(loader)
         if loader is None:
@@ -191,12 +199,12 @@ class Trainer:
         return dict(zip(names, means, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trainer's own state; model, optimizer and the rest are saved beside it."""
+        """Return the trainer's own state; model, optimizer and other parts are saved separately."""
         history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
         return {"history": history, "loss": self.loss, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state that :meth:`state_dict` returned."""
         self.history = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
         self.loss, self.metrics = state["loss"], dict(state["metrics"])
 
@@ -248,7 +256,7 @@ class Trainer:
         self._begun = True
 
     def _work(self, step: Step) -> None:
-        """Do forward and backward passes of this rank's micro-batches; give the step up where memory runs out."""
+        """Run the forward and backward passes of this rank's micro-batches; give the step up if memory runs out."""
         try:
             with closing(step.passes()) as samples:
                 for sample in samples:
@@ -267,7 +275,7 @@ class Trainer:
     def _measure_sample(
         self, sample: Any, model: Callable[..., Any] | None = None
     ) -> tuple[list[Tensor | float], float | None]:
-        """Return loss and metrics of a micro-batch, and its weight."""
+        """Return ``[loss, *metrics]`` of a micro-batch, and its weight (None: its number of samples)."""
         sample = _on_device(sample, self.run.device)
         with self._precision.autocast():
             output, target = self._forward(model or self.model, sample)

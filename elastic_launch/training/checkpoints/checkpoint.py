@@ -49,32 +49,32 @@ __all__ = ["Checkpoint", "Resumed", "check_checkpoint", "check_identity", "meta_
 _log = logging.getLogger(__name__)
 
 SPLIT = 2**30
-"""Bytes of tensors from which nodes copy a state together."""
+"""Bytes of tensors from which on the nodes write a checkpoint together."""
 
 FINAL_TIMEOUT = 600.0
-"""Seconds for which the end of training waits until the last checkpoint is written."""
+"""Seconds that the end of training waits for the last checkpoint to be written."""
 
 LOOK_TIMEOUT = 10.0
-"""Seconds within which storage has to list what is there, where a training can go on from memory without it."""
+"""Seconds that storage has to list its checkpoints if the training can also resume from memory."""
 
 RESCUE_TIMEOUT = 5.0
-"""Seconds for which a process that fails waits for a checkpoint that is being written."""
+"""Seconds that a failing process waits for a checkpoint that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a training goes on.
+    """The state that a training resumes from.
 
     Attributes:
         step: optimizer steps done.
-        state: by part; None at the very beginning.
-        identity: what must not change, as it was when the checkpoint was made.
+        state: state by part; None if the training starts from scratch.
+        identity: what must not change on a resume, as it was when the checkpoint was made.
         worlds: world sizes of the rounds so far.
-        origin: which checkpoint it was, for errors.
-        classes: of those parts that need the same one.
-        compared: False if the ranks were compared, but not in this state.
-        equal: step after which they were last the same then.
-        orders: names of the parameters of optimizers.
+        origin: names the checkpoint in error messages.
+        classes: class names of those parts whose state fits no other class.
+        compared: False if the ranks were compared in this training, but not in this state.
+        equal: in that case, the step after which the ranks were last equal.
+        orders: parameter names of each optimizer, by group.
     """
 
     step: int = 0
@@ -89,7 +89,7 @@ class Resumed:
 
     @staticmethod
     def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
-        """Take what is to be known of a state from its meta."""
+        """Make a ``Resumed`` from a state and its meta."""
         worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
         compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
         identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
@@ -97,18 +97,19 @@ class Resumed:
 
 
 class Checkpoint:
-    """Saves to a directory or a URL, and resumes from it.
+    """Where and how often a training saves its state, and where it resumes from.
 
     Args:
-        directory: shared by all nodes, or each node's own: then each keeps a copy; or a URL that fsspec opens, such as
-            ``s3://bucket/runs/a``.
+        directory: a directory, or a URL that fsspec can open, such as ``s3://bucket/runs/a``. If the nodes do not share
+            the directory, each node keeps a copy in its own.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
-        keep: so many of the newest stay.
-        split: bytes of tensors from which the nodes write a checkpoint together, each a share; under an agent of this
-            project, and where the directory is shared.
+        keep: number of newest checkpoints to keep; older ones are removed.
+        split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
+            under an agent of this project and in a shared directory.
 
     Raises:
-        UsageError: if every is no interval, keep or split less than 1, or nothing that is installed opens the URL.
+        UsageError: if ``every`` is not a valid interval, ``keep`` or ``split`` is less than 1, or no installed driver
+            opens the URL.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Checkpoint:
         # Each node may have a directory of its own; a URL is one for all.
         where = str(directory) if isinstance(self.directory, Url) else "a directory"
         self.arguments = f"{where}, every={every}, keep={keep}, split={split}"
-        """What must be the same on all ranks."""
+        """The arguments that must be the same on all ranks, as text."""
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
         if split < 1:
@@ -129,7 +130,7 @@ class Checkpoint:
         self.keep = keep
         self.split = split
         self.branch = Branch()
-        """What it saves under."""
+        """The branch of the training that checkpoints are saved under."""
         self._owner = ""
         self._link: AgentLink | None = None
         self._highest = 0
@@ -144,10 +145,10 @@ class Checkpoint:
         self._writers = Writers(True)
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
-        """Whether something newer than a state in memory is there, by its name; called by all ranks.
+        """Whether there is a checkpoint newer than a state in memory, judged by its name; called by all ranks.
 
         Args:
-            position: round and step of that state.
+            position: round and step of the state in memory.
         """
         mine: list[tuple[int, int]] = []
         if world.rank == 0 or not isinstance(self.directory, Url):
@@ -162,23 +163,23 @@ class Checkpoint:
         return (newest[0], newest[1]) > position
 
     def open(self, world: World, identity: dict[str, int], *, above: tuple[int, int] | None = None) -> Resumed | None:
-        """Agree with all ranks on what to resume from, and read it.
+        """Agree with all ranks on the checkpoint to resume from, and read it.
 
         Args:
-            identity: what must be equal in the checkpoint and in this training, by the names that errors use.
-            above: round and step of a state in memory: only what is newer counts, and is this run's own.
+            identity: what must be equal in the checkpoint and in this training, by the names used in errors.
+            above: round and step of a state in memory; only newer checkpoints, made by this run, are considered.
 
         Returns:
-            None if nothing is newer than that state, and sound.
+            The state to resume from; None if no intact checkpoint is newer than the state in memory.
 
         Raises:
-            UsageError: if the checkpoint belongs to another training; it names what differs.
-            CheckpointError: if the directory cannot be read or does not respond, or what a URL names not be used.
+            UsageError: if the checkpoint belongs to another training; the message names what differs.
+            CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
         if isinstance(self.directory, Url):
             return self._open_url(self.directory, world, identity, above)
         self._writers = in_directory(self.directory, world)
-        # An older state, in memory or in another checkpoint, is not taken for one that may only be late.
+        # A read that is merely slow must not make the training resume from an older state.
         read = read_on_node(world, self.directory, partial(_read, self.directory, above))
         loaded, known, damaged = read.loaded, read.known, read.damaged
         newest, holder, complete = _agree(world, loaded)
@@ -188,7 +189,7 @@ class Checkpoint:
         if holder is None and above is not None:
             return None
         if holder is None and damaged:
-            # To begin anew would overwrite, by and by, what may still be mended.
+            # Starting from scratch would eventually overwrite checkpoints that may be repairable.
             raise damaged
         if holder is None:
             self._begin(world, {})
@@ -203,22 +204,23 @@ class Checkpoint:
         origin = f"The checkpoint of step {newest[1]} in {where}"
         check_identity(identity, meta, origin)
         self._begin(world, meta)
-        # Last: a training that does not belong here takes nothing from one that does.
+        # Last: a training that does not belong here must not take the directory from one that does.
         self._take(self.directory, world)
         return self._resumed(newest[1], state["parts"], meta, origin)
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
-        """Return the step of the last save, and how many seconds ago it was; or, if this is one, its own."""
+        """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
         return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
 
     def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float]) -> None:
-        """Save from now on, in a training that was resumed from memory, after :meth:`has_newer`.
+        """Start saving in a training that was resumed from memory; called after :meth:`has_newer`.
 
         Args:
-            meta: of that state.
-            standing: as it was when that was written: faults that come more often than saves must not put these off.
+            meta: meta of the state in memory.
+            standing: result of :meth:`standing` when that state was written, so that faults more frequent than saves do
+                not postpone saving.
         """
-        # This run took it when it began: so that another one is noticed, it is not taken again.
+        # This run took the directory when it began. Taking it again would hide that another run has taken it since.
         self._owner = owned_by(run_id())
         url = isinstance(self.directory, Url)
         self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
@@ -227,23 +229,26 @@ class Checkpoint:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes: the first one, and the first of each node that has a directory of its own."""
+        """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
         return self._writers.me
 
     def target(self, world: World, *, now: bool) -> Target:
-        """Return what the agent is to know to copy a snapshot here, or a share of it."""
+        """Return what the agent needs to copy a snapshot, or a share of it, to this directory."""
         directory, drawn = str(self.directory.absolute()), self._writers.drawn
         if drawn and world.nodes > 1:
             return Target(directory, self.keep, now, self._owner, world.nodes, world.node_rank, self.split, drawn)
         return Target(directory, self.keep, now, self._owner) if self.writes else Target()
 
     def due(self, step: int) -> bool:
-        """Whether it is time to save after a step: by steps the same on all ranks, by the clock this rank's view."""
+        """Whether a save is due after a step.
+
+        With an interval in steps the answer is the same on all ranks; with a duration it is this rank's view.
+        """
         return self._interval.due(step - self._last_step, time.monotonic() - self._last_time)
 
     @property
     def by_clock(self) -> bool:
-        """Whether ranks may differ on what is due, because clocks do."""
+        """Whether the interval is a duration, so that ranks may differ on when a save is due."""
         return self._interval.seconds is not None
 
     def needs(self, step: int) -> bool:
@@ -251,33 +256,33 @@ class Checkpoint:
         return step != self._last_step
 
     def doubt(self) -> None:
-        """Take the state for one that is not saved yet."""
+        """Treat the current state as not saved."""
         self._last_step = -1
 
     def requested(self, step: int, link: AgentLink | None) -> None:
-        """The agent copies the state after a step once it is in memory."""
+        """Record that the agent copies the state after a step once it is in memory."""
         self._last_step, self._last_time = step, time.monotonic()
         self._link, self._awaited, self._owed = link, step, 0
 
     @property
     def owes(self) -> bool:
-        """Whether a checkpoint was put off, and none was made since."""
+        """Whether a checkpoint was postponed and none was made since."""
         return self._owed > 0
 
     def lost(self, step: int, reason: str) -> None:
-        """The state after a step is not in memory after all, and is not copied."""
+        """Record that the state after a step is not in memory after all and will not be copied."""
         if step in (self._awaited, self._owed):
             self._awaited = self._owed = 0
             error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.WriteOutcome(step, self.branch.round, 0.0, None, error))
 
     def torn(self, step: int) -> None:
-        """The state after a step, which was to be copied, is given up; a later one is to be saved."""
+        """Record that the copy of the state after a step was given up; a later state will be saved instead."""
         if step == self._awaited:
             self._awaited, self._owed = 0, step
 
     def put_off(self, step: int) -> None:
-        """The state after a step is not saved, a later one is to be; the interval begins anew, as on other ranks."""
+        """Save a later state instead of the one after this step; the interval restarts, as on the other ranks."""
         self._last_step, self._last_time = step, time.monotonic()
         self._owed = step
 
@@ -288,11 +293,11 @@ class Checkpoint:
         meta: dict[str, Any],
         may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Copy a state and have it written beside the training; to be called on all ranks, for they count the interval.
+        """Copy a state and write it in the background. Call it on all ranks, since each of them counts the interval.
 
         Args:
-            state, meta: only those of ranks that write count.
-            may_commit: asked, from another thread, before a checkpoint appears; the first call's counts.
+            state, meta: used only on ranks that write.
+            may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
         """
         self._last_step, self._last_time, self._owed = step, time.monotonic(), 0
         if not self.writes:
@@ -304,7 +309,7 @@ class Checkpoint:
         self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
 
     def outcomes(self) -> list[snapshot.WriteOutcome]:
-        """Return the writes that have ended since the last call, having told of their errors; does not wait."""
+        """Return the writes that ended since the last call, and log their errors; does not wait."""
         ended, self._lost = self._lost, []
         ended += self._writer.poll() if self._writer is not None else []
         if self._link is not None:
@@ -318,15 +323,15 @@ class Checkpoint:
     def _failed(self, step: int, error: snapshot.CheckpointError) -> None:
         self._error = error
         if isinstance(error, snapshot.UnsupportedStateError):
-            # It would be the same at each checkpoint, and at the end all would be lost.
+            # Every later checkpoint would fail likewise, and at the end everything would be lost.
             raise error
         _log.error("checkpoint of step %d: %s Training goes on.", step, error)
 
     def finish(self, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
-        """Wait until what was saved is written, and return the outcomes not yet seen.
+        """Wait until the saved state is written, and return the outcomes not yet returned.
 
         Args:
-            wait: also for what the agent copies.
+            wait: whether to wait for the agent's copies too.
         """
         if self._writer is not None:
             self._writer.flush(FINAL_TIMEOUT)
@@ -343,14 +348,14 @@ class Checkpoint:
         return ended
 
     def rescue(self) -> None:
-        """Wait, for a few seconds at most, until what is being written is written."""
+        """Wait at most a few seconds for a checkpoint that is being written."""
         writer, self._writer = self._writer, None
         if writer is not None and writer.flush(RESCUE_TIMEOUT):
-            with suppress(snapshot.CheckpointError):  # of a write; the process fails by another error
+            with suppress(snapshot.CheckpointError):  # the process already fails with another error
                 writer.close()
 
     def failed(self) -> snapshot.CheckpointError | None:
-        """Return why nothing at all could be saved since the run began, if so; to be asked at the end."""
+        """Return why no checkpoint at all could be saved since the run began, else None; called at the end."""
         if self._error is None:
             return None
         if not self._something_saved and not self._saved_before():
@@ -362,7 +367,7 @@ class Checkpoint:
         return None
 
     def _saved_before(self) -> bool:
-        """Whether workers of an earlier round have saved something: not in memory, but where it was to be saved."""
+        """Whether workers of an earlier round have saved a durable checkpoint."""
         try:
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
@@ -391,13 +396,13 @@ class Checkpoint:
         return self._resumed(found.step, found.state, found.meta, origin(found.step))
 
     def _take(self, directory: Path, world: World) -> None:
-        """Take a directory that this rank writes to, so that a run that did before writes no more."""
+        """Take the directory that this rank writes to, so that a run that wrote there before stops writing."""
         if not self.writes:
             return
         try:
             self._owner = claim(directory, run_id())
         except snapshot.CheckpointError:
-            # The first save says so, and may find that there is room again.
+            # The first save reports the error, unless there is room again by then.
             self._owner = owned_by(run_id()) if world.round else ""
 
     def _begin(self, world: World, meta: dict[str, Any]) -> None:
@@ -421,13 +426,14 @@ class Checkpoint:
 
 
 def _read(directory: Path, above: tuple[int, int] | None, copies: Copies | None) -> Read:
-    """Return the newest sound checkpoint above a position, and the highest round in any checkpoint's name.
+    """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
-        copies: keeps it for the node's other workers.
+        above: round and step; None: consider all checkpoints.
+        copies: keeps the files for the node's other workers.
 
     Raises:
-        CheckpointError: if that cannot be known; without a position.
+        CheckpointError: if the directory cannot be read and ``above`` is None.
     """
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
@@ -454,7 +460,7 @@ def _warn(error: Exception) -> None:
 
 
 def _of_another_run(where: Place) -> bool:
-    """Whether another run has taken the place: what is newer there is no state of this one."""
+    """Whether another run has taken the place, so that newer checkpoints there are not this run's."""
     other = other_owner(where, run_id())
     if other:
         _log.warning("training goes on from memory: %s was taken by run %s", where, other)
@@ -475,7 +481,7 @@ def _from_all(world: World, numbers: list[int]) -> list[list[int]]:
 
 
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
-    """Return the newest (round, step) of all ranks, the first rank that has it, and whether all have the very same."""
+    """Return the newest (round, step) on any rank, the first rank that has it, and whether all have the same one."""
     mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
     if world.world_size == 1:
         return (mine[0], mine[1]), None if loaded is None else 0, True
@@ -487,7 +493,7 @@ def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tupl
 
 
 def meta_of(identity: dict[str, int], worlds: list[int]) -> dict[str, Any]:
-    """Return what is to be known of a state before it is read."""
+    """Return the meta of a state, which can be read without the state."""
     return {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
 
 
@@ -495,7 +501,9 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) 
     """Refuse a state that another training saved.
 
     Args:
-        origin: which checkpoint it is, for errors.
+        identity: this training's.
+        meta: the saved state's.
+        origin: names the checkpoint in error messages.
 
     Raises:
         UsageError: naming what differs.
@@ -503,7 +511,7 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) 
     saved = meta.get("identity", {})
     for name, value in identity.items():
         if name == SAMPLE_ORDER and name not in saved:
-            continue  # made before it was kept: the loader goes on with the order that samples had then
+            continue  # an older checkpoint without it: the loader continues in the old order
         if saved.get(name) != value:
             raise UsageError(
                 f"{origin} was made with {name} {saved.get(name)}, this training has {value}.",
@@ -519,17 +527,17 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) 
 
 
 def fingerprint() -> dict[str, str]:
-    """Return what the bits of a result depend on beside the program."""
+    """Return what results to the bit depend on besides the program: torch's version, device and threads."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     return {"torch": str(torch.__version__), "device": device, "threads": str(torch.get_num_threads())}
 
 
 def _copied(value: Any) -> Any:
-    """Copy a state so that training may go on."""
+    """Copy a state so that training may continue; tensors are copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict | list | deque):
-        copied: Any = copy(value)  # with what a state_dict has beside its items
+        copied: Any = copy(value)  # keeps attributes that a state_dict has besides its items
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             copied[key] = _copied(item)
         return copied
@@ -540,12 +548,12 @@ def _copied(value: Any) -> Any:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 over all tensors of a model's ``state_dict``, by name, dtype, shape and bytes."""
+    """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes."""
     return snapshot.state_sha256(model.state_dict())
 
 
 def check_checkpoint(where: str, checkpoint: object) -> None:
-    """Refuse what is no :class:`Checkpoint`, such as its directory.
+    """Check that an argument is a :class:`Checkpoint` and not, for example, its directory.
 
     Raises:
         UsageError: naming the argument.
