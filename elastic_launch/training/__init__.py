@@ -1,16 +1,16 @@
 """The worker's side: what a training script imports.
 
-``session``      joins the run and leaves it; ``trainings`` are the trainings of one script
+``session``      joins and leaves the run; ``trainings`` keeps track of the trainings of one script
 ``loop``         ``run.steps``; ``steps`` is the step as a transaction
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
-``dist``         ``elastic_launch.dist``, Composer's names
+``dist``         ``elastic_launch.dist``, with Composer's names
 ``data/``        loaders and samplers
 ``gradients/``   accumulation and reduction
-``ranks/``       the world, and what its ranks agree on
+``ranks/``       the world, and agreement among its ranks
 ``checkpoints/`` saving and resuming
 ``together``     several models and optimizers in one loop
-``wrapped``      models that are refused
-``kinds``        arguments of a wrong type are refused
+``wrapped``      detects models that cannot be trained
+``kinds``        checks argument types
 ``precision``    number formats
 ``randomness``   random state of a step
 ``stopping``     stop requests

@@ -1,4 +1,4 @@
-"""The loop over a training's steps: restored, done, saved, stopped by agreement."""
+"""The loop over a training's steps: restores the state, yields steps, saves, and stops by agreement."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ __all__ = ["Loop", "LoopOptions"]
 _log = logging.getLogger(__name__)
 
 OWN = "parameters"
-"""Name of that part of the state that holds the optimizer's parameters which are not the model's."""
+"""Name of the part of the state that holds the optimizer's parameters that are not in the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """How to go through the steps; see :meth:`elastic_launch.Run.steps`.
+    """Options of a loop over steps; see :meth:`elastic_launch.Run.steps`.
 
     Attributes:
-        start: optimizer steps done already by this process: then no checkpoint is restored.
+        start: optimizer steps that this process has already done; if above 0, no checkpoint is restored.
         buffers: rules for the model's buffers, by pattern of their names.
-        redo: whether a step may be given up for want of memory, and be done again with smaller micro-batches.
-        parts: of the state beside model and optimizer, by name.
+        redo: whether a step may be given up when memory runs out, and repeated with smaller micro-batches.
+        parts: parts of the state besides model and optimizer, by name.
         prepare: called with the number of steps done once the training is restored, before the first step.
     """
 
@@ -66,10 +66,10 @@ class LoopOptions:
 
 
 class Loop:
-    """One training's steps.
+    """Iterates over the steps of one training.
 
     Args:
-        run: whose part of the training it is.
+        run: the run that the steps belong to.
         loader, model, optimizer, until, checkpoint: see :meth:`elastic_launch.Run.steps`.
     """
 
@@ -112,7 +112,7 @@ class Loop:
         with self._run.trainings.looping():
             if self._options.exact:
                 self._run.be_exact()
-            # Once more: the script may have registered something since it made the loop.
+            # Again, since the script may have registered something since it made the loop.
             self._state = self._run.state.extended(self._parts)
             yield from self._steps()
 
@@ -155,7 +155,7 @@ class Loop:
         self._run.leave_if_draining()
 
     def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
-        """Yield the steps from the present one to the end of its epoch or of the training."""
+        """Yield the steps from the current one to the end of its epoch or of the training."""
         loader, world_size, rank = self._loader, self._run.world_size, self._run.rank
         first = self._step
         left = loader.steps_per_epoch - loader.position(first).step_in_epoch
@@ -177,7 +177,7 @@ class Loop:
             )
 
     def _watch_mode(self, step: Step) -> None:
-        """Warn if the model has stayed in evaluation mode: a restart would begin in the other one."""
+        """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
         if self._began_in_training_mode is None:
             self._began_in_training_mode = step.in_training_mode
         if self._began_in_training_mode and step.in_training_mode is False and self._run.rank == 0:
@@ -190,7 +190,7 @@ class Loop:
             )
 
     def _origin(self, step: int, micro: int) -> str:
-        """Say what a micro-batch has, and what the training could go back to."""
+        """Describe a micro-batch's samples and the newest checkpoint, for an error message."""
         checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
@@ -205,7 +205,7 @@ class Loop:
         return f"The micro-batch has {self._loader.contents(step, micro)}. Newest checkpoint: {saved}."
 
     def _given(self) -> dict[str, object]:
-        """Return what must be the same on all ranks, by the names that errors use."""
+        """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
         return {
             **self._loader.identity,
@@ -239,7 +239,7 @@ class Loop:
         return resumed
 
     def _boundary(self, gradients: Gradients) -> bool:
-        """Save what is due; return whether all are to stop here."""
+        """Save the state if it is due; return whether all ranks must stop here."""
         if gradients.parameters.extra and OWN not in self._parts:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)

@@ -1,4 +1,4 @@
-"""Fetching one micro-batch, in whatever process; its random numbers derive from its place in the training alone."""
+"""Fetches one micro-batch, in any process; its random numbers depend only on its place in the training."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from elastic_launch.training.randomness import derive, seed_all, seeded
 __all__ = ["Batches", "Drawn", "Feed", "GetBatch", "Request", "versions"]
 
 GetBatch = Callable[[int, MicroBatch], Any]
-"""Takes a step, counted from 0 over the whole training, and one of its micro-batches; returns its data."""
+"""``(step, micro) -> data``: the collated data of one micro-batch of a step; steps count from 0 over all epochs."""
 
 
 class Request(NamedTuple):
-    """One micro-batch that is to be fetched.
+    """A request for one micro-batch.
 
     Attributes:
+        step: the step that it belongs to, from 0.
+        epoch: the epoch that it belongs to, from 0.
         start: position of its first sample in the epoch.
-        indices: of its samples in the dataset, if there is one.
+        micro: the micro-batch.
+        indices: the dataset's indices of its samples, if there is a dataset.
     """
 
     step: int
@@ -35,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Feed:
-    """What a DataLoader takes for a sampler: the requests of the epoch that is being loaded."""
+    """The sampler given to torch's DataLoader: yields the requests of the epoch that is being loaded."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -47,7 +50,7 @@ class Feed:
 class Batches(Dataset[Any]):
     """Collated micro-batches of a map-style dataset.
 
-    A dataset that has ``__getitems__`` is asked once for all samples of a micro-batch, as by torch's DataLoader.
+    If the dataset has ``__getitems__``, it is called once for all samples of a micro-batch, as by torch's DataLoader.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int) -> None:
@@ -73,7 +76,7 @@ class Batches(Dataset[Any]):
 
 
 class Drawn(Dataset[Any]):
-    """Micro-batches that a function makes."""
+    """Micro-batches made by a function."""
 
     def __init__(self, get_batch: GetBatch, seed: int) -> None:
         self._get_batch = get_batch
@@ -82,7 +85,7 @@ class Drawn(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
-        # Which dimension counts samples only the script knows; other sizes would change the mean over the global batch.
+        # Only the script knows which dimension counts samples. A wrong size would change the mean over the global batch.
         shapes = [tuple(tensor.shape) for tensor in _tensors(made) if tensor.dim()]
         if shapes and not any(len(request.micro) in shape for shape in shapes):
             name = getattr(self._get_batch, "__name__", type(self._get_batch).__name__)
@@ -95,7 +98,7 @@ class Drawn(Dataset[Any]):
 
 
 def versions(batch: Any) -> list[tuple[int, int]]:
-    """Return which tensors a collated micro-batch has, each with the version that in-place changes raise."""
+    """Return ``(id, version)`` of each tensor in a collated micro-batch; in-place changes raise the version."""
     return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in _tensors(batch)]
 
 
@@ -110,7 +113,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _seeded(seed: int) -> AbstractContextManager[None]:
-    """Seed all generators; in the training's own process they get their state back afterwards."""
+    """Seed all generators; in the training's own process, restore their state afterwards."""
     if get_worker_info() is None:
         return seeded(seed, devices=True)
     seed_all(seed, devices=False)

@@ -1,4 +1,4 @@
-"""Going through evaluation data, shared out over the ranks, with the same result at every world size."""
+"""Evaluation over data divided among the ranks, with the same result at every world size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from elastic_launch.training.randomness import derive, seeded
 __all__ = ["evaluate", "evaluating"]
 
 Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
-"""Takes a collated micro-batch; returns the values to be averaged, and their weight, None for its samples."""
+"""``(micro_batch) -> (values, weight)``: the values to average, and their weight (None: the number of samples)."""
 
 
 def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, rank: int) -> list[float]:
-    """Return the means, over all samples of one epoch, of what is measured on each micro-batch.
+    """Return the means of the measured values over all samples of one epoch; called by all ranks.
 
     Args:
-        measure: called under ``no_grad`` with the random state derived from the loader's seed and the micro-batch.
-        columns: number of values that it returns.
+        measure: called for each micro-batch under ``no_grad``, with a random state derived from the loader's seed and
+            the micro-batch.
+        columns: number of values that ``measure`` returns.
     """
     steps = loader.steps_per_epoch
     # All global batches but the last have as many micro-batches as the first.
@@ -46,7 +47,7 @@ def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, ra
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module of it back into the one that it had."""
+    """Put a model into evaluation mode; on exit, restore the mode of each of its modules."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

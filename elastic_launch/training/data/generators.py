@@ -1,4 +1,4 @@
-"""Finding generators of random numbers that data draws from beside those that the library seeds."""
+"""Finds random generators in the script's data and model that the library does not seed."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch import Tensor, nn
 __all__ = ["generators_of_modules", "own_generators"]
 
 DEPTH = 8
-"""Of attributes and elements that are looked into."""
+"""Maximum nesting depth of attributes and elements to search."""
 
 OBJECTS = 20_000
-"""That are looked into at all, those nearest to the data first."""
+"""Maximum number of objects to search, those nearest to the data first."""
 
 ELEMENTS = 64
-"""Of a list, tuple or mapping that are looked into: transforms, not samples."""
+"""Maximum size of a collection to search: larger ones hold samples, not transforms."""
 
 DRAWING = ("__getitem__", "__getitems__", "__call__", "forward", "indices", "__len__")
-"""Methods whose code may use a generator of its module."""
+"""Methods whose code may use a generator that is global in its module."""
 
 
 def own_generators(value: object, name: str) -> list[str]:
     """Return the generators that a dataset, a sampler or a function holds, as ``name.attribute (type)``.
 
-    Attributes, elements and closures are looked into, and the code of functions and of methods that give samples: the
-    global names in it, and functions of the same module that it calls. What is further away is not found.
+    The search covers attributes, elements and closures, and the code of functions and of methods that return samples:
+    its global names, and functions of the same module that it calls. Generators further away are not found.
     """
     found: dict[int, str] = {}
     seen: set[int] = set()
-    kept: list[Any] = []  # so that no other object gets the id of one that is in `seen`
+    kept: list[Any] = []  # keeps objects alive, so that no id in `seen` is reused
     queue: deque[tuple[str, Any, int]] = deque([(name, value, 0)])
     while queue and len(seen) < OBJECTS:
         path, item, depth = queue.popleft()
@@ -61,7 +61,7 @@ def generators_of_modules(model: nn.Module) -> list[str]:
 
 
 def _kind(value: object) -> str:
-    """Return the type's name if a value is a generator that the library does not seed, else nothing."""
+    """Return the type's name if a value is a generator that the library does not seed, else ``""``."""
     if isinstance(value, torch.Generator):
         shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
         return "" if shared else "torch.Generator"
@@ -77,7 +77,7 @@ def _kind(value: object) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds, each with what its path goes on with."""
+    """Yield the objects that a value holds, each with the suffix to append to its path."""
     if value is None or isinstance(value, str | bytes | int | float | complex | Tensor | ModuleType | type):
         return
     if isinstance(value, Mapping):
@@ -101,7 +101,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, those in slots included; of a partial function its parts."""
+    """Return an object's attributes, including those in slots and the parts of a partial function."""
     attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -131,7 +131,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the global names and attributes that code uses, functions within it included."""
+    """Return the global names and attributes that code uses, including in functions within it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

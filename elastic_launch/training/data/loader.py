@@ -1,9 +1,9 @@
-"""The same samples in the same micro-batches at every world size, through any restart.
+"""Loaders that yield the same samples in the same micro-batches at every world size and after every restart.
 
-Epoch e visits the dataset in an order that derives from (seed, e). Its global batches are cut off that order, their
-micro-batches off them, and a rank loads its own slice of each. Where a run resumes, the loader starts at the first
-micro-batch that is still to be done, of whatever world. Nothing is held for an epoch: neither memory nor the time to
-start depends on its length.
+Epoch e visits the dataset in an order that derives from (seed, e). This order is cut into global batches, these into
+micro-batches, and each rank loads its own slice of each global batch. On a resume, the loader starts at the first
+micro-batch that remains, at any world size. No state is held for a whole epoch: neither memory nor startup time depends
+on its length.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from elastic_launch.training.randomness import derive
 __all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Position", "check_loader"]
 
 AT_A_TIME = 16384
-"""Positions for which a sampler is asked at a time: few of them would cost as much."""
+"""Number of positions requested from a sampler at a time; a request for few would take as long."""
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options that go on to ``torch.utils.data.DataLoader``, with its defaults."""
+    """Options passed to ``torch.utils.data.DataLoader``, with its defaults."""
 
     num_workers: int
     pin_memory: bool
@@ -54,12 +54,18 @@ _INSTEAD = {
     "in_order": "Micro-batches come in order, or they would not be the same at every world size.",
     "pin_memory_device": "Give pin_memory=True.",
 }
-"""What to give for options of torch's DataLoader that cannot be taken."""
+"""Advice for options of torch's DataLoader that are not accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in the training: step counts from 0 over all epochs."""
+    """A place in the training.
+
+    Attributes:
+        step: the step, counted from 0 over all epochs.
+        epoch: the epoch, from 0.
+        step_in_epoch: the step within its epoch, from 0.
+    """
 
     step: int
     epoch: int
@@ -67,13 +73,13 @@ class Position:
 
 
 class Loader(ABC):
-    """Loads micro-batches; what :class:`ElasticLoader` and :class:`FunctionLoader` have in common.
+    """Base class of :class:`ElasticLoader` and :class:`FunctionLoader`, which load micro-batches.
 
     Attributes:
         batch: the global batch.
-        seed: from which all that is random in the data derives.
-        length: samples in an epoch.
-        old_order: whether samples come as they did before orders were computed position by position.
+        seed: all randomness in the data derives from it.
+        length: number of samples in an epoch.
+        old_order: whether samples come in the order used before orders were computed position by position.
     """
 
     def __init__(self, batch: GlobalBatch, seed: int, length: int, options: Mapping[str, Any]) -> None:
@@ -83,7 +89,7 @@ class Loader(ABC):
         self.old_order = False
         self._options = _checked(type(self).__name__, options)
         self._feed = Feed()
-        # A generator of its own: DataLoader draws from the global one otherwise, once per epoch and restart.
+        # Without a generator, DataLoader would draw from the global one once per epoch and restart.
         self._generator = torch.Generator()
         self._order_hash: int | None = None
         self._data_loader = self._made()
@@ -100,7 +106,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _source(self) -> Dataset[Any]:
-        """Return what fetches the micro-batch of a request."""
+        """Return the dataset that fetches the micro-batch of a request."""
 
     @abstractmethod
     def _indices(self, epoch: int, positions: Tensor) -> list[int]:
@@ -112,17 +118,17 @@ class Loader(ABC):
 
     @abstractmethod
     def contents(self, step: int, micro: int) -> str:
-        """Say what a micro-batch of a step holds, for errors."""
+        """Describe the samples of a step's micro-batch, for errors."""
 
     @abstractmethod
     def own_generators(self) -> list[str]:
-        """Return the generators of random numbers that the data holds, by name."""
+        """Return the names of the random generators that the data holds."""
 
     def check_exact(self) -> None:
-        """Refuse data that are not the same after a restart, as far as this can be seen.
+        """Check, as far as possible, that the data will be the same after a restart.
 
         Raises:
-            UsageError: naming the generators of random numbers that the data hold.
+            UsageError: if the data holds random generators of its own; the message names them.
         """
         found = self.own_generators()
         if found:
@@ -133,26 +139,26 @@ class Loader(ABC):
             )
 
     def position(self, step: int) -> Position:
-        """Return where a step lies."""
+        """Return the position of a step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(step, epoch, within)
 
     def samples_in(self, step: int) -> int:
-        """Return how many samples a step's global batch holds."""
+        """Return the number of samples in a step's global batch."""
         start = step % self.steps_per_epoch * self.batch.size
         return min(self.batch.size, self.length - start)
 
     def plan(self, step: int, world_size: int, rank: int) -> BatchPlan:
-        """Return a rank's share of a step."""
+        """Return a rank's share of a step's global batch."""
         return _plan(self.batch, world_size, rank, self.samples_in(step))
 
     def indices(self, step: int, world_size: int, rank: int) -> list[list[int]]:
-        """Return the dataset's indices in each of a rank's micro-batches of a step."""
+        """Return the dataset's indices of a rank's samples in a step, as one list per micro-batch."""
         return [request.indices for request in self._requests(range(step, step + 1), world_size, rank)]
 
     @property
     def identity(self) -> dict[str, int]:
-        """What must not change between a checkpoint and its resumption."""
+        """What must be the same when a training resumes from a checkpoint."""
         identity = {"global batch": self.batch.size, "seed": self.seed, **self._of_data()}
         if self.batch.micro != "auto":
             identity["micro-batch"] = self.batch.micro
@@ -166,14 +172,14 @@ class Loader(ABC):
         return {}
 
     def go_on(self, identity: Mapping[str, int], origin: str) -> None:
-        """Go on with the training of a checkpoint: with its micro-batch, and its order if that is the old one.
+        """Continue a checkpoint's training, with its micro-batch size, and its order of samples if that is the old one.
 
         Args:
-            identity: of the checkpoint.
-            origin: which checkpoint it is, for errors.
+            identity: the checkpoint's.
+            origin: names the checkpoint in error messages.
 
         Raises:
-            UsageError: if it has the old order, and this loader has none.
+            UsageError: if the checkpoint has the old order and this loader does not support it.
         """
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
@@ -188,13 +194,13 @@ class Loader(ABC):
 
     @abstractmethod
     def use_old_order(self) -> None:
-        """Take samples in the old order, if this loader had one then."""
+        """Use the old order of samples, if this kind of loader had one."""
 
     def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
-        """Yield a rank's collated micro-batches from a step on, to the end of its epoch, one after the other.
+        """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch.
 
         Raises:
-            UsageError: if persistent workers have been asked for another epoch in the middle of this one.
+            UsageError: if another epoch was started during this one with ``persistent_workers=True``.
         """
         first = self.position(step)
         steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
@@ -222,7 +228,7 @@ class Loader(ABC):
             raise UsageError(f"{type(self).__name__}: {error}", "These options go on to torch's DataLoader.") from None
 
     def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[Request]:
-        """Yield a rank's requests in steps of one epoch."""
+        """Yield a rank's requests for some steps of one epoch."""
         size, start = self.batch.size, steps.start
         first = self.position(start)
         in_full = _plan(self.batch, world_size, rank, None).micro_batches
@@ -230,7 +236,7 @@ class Loader(ABC):
         while start < steps.stop:
             plan = self.plan(start, world_size, rank)
             within = first.step_in_epoch + start - steps.start
-            # Of full global batches as many as a sampler is asked for at a time; the last one may be short.
+            # As many full global batches as one request to the sampler covers; the last global batch may be short.
             full = min(steps.stop, self.length // size - within + start) - start
             count = max(1, min(full, AT_A_TIME // share if share else full))
             micros = plan.micro_batches
@@ -251,21 +257,22 @@ class ElasticLoader(Loader):
     """Loads the micro-batches of a map-style dataset.
 
     Args:
-        dataset: map-style: ``__len__`` and ``__getitem__``, or ``__getitems__`` for all samples of a micro-batch at
-            once. Random numbers that it draws by torch, ``random`` or NumPy, from their global generators, are the
-            same whatever process draws them: they derive from the seed, the epoch and the micro-batch's place in it.
+        dataset: a map-style dataset with ``__len__`` and ``__getitem__``, or with ``__getitems__``, which returns all
+            samples of a micro-batch at once. Random numbers that it draws from the global generators of torch,
+            ``random`` or NumPy are the same in any process: they derive from the seed, the epoch and the micro-batch's
+            place in the epoch.
         batch: the global batch.
-        seed: of the order of samples and of all that is random in them.
-        shuffle: whether each epoch has an order of its own; else it is the dataset's.
-        sampler: another order, see :class:`elastic_launch.samplers.Sampler`; then ``shuffle`` is left out.
-        drop_last: whether samples that fill no global batch are left out; else they make a short last one.
-        collate_fn: as of ``torch.utils.data.DataLoader``. It may draw random numbers as the dataset does.
+        seed: seed of the order of samples and of all randomness in them.
+        shuffle: whether each epoch has its own random order; False: the dataset's order. The default is to shuffle.
+        sampler: gives another order, see :class:`elastic_launch.samplers.Sampler`; leave out ``shuffle`` then.
+        drop_last: whether to drop samples that do not fill a global batch; otherwise they make a short last one.
+        collate_fn: as in ``torch.utils.data.DataLoader``. It may draw random numbers as the dataset does.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
-            ``multiprocessing_context`` and ``timeout``, as of ``torch.utils.data.DataLoader``.
+            ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``.
 
     Raises:
-        UsageError: if the dataset is iterable or empty, or holds no whole global batch under drop_last; and for
-            DataLoader's other options, which it names.
+        UsageError: if the dataset is iterable or empty, or has fewer samples than a global batch with ``drop_last``;
+            and for DataLoader's other options, naming them.
     """
 
     def __init__(
@@ -306,10 +313,12 @@ class ElasticLoader(Loader):
         return whole + (1 if rest and not self._drop_last else 0)
 
     def order(self, epoch: int, positions: Tensor | None = None) -> list[int]:
-        """Return the samples at some positions of an epoch, in the order in which they are used.
+        """Return the dataset's indices of the samples at some positions of an epoch.
 
         Args:
-            positions: None: all of them, which takes as much memory.
+            epoch: the epoch, from 0.
+            positions: a one-dimensional int64 CPU tensor; None: the whole epoch, in the order of use, which takes
+                memory for all of it.
         """
         return self._indices(epoch, torch.arange(self.length, device="cpu") if positions is None else positions)
 
@@ -370,7 +379,7 @@ class ElasticLoader(Loader):
 
 
 class FunctionLoader(Loader):
-    """Loads micro-batches that a function makes, for example from random offsets into one long array.
+    """Loads micro-batches made by a function, for example from random offsets into one long array.
 
     ::
 
@@ -381,18 +390,19 @@ class FunctionLoader(Loader):
         loader = el.FunctionLoader(get_batch, el.GlobalBatch(64, micro=8))
 
     Args:
-        get_batch: takes the step, counted from 0 over the whole training, and a :class:`elastic_launch.MicroBatch`;
-            returns the data of that micro-batch, collated. Random numbers that it draws by torch, ``random`` or NumPy,
-            from their global generators, derive from the seed, the step and the micro-batch's index: they are the same
-            at every world size and through any restart. So it must keep no state from one call to the next.
+        get_batch: ``(step, micro) -> data``. ``step`` counts from 0 over the whole training, ``micro`` is a
+            :class:`elastic_launch.MicroBatch`; returns that micro-batch's data, collated, with ``len(micro)`` samples.
+            Random numbers that it draws from the global generators of torch, ``random`` or NumPy derive from the seed,
+            the step and the micro-batch's index: they are the same at every world size and after every restart. The
+            function must therefore keep no state between calls.
         batch: the global batch.
-        seed: of all that is random.
-        steps_per_epoch: optimizer steps in what counts as an epoch; None: there are no epochs, and lengths are given
-            in steps (``"1000ba"``).
-        options: as of :class:`ElasticLoader`.
+        seed: seed of all randomness.
+        steps_per_epoch: number of optimizer steps that count as an epoch; None: there are no epochs, and lengths are
+            given in steps (``"1000ba"``).
+        options: as for :class:`ElasticLoader`.
 
     Raises:
-        UsageError: if there are no steps in an epoch, and for options that it names.
+        UsageError: if ``steps_per_epoch`` is less than 1, and for options that are not accepted, naming them.
     """
 
     def __init__(
@@ -422,7 +432,7 @@ class FunctionLoader(Loader):
         return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
 
     def use_old_order(self) -> None:
-        """Do nothing: there was no such loader then."""
+        """Do nothing: this kind of loader never had the old order."""
 
     def _source(self) -> Dataset[Any]:
         return Drawn(self._get_batch, self.seed)
@@ -476,7 +486,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def check_loader(where: str, loader: object) -> None:
-    """Refuse what is no loader of this library.
+    """Check that an argument is a loader of this library.
 
     Raises:
         UsageError: naming the argument.

@@ -1,6 +1,6 @@
-"""What checkpoints need that were made when an epoch's order was still drawn as a whole, before :mod:`permutation`.
+"""Support for checkpoints made before :mod:`permutation`, when the order of an epoch was drawn as a whole.
 
-A training that was begun so goes on so: the same order, and the same random numbers in each sample.
+A training resumed from such a checkpoint keeps its order of samples and the random numbers in each sample.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["OldBatches", "OldShuffled"]
 
 
 class OldShuffled:
-    """A sampler that holds the order of one epoch in memory, as torch draws it."""
+    """A sampler that holds the order of one epoch in memory, drawn by ``torch.randperm``."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -38,7 +38,7 @@ class OldShuffled:
 
 
 class OldBatches(Dataset[Any]):
-    """Micro-batches whose samples are fetched, and seeded, one by one."""
+    """Micro-batches whose samples are fetched and seeded one by one."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset = dataset

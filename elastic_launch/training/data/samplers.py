@@ -1,7 +1,7 @@
-"""Which sample of a dataset stands at each position of an epoch.
+"""Samplers: which sample of a dataset is at each position of an epoch.
 
-A sampler is a function of (seed, epoch, position): whatever world asks it, and after whatever restart, the sample at a
-position is the same. It is asked for some thousand positions at a time, never for an epoch.
+A sampler is a function of (seed, epoch, position): the sample at a position is the same in every world and after every
+restart. It is called with some thousand positions at a time, never with a whole epoch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from elastic_launch.training.data.permutation import Permutation, uniform
 __all__ = ["ByLength", "InOrder", "Permutation", "Sampler", "Shuffled", "Weighted", "uniform"]
 
 SAMPLE_ORDER = "order of samples (as a hash)"
-"""Its name in a checkpoint's identity; checkpoints whose samples come in the old order do not have it."""
+"""Name of the sample order in a checkpoint's identity; checkpoints with the old order do not have it."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What ``ElasticLoader(sampler=...)`` takes.
+    """Protocol of the samplers that ``ElasticLoader(sampler=...)`` accepts.
 
-    ``len(sampler)`` is the number of samples in an epoch, which may be other than the dataset's. A sampler must not
-    draw from a generator that it keeps: use :class:`Permutation` and :func:`uniform`, with seed and epoch as their key.
+    ``len(sampler)`` is the number of samples in an epoch, which may differ from the dataset's length. A sampler must
+    not draw from a generator that it keeps: use :class:`Permutation` and :func:`uniform` with seed and epoch as the
+    key.
     """
 
     def __len__(self) -> int: ...
@@ -35,15 +36,22 @@ class Sampler(Protocol):
         """Return the dataset's index at each position.
 
         Args:
-            seed: the loader's.
-            epoch: from 0.
-            positions: in the epoch, from 0 to len(self) - 1; int64, of one dimension, on the CPU, in any order.
+            seed: the loader's seed.
+            epoch: the epoch, from 0.
+            positions: positions in the epoch, 0 to ``len(self) - 1``, in any order; a one-dimensional int64 CPU tensor.
+
+        Returns:
+            One integer for each position, 0 to ``len(dataset) - 1``: a tensor of the same shape, or a sequence.
         """
         ...
 
 
 class InOrder:
-    """The dataset's own order, in each epoch."""
+    """Each sample once per epoch, in the dataset's own order.
+
+    Args:
+        length: number of samples in the dataset.
+    """
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -56,7 +64,11 @@ class InOrder:
 
 
 class Shuffled:
-    """Each sample once per epoch, in a random order; constant memory, whatever the length."""
+    """Each sample once per epoch, in a random order; takes constant memory for any length.
+
+    Args:
+        length: number of samples in the dataset.
+    """
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -69,11 +81,11 @@ class Shuffled:
 
 
 class Weighted:
-    """Samples drawn with replacement, each as often as its weight says.
+    """Samples drawn with replacement, with probabilities proportional to their weights.
 
     Args:
-        weights: one for each sample of the dataset, 0 or more.
-        length: samples in an epoch; None: as many as there are weights.
+        weights: one number for each sample of the dataset, 0 or more.
+        length: number of samples in an epoch; None: the number of weights.
 
     Raises:
         UsageError: if a weight is negative, NaN or infinite, or all are 0.
@@ -89,7 +101,7 @@ class Weighted:
         self._bounds = each.cumsum(0)
         if not len(each) or not self._bounds[-1] > 0:
             raise UsageError("samplers.Weighted: no weight is above 0.")
-        # Rounding may bring a number up to the very sum: it belongs to the last sample that can be drawn.
+        # Rounding may bring a number up to the sum itself; it then means the last sample with a weight above 0.
         self._last = int(each.nonzero()[-1])
 
     def __len__(self) -> int:
@@ -101,18 +113,18 @@ class Weighted:
 
 
 class ByLength:
-    """Each sample once per epoch, in groups of samples of about the same length, so that little is padded.
+    """Each sample once per epoch, in groups of samples of similar length, so that little padding is needed.
 
     The samples are shuffled and cut into pools of 50 groups, but at least four pools; each pool is sorted by length and
-    cut into groups; the groups are shuffled. What fills no group comes last. The order of one epoch is held in memory:
-    8 bytes a sample.
+    cut into groups; the groups are shuffled. Samples that do not fill a group come last. The order of one epoch is held
+    in memory: 8 bytes per sample.
 
     Args:
-        lengths: of each sample of the dataset.
-        group: samples that have about the same length: those of a micro-batch, if the global batch is a multiple of it.
+        lengths: length of each sample of the dataset, as integers.
+        group: number of samples in a group; give the micro-batch size if the global batch is a multiple of it.
 
     Raises:
-        UsageError: if there are no lengths, or group is less than 1.
+        UsageError: if ``lengths`` is empty, or ``group`` is less than 1.
     """
 
     def __init__(self, lengths: Tensor | Sequence[int], group: int) -> None:
