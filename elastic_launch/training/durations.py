@@ -1,4 +1,4 @@
-"""Lengths of training and intervals, as a person writes them."""
+"""Parses lengths of training and intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_launch.errors import UsageError
 __all__ = ["ENDLESS", "Interval", "total_steps"]
 
 ENDLESS = 2**62
-"""Steps in an epoch of data that has no epochs."""
+"""``steps_per_epoch`` of a loader without epochs."""
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -19,10 +19,11 @@ def total_steps(until: int | str, steps_per_epoch: int) -> int:
     """Return the number of optimizer steps in a length of training.
 
     Args:
-        until: epochs as a number or ``"3ep"``, or steps as ``"1000ba"`` (Composer's words: a step is a batch).
+        until: epochs as a number or ``"3ep"``, or steps as ``"1000ba"`` (Composer's notation: a step is a batch).
+        steps_per_epoch: optimizer steps in an epoch, or :data:`ENDLESS`.
 
     Raises:
-        UsageError: if it is neither, or epochs of data that has none.
+        UsageError: if it is neither, or in epochs for data without epochs.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(ep|ba|)\s*", str(until))
     if not match or isinstance(until, bool):
@@ -38,14 +39,14 @@ def total_steps(until: int | str, steps_per_epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often to do something: every so many steps, or every so many seconds."""
+    """How often to do something: an interval in steps or in seconds."""
 
     steps: int | None
     seconds: float | None
 
     @staticmethod
     def parse(every: int | str) -> Interval:
-        """Read steps as 50 or ``"50ba"``, a duration as ``"30s"``, ``"5min"`` or ``"2h"``.
+        """Parse steps, 50 or ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.
 
         Raises:
             UsageError: if it is neither, or not positive.
@@ -61,7 +62,7 @@ class Interval:
         )
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Whether it is time, so many steps and seconds after the last time."""
+        """Whether it is time, given the steps and seconds since the last time."""
         if self.steps is not None:
             return steps >= self.steps
         assert self.seconds is not None

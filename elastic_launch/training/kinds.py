@@ -1,4 +1,4 @@
-"""Refusing arguments of the wrong kind, before anything of the training has begun."""
+"""Checks argument types before the training begins."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ __all__ = ["check_kind", "found"]
 
 
 def check_kind(where: str, given: object, kind: type | tuple[type, ...], remedy: str) -> None:
-    """Refuse an argument that is not of its kind.
+    """Check the type of an argument.
 
     Args:
         where: the call and its argument, such as ``run.steps(loader=...)``.
+        given: the argument.
+        kind: the expected type or types.
+        remedy: what to give instead; for the error.
 
     Raises:
         UsageError: naming the argument, what was given, and the remedy.
@@ -21,7 +24,7 @@ def check_kind(where: str, given: object, kind: type | tuple[type, ...], remedy:
 
 
 def found(given: object) -> str:
-    """Return what was given, in words: its type, or the class that it is itself."""
+    """Describe an argument in words: by its type, or by its name if it is a class."""
     if given is None:
         return "None"
     if isinstance(given, type):

@@ -20,43 +20,44 @@ __all__ = ["AgentLink"]
 _log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT = 2.0
-"""Seconds for which the agent's answer is waited for."""
+"""Seconds to wait for the agent's answer."""
 
 BUSY_TIMEOUT = 2.0
-"""Seconds for which a message waits for an agent that does not read."""
+"""Seconds that sending a message waits for an agent that does not read."""
 
 START_TIMEOUT = 60.0
-"""Seconds for which the agent's first answer is waited for."""
+"""Seconds to wait for the agent's first answer."""
 
 PATIENCE = 600.0
-"""Seconds for which an agent that is slow is waited for where a state must not be lost."""
+"""Seconds to wait for a slow agent if a state must not be lost."""
 
 COMMIT_TIMEOUT = 30.0
-"""Seconds within which the agent says whether a checkpoint may appear; else it does not."""
+"""Seconds that the agent has to permit a checkpoint's commit; without an answer it is not committed."""
 
 FETCH_TIMEOUT = 600.0
-"""Seconds for which a snapshot that the agent fetches from another node is waited for."""
+"""Seconds to wait for a snapshot that the agent fetches from another node."""
 
 SILENCE = 1.0
-"""Seconds after which the agent is told of a step, beside the first one."""
+"""Minimum seconds between two messages to the agent about steps."""
 
 _DESCRIPTORS = 16
 
 LONGEST_ERROR = 1000
-"""Characters of an error that the agent is told."""
+"""Maximum number of characters of an error sent to the agent."""
 
 
 class AgentLink:
-    """Tells the agent how training goes, and learns what it asks; nothing here can fail the training.
+    """Reports the training's progress to the agent, and receives its requests; no error here fails the training.
 
-    What the agent says is read when something is asked of this object, at step boundaries mostly: no thread waits
-    for it. One thread asks; any may tell of snapshots, and the one that writes checkpoints asks :meth:`may_commit`.
+    Messages from the agent are read when a method needs them, mostly at step boundaries; no thread waits for them. One
+    thread calls the methods, with two exceptions: any thread may call :meth:`stored`, and the thread that writes
+    checkpoints calls :meth:`may_commit`.
 
     Args:
-        sock: connected to the agent; taken over.
+        sock: a socket connected to the agent; this object closes it.
 
     Attributes:
-        slots: of the node's snapshots; empty if the agent did not answer.
+        slots: the slots of the node's snapshots; empty if the agent did not answer.
         sequence: highest number of a snapshot in them, before this worker wrote any.
     """
 
@@ -66,25 +67,25 @@ class AgentLink:
         sock.settimeout(BUSY_TIMEOUT)
         self._sock: socket.socket | None = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
-        self._hearing = threading.Lock()  # held by who reads
+        self._hearing = threading.Lock()  # held while reading
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
-        self._silent = False  # when it was last asked for the slot to use
+        self._silent = False  # whether it did not answer the last request for a slot
         self._commit = c.Commit(0, allowed=False)
         self._fetching = False
         self._noted = False
         self._copies: list[c.Copied] = []
-        self._copying_at = 0.0  # when the agent last said so
+        self._copying_at = 0.0  # time of the agent's last progress message
         self._save_asked = False
         self._tells_steps = True
         self._round = 0
         self._progress: SharedProgress | None = None
-        self._next_word = 0.0  # when the agent is told of a step again
+        self._next_word = 0.0  # time of the next message about steps
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
-        """Connect to the agent that the environment names; None if there is none, or it is not to be reached."""
+        """Connect to the agent that the environment names; return None if there is none or it cannot be reached."""
         address = os.environ.get(c.ENV_SOCKET, "")
         if not address or not world.round:
             return None
@@ -98,17 +99,23 @@ class AgentLink:
             return None
         link = AgentLink(sock)
         link._round = world.round
-        link._tells_steps = world.local_rank == 0  # all take the same steps: one worker's word is enough
+        link._tells_steps = world.local_rank == 0  # all workers take the same steps: one report is enough
         link._say(c.Hello(world.round, world.rank, world.local_rank))
         link._take_slots()
         return link
 
     def ready(self, step: int, total: int, restore_s: float) -> None:
-        """Training begins with so many steps done of so many (0: not known), after restoring for so many seconds."""
+        """Report that training begins.
+
+        Args:
+            step: optimizer steps done.
+            total: steps of the whole training; 0: not known.
+            restore_s: seconds that restoring the state took.
+        """
         self._say(c.Ready(step, total, restore_s))
 
     def step(self, step: int) -> None:
-        """A step is done: written where the agent looks when it wants to know, and said now and then."""
+        """Report that a step is done: always in shared memory, and from time to time in a message."""
         if not self._tells_steps:
             return
         if self._written(step) and time.monotonic() < self._next_word:
@@ -117,32 +124,33 @@ class AgentLink:
         self._say(c.StepDone(step))
 
     def _written(self, step: int) -> bool:
-        """Whether the agent finds the step where it looks."""
+        """Write the step to shared memory; return whether that succeeded."""
         if self._progress is None:
             return False
         try:
             self._progress.write(self._round, step)
         except OSError:
-            self._progress = None  # its number is somebody else's by now, or there is no memory
+            self._progress = None  # another object has reused its descriptor, or there is no memory
             return False
         return True
 
     def stop_asked(self) -> str:
-        """Why the agent asks for a stop; empty if it does not. Does not wait."""
+        """Return why the agent requests a stop; empty if it does not. Does not wait."""
         self._hear(0.0)
         return self._stop_asked
 
     def wait_fetched(self) -> None:
-        """Wait until the slots hold what the agent is fetching from another node, if it is."""
+        """If the agent is fetching a snapshot from another node, wait until it is in the slots."""
         deadline = time.monotonic() + FETCH_TIMEOUT
         while self._fetching and self._sock is not None and time.monotonic() < deadline:
             self._hear(deadline - time.monotonic())
 
     def slot_to_use(self, *, patient: bool = False) -> int | None:
-        """The slot to write next, to be asked once for each snapshot; None if the agent does not say.
+        """Return the slot to write next; None if the agent does not answer. Call it once for each snapshot.
 
         Args:
-            patient: wait for an agent that is slow; else it is waited for once, and then no more until it has answered.
+            patient: wait for a slow agent. Otherwise an agent that did not answer is not waited for again until it has
+                answered.
         """
         deadline = time.monotonic() + (PATIENCE if patient else 0.0 if self._silent else ANSWER_TIMEOUT)
         while self._use is None and self._sock is not None:
@@ -155,14 +163,15 @@ class AgentLink:
 
     @property
     def silent(self) -> bool:
-        """Whether the agent is there, and has not answered when it was last asked for a slot. Does not wait."""
+        """Whether the agent is connected but did not answer the last request for a slot. Does not wait."""
         self._hear(0.0)
         return self._silent and self._use is None and self._sock is not None
 
     def may_commit(self) -> bool:
-        """Whether a checkpoint that this process has written may appear: the agent knows what has become of the node.
+        """Ask the agent whether a checkpoint that this process has written may be committed.
 
-        For one thread, beside the one that asks all else. Without an answer it may not.
+        The agent knows whether the node still belongs to the run. Without an answer, the result is False. Only one
+        thread, which may differ from the one that calls the other methods, calls this.
         """
         number = self._commit.number + 1
         self._say(c.MayCommit(number))
@@ -172,23 +181,23 @@ class AgentLink:
         return self._commit.number == number and self._commit.allowed
 
     def stored(self, stored: c.Stored) -> None:
-        """A snapshot is in a slot."""
+        """Report that a snapshot is in a slot."""
         self._say(stored)
 
     def copies(self) -> list[c.Copied]:
-        """How copies ended since the last call. Does not wait."""
+        """Return the outcomes of copies that ended since the last call. Does not wait."""
         self._hear(0.0)
         copies, self._copies = self._copies, []
         return copies
 
     def wait_copied(self, timeout: float) -> bool:
-        """Wait until a copy has ended, or the agent is gone.
+        """Wait until a copy has ended or the agent is gone.
 
         Args:
-            timeout: seconds, anew whenever the agent says that a copy makes progress.
+            timeout: seconds to wait; restarts whenever the agent reports progress of a copy.
 
         Returns:
-            False if the time was up, or the agent is gone.
+            False on timeout or if the agent is gone.
         """
         self._copying_at = time.monotonic()
         while not self._copies and self._sock is not None:
@@ -200,21 +209,26 @@ class AgentLink:
 
     @property
     def alive(self) -> bool:
-        """Whether the agent is there."""
+        """Whether the agent is connected."""
         return self._sock is not None
 
     def save_asked(self) -> bool:
-        """Whether the agent has asked for a checkpoint since the last call. Does not wait."""
+        """Whether the agent has requested a checkpoint since the last call. Does not wait."""
         self._hear(0.0)
         asked, self._save_asked = self._save_asked, False
         return asked
 
     def saved(self, step: int, error: str = "") -> None:
-        """A checkpoint is written, or could not be."""
+        """Report that a checkpoint was written, or why it could not be."""
         self._say(c.Saved(step, error[:LONGEST_ERROR]))
 
     def drained(self, step: int, seconds: float) -> None:
-        """All ranks have stopped after this step, and saving took so long; returns once the agent knows."""
+        """Report that all ranks have stopped after a step; returns once the agent confirms it.
+
+        Args:
+            step: optimizer steps done.
+            seconds: duration of the last save.
+        """
         self._say(c.Drained(step, seconds))
         deadline = time.monotonic() + ANSWER_TIMEOUT
         while not self._noted and self._sock is not None:
@@ -224,7 +238,7 @@ class AgentLink:
                 return
 
     def close(self) -> None:
-        """Hang up; the slots' descriptors are closed too."""
+        """Close the socket and the slots' descriptors."""
         self._hang_up()
         for slot in self.slots:
             slot.close()
@@ -273,23 +287,23 @@ class AgentLink:
             try:
                 self._sock.sendall(data)
             except OSError:
-                # It is gone, and whoever guards its workers ends this one. Who asks next finds that out, and hangs up.
+                # The agent is gone, and its guard will end this worker. The next read notices it and closes the socket.
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     def _hear(self, timeout: float) -> None:
-        """Take in what comes within the seconds."""
+        """Process messages that arrive within the timeout in seconds."""
         sock = self._sock
         if sock is None or (number := sock.fileno()) < 0:
             return
-        # Not by the socket's own timeout, which is for those who send.
+        # Not the socket's own timeout, which is for sending.
         arrivals = select.poll()
         arrivals.register(number, select.POLLIN)
         if not arrivals.poll(max(0.0, timeout) * 1000):
             return
         with self._hearing:
             if self._sock is None or not arrivals.poll(0):
-                return  # another thread has heard it
+                return  # another thread has read it
             try:
                 data = self._sock.recv(65536)
             except OSError:

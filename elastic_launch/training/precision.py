@@ -1,4 +1,4 @@
-"""Number formats of a training step, and what is said when memory runs out."""
+"""Number formats of a training step, and recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast for forward pass and loss, and the scaler of losses that goes with fp16.
+    """Autocast for forward pass and loss, and the gradient scaler for fp16.
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
+        device: the device that is trained on.
 
     Raises:
-        UsageError: if it is none of these.
+        UsageError: if the name is none of these.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -31,14 +32,14 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass and its loss."""
+        """Return the context in which to run a forward pass and compute its loss."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the CPU's allocator, has no memory left."""
+    """Whether an error means that a device, or the CPU's allocator, is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # The CPU's allocator raises a plain RuntimeError.

@@ -1,4 +1,4 @@
-"""Random state that depends on what is computed, never on which rank or loader process computes it."""
+"""Random state that depends on what is computed, not on which rank or loader process computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["derive", "drop_second_normal", "kept", "left_seeded", "seed_all", "s
 
 
 def derive(*values: int | str) -> int:
-    """Return a seed of 63 bits from values, by SHA-256: close values give unrelated seeds."""
+    """Derive a 63-bit seed from values with SHA-256; similar values give unrelated seeds."""
     text = "/".join(map(str, values))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -23,8 +23,8 @@ def derive(*values: int | str) -> int:
 def seed_torch(seed: int, *, devices: bool = True) -> None:
     """Seed torch's generators.
 
-    ``torch.manual_seed`` takes milliseconds where devices are missing or not in use yet: it keeps a stack trace for
-    each kind of them.
+    ``torch.manual_seed`` takes milliseconds if devices are missing or not yet in use, since it keeps a stack trace for
+    each kind of device.
     """
     torch.default_generator.manual_seed(seed)
     if not devices or not torch.accelerator.is_available():
@@ -36,10 +36,11 @@ def seed_torch(seed: int, *, devices: bool = True) -> None:
 
 
 def seed_all(seed: int, *, devices: bool) -> None:
-    """Seed all generators that a script may use: torch's, Python's, and NumPy's if it is loaded.
+    """Seed all global generators that a script may use: torch's, Python's, and NumPy's if it is loaded.
 
     Args:
-        devices: whether torch's generators of GPUs are seeded too.
+        seed: 63 bits.
+        devices: whether to seed torch's GPU generators too.
     """
     seed_torch(seed, devices=devices)
     random.seed(seed)
@@ -49,10 +50,11 @@ def seed_all(seed: int, *, devices: bool) -> None:
 
 @contextmanager
 def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Seed all generators as :func:`seed_all`; on leaving give them the state back that they had, as :func:`kept`.
+    """Seed all generators as :func:`seed_all` does; on exit, restore their state as :func:`kept` does.
 
     Args:
-        devices: whether GPUs' generators, by CUDA or ROCm, are seeded too.
+        seed: 63 bits.
+        devices: whether to seed GPU generators (CUDA or ROCm) too.
     """
     if _left_seeded:
         seed_all(seed, devices=devices)
@@ -69,9 +71,9 @@ _left_seeded: list[None] = []
 
 @contextmanager
 def left_seeded() -> Iterator[None]:
-    """Let :func:`seeded` leave the generators as they are then: what comes next seeds them anew.
+    """Within this context, :func:`seeded` does not restore the generators, because they are seeded again afterwards.
 
-    To give Python's generator its state back takes longer than to seed all of them.
+    Restoring the state of Python's generator takes longer than seeding all of them.
     """
     _left_seeded.append(None)
     try:
@@ -82,13 +84,13 @@ def left_seeded() -> Iterator[None]:
 
 @contextmanager
 def kept(*, devices: bool) -> Iterator[None]:
-    """Give all generators on leaving the state that they have on entering.
+    """Restore, on exit, the state that all generators had on entry.
 
-    Only one thing is not given back: the second of two normal deviates that NumPy's legacy functions keep for later.
-    Where not all ranks come here equally often, :func:`drop_second_normal` makes up for it.
+    One thing is not restored: the second of two normal deviates that NumPy's legacy functions cache. If not all ranks
+    enter this context equally often, :func:`drop_second_normal` makes up for it.
 
     Args:
-        devices: whether GPUs' generators, by CUDA or ROCm, are kept too.
+        devices: whether to restore GPU generators (CUDA or ROCm) too.
     """
     on_cpu, pythons = torch.default_generator.get_state(), random.getstate()
     on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else None
@@ -103,18 +105,18 @@ def kept(*, devices: bool) -> Iterator[None]:
 
 
 def drop_second_normal() -> None:
-    """Have NumPy's legacy functions forget a normal deviate that they keep for later, as :func:`seeded` does."""
+    """Make NumPy's legacy functions drop a cached normal deviate, as :func:`seeded` does."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.set_bit_generator(numpy.random.get_bit_generator())
 
 
 _spare: list[Any] = []
-"""NumPy's bit generators that :func:`_numpys_kept` has made and nothing uses now."""
+"""Unused NumPy bit generators that :func:`_numpys_kept` has made."""
 
 
 @contextmanager
 def _numpys_kept() -> Iterator[None]:
-    """Put another bit generator under NumPy's global functions for a while: to copy its state twice takes 0.1 ms."""
+    """Swap the bit generator of NumPy's global functions; copying its state twice would take 0.1 ms."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         yield

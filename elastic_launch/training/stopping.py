@@ -1,4 +1,4 @@
-"""Stopping before the training's end: who asked for it, and how the process leaves."""
+"""Stopping before the training's end: who requested it, and how the process exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Drained", "Stop", "Termination"]
 
 
 class Stop(IntEnum):
-    """Who asks for a stop; of several the highest counts."""
+    """Who requested a stop; of several, the highest value counts."""
 
     NO = 0
     SCRIPT = 1
@@ -22,25 +22,25 @@ class Stop(IntEnum):
 
     @property
     def drains(self) -> bool:
-        """Whether the training is to go on later, in other processes: this one has no results to come to."""
+        """Whether the training continues later in other processes, so that no results follow in this one."""
         return self >= Stop.AGENT
 
 
 class Drained(SystemExit):
-    """Ends the process behind a step boundary: its state is saved, and another process goes on from there.
+    """Ends the process after a step boundary. The state is saved, and another process continues from it.
 
     Attributes:
-        at_once: read by whoever runs the script: others stand still until this process is gone, so once its ``atexit``
-            functions have run it need not take itself to pieces.
+        at_once: read by the process that runs the script: other ranks wait until this process is gone, so once its
+            ``atexit`` functions have run, it may exit without further cleanup.
     """
 
     at_once = True
 
 
 class Termination:
-    """Turns the first SIGTERM into a wish to stop; the second one ends the process as it always does.
+    """Turns the first SIGTERM into a stop request; a second one ends the process as usual.
 
-    Where the script has a handler of its own, or runs in another thread than the main one, nothing is changed.
+    Nothing is changed if the script has its own handler, or does not run in the main thread.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Termination:
         self._before: Any = None
 
     def watch(self) -> None:
-        """Begin; what has begun goes on."""
+        """Install the handler, unless it is installed already."""
         if self._before is not None or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -34,7 +34,7 @@ class Optimizers(Group):
 
 
 def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """Return one module of a model or of several by name.
+    """Return a model, or several models by name as one module.
 
     Raises:
         UsageError: if it is neither, or cannot be trained as it is.
@@ -54,10 +54,10 @@ def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
 def as_optimizer(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
 ) -> torch.optim.Optimizer | Optimizers:
-    """Return an optimizer, or several by name as one object.
+    """Return an optimizer, or several optimizers by name as one object.
 
     Raises:
-        UsageError: if it is neither, or one whose step needs a closure.
+        UsageError: if it is neither, or an optimizer's step needs a closure.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
@@ -71,13 +71,13 @@ def as_optimizer(
 
 
 def as_part(where: str, part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:
-    """Return what has a state, or several of them by name as one object.
+    """Return a stateful object, or several by name as one object.
 
     Args:
-        where: the call and its argument.
+        where: the call and its argument, for the error.
 
     Raises:
-        UsageError: if one of them has none.
+        UsageError: if one of them lacks ``state_dict`` or ``load_state_dict``.
     """
     for one in part.values() if isinstance(part, Mapping) else [part]:
         if one is not None and not is_stateful(one):

@@ -1,4 +1,4 @@
-"""The trainings of one script: one at a time, each with its own place for checkpoints."""
+"""Keeps track of the trainings of one script: one at a time, each with its own place for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _TOGETHER = 'run.steps(loader, {"a": a, "b": b}, {"a": optimizer_a, "b": optimiz
 
 
 class Trainings:
-    """Which training of this process is under way, and which ones came before it.
+    """The training that is running in this process, and those before it.
 
-    A saved state is that of one training. Of two at the same time, a fault would leave one a step ahead of the other.
+    A saved state belongs to one training. If two ran at the same time, a fault would leave one a step ahead of the
+    other.
 
     Attributes:
-        resumed: whether a loop of the script's own has restored its state.
+        resumed: whether the script's own training loop has restored its state.
     """
 
     def __init__(self) -> None:
@@ -32,10 +33,10 @@ class Trainings:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Surround a loop over steps.
+        """Return the context in which a loop over steps runs.
 
         Raises:
-            UsageError: if another one is under way.
+            UsageError: if another loop is running.
         """
         if self._looping:
             raise UsageError(
@@ -50,10 +51,10 @@ class Trainings:
             self._looping = False
 
     def refuse_beside_steps(self, what: str) -> None:
-        """Refuse what saves or restores a state within a loop over steps.
+        """Refuse a call that saves or restores a state within a loop over steps.
 
         Raises:
-            UsageError: if such a loop is under way.
+            UsageError: if such a loop is running.
         """
         if self._looping:
             raise UsageError(
@@ -62,10 +63,10 @@ class Trainings:
             )
 
     def refuse_after_restoring(self, what: str) -> None:
-        """Refuse what has to be known before a state is restored.
+        """Refuse a call that must come before a state is restored.
 
         Raises:
-            UsageError: if one was.
+            UsageError: if a state was restored.
         """
         if self._looping or self.resumed:
             after = "run.steps() or Trainer.fit() had begun" if self._looping else "run.resume()"
@@ -75,10 +76,10 @@ class Trainings:
             )
 
     def refuse_before_restoring(self, what: str, registered: Sequence[str]) -> None:
-        """Refuse to come to a step's end with registered objects that were not restored at the loop's start.
+        """Refuse a step boundary with registered objects that were not restored at the loop's start.
 
         Raises:
-            UsageError: if there are such, and no state was restored.
+            UsageError: if objects are registered and no state was restored.
         """
         if registered and not self._last:
             raise UsageError(
@@ -88,7 +89,7 @@ class Trainings:
             )
 
     def begin(self, models: Sequence[object], checkpoint: Checkpoint | None) -> None:
-        """Note whose training begins.
+        """Record that the training of some models begins.
 
         Raises:
             UsageError: if the training of other models saves to the same place.

@@ -1,4 +1,4 @@
-"""Models that cannot be trained here as they are: wrapped, sharded, or changed by their own forward pass."""
+"""Detects models that cannot be trained as they are: wrapped, sharded, or changed by their own forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHARDED = re.compile(r"torch\.distributed\..*(FSDPModule|FullyShardedDataParall
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that would not be the same on all ranks, or never come to a step's end.
+    """Refuse a model that would differ between ranks, or would never reach the end of a step.
 
     Raises:
         UsageError: naming the module, and what to do instead.
@@ -38,13 +38,13 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model of which each rank has a part only.
+    """Refuse a model of which each rank holds only a part.
 
     Raises:
         UsageError: naming the module.
     """
     for name, module in model.named_modules():
-        # By name: to import what makes them takes long.
+        # By name, since importing these classes is slow.
         kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
         tensors = {type(parameter).__name__ for parameter in module.parameters(recurse=False)}
         if tensors & {"DTensor", "ShardedTensor"} or any(map(_SHARDED.fullmatch, kinds)):

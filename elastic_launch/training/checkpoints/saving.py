@@ -1,4 +1,4 @@
-"""Where a training's state goes: into the node's memory every few steps, and to durable storage now and then."""
+"""Saves a training's state: to the node's memory every few steps, and to durable storage from time to time."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ Stays = Callable[[Tensor], bool]
 
 
 class Saver:
-    """Restores a process' training, and saves it.
+    """Restores and saves the training of this process.
 
     Args:
-        link: to the agent, which keeps snapshots in memory and copies them; without it there are durable checkpoints
-            only, written by a thread of this process.
+        world: this process' world.
+        link: connection to the agent, which keeps snapshots in memory and copies them. Without it, there are only
+            durable checkpoints, written by a thread of this process.
 
     Attributes:
-        failure: why nothing at all could be saved, if so.
-        seconds: that the last saving took.
-        compares: whether the ranks' states are compared in the present training, see ``replicas``.
+        failure: why no checkpoint at all could be saved; None otherwise.
+        seconds: duration of the last save.
+        compares: whether the ranks' states are compared in the current training, see ``replicas``.
     """
 
     def __init__(self, world: World, link: AgentLink | None) -> None:
@@ -56,15 +57,15 @@ class Saver:
         self._keeping = 0  # step of the last snapshot
         self._uncertain: Callable[[Checkpoint], None] | None = None
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
-        self._equal = (0, 0)  # round and step of the last state that was found the same on all ranks
+        self._equal = (0, 0)  # round and step of the last state found equal on all ranks
 
     def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
-        """Tell a function of each checkpoint that was written or failed."""
+        """Call a function with the outcome of each checkpoint that was written or failed."""
         self._listeners.append(function)
 
     @contextmanager
     def telling(self, function: Callable[[snapshot.WriteOutcome], None]) -> Iterator[None]:
-        """Do as :meth:`listen` for the time of a context."""
+        """Within this context, call the function as by :meth:`listen`."""
         self._listeners.append(function)
         try:
             yield
@@ -72,10 +73,10 @@ class Saver:
             self._listeners.remove(function)
 
     def restore(self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState) -> Resumed:
-        """Restore the next of the script's trainings from its newest state, wherever it is; called by all ranks.
+        """Restore the script's next training from its newest state, in memory or storage; called by all ranks.
 
-        Mostly that is in memory, of which durable storage has copies. It is not where the node that went on alone is
-        gone, and another one comes back with an older state.
+        The newest state is usually in memory, and durable storage has copies. It is not if the node that continued
+        alone is gone and another node comes back with an older state.
         """
         self.finish(wait=True)
         self._checkpoint = checkpoint
@@ -115,7 +116,7 @@ class Saver:
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
             self._branch = checkpoint.branch
         if self._equal == kept.position:
-            self.equal_after(step)  # of this branch, too
+            self.equal_after(step)  # in this branch, too
         elif not resumed.compared and self._world.rank == 0:
             _log.warning(
                 "training resumes from the snapshot of step %d in memory; the ranks were last compared after step %d, "
@@ -129,7 +130,7 @@ class Saver:
         return resumed
 
     def _judge(self, resumed: Resumed) -> None:
-        """Say so if a checkpoint was made of a state that differed from rank to rank, for all that is known."""
+        """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""
         if resumed.compared:
             self.equal_after(resumed.step)
         elif self._world.rank == 0:
@@ -141,7 +142,7 @@ class Saver:
             )
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
-        """Return what this rank wants, each wish once: the first rank's clock and costs count for all."""
+        """Return what this rank wants, each wish once; rank 0's clock and costs decide for all ranks."""
         timed = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
         save = self._asked(step, checkpoint) or timed
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
@@ -155,7 +156,7 @@ class Saver:
         return wishes
 
     def _owes(self, checkpoint: Checkpoint | None) -> bool:
-        """Whether a checkpoint that was put off can be made now."""
+        """Whether a postponed checkpoint can be made now."""
         return (
             checkpoint is not None
             and checkpoint.owes
@@ -164,24 +165,24 @@ class Saver:
         )
 
     def _agent_is_there(self) -> bool:
-        """Whether the agent lives, and takes snapshots: if it does not answer, it is slow."""
+        """Whether the agent is connected and takes snapshots; if it does not answer then, it is slow."""
         return self._memory is not None and self._memory.writes and self._link is not None and self._link.alive
 
     def _may_commit(self) -> bool:
         return self._link is None or self._link.may_commit()
 
     def agree(self, agreed: Wishes) -> None:
-        """Take note of what all ranks have agreed on; it is done at the next boundary with a step."""
+        """Record what all ranks agreed on; it is done at the next boundary with a step."""
         if agreed.save or agreed.keep:
             self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
 
     def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
-        """A step is done; tell of checkpoints that were written."""
+        """Record that a step is done, and report checkpoints that were written or failed."""
         self._uncertain = None
         if self._memory is not None:
             self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
-            self._checkpoint = checkpoint  # for the end, also where a second training goes on without restoring
+            self._checkpoint = checkpoint  # for the end, even if a second training continues without restoring
             for outcome in checkpoint.outcomes():
                 self._tell(outcome)
 
@@ -197,12 +198,12 @@ class Saver:
         draining: bool,
         stays: Stays | None,
     ) -> None:
-        """Save the state after a step where that is due; called by all ranks.
+        """Save the state after a step if a save is due; called by all ranks.
 
         Args:
-            last: whether no step follows in this process.
-            draining: whether one follows in another.
-            stays: whether a tensor keeps its values until :meth:`settle`; None: nobody calls that.
+            last: whether this is the last step in this process.
+            draining: whether another process continues the training.
+            stays: whether a tensor keeps its values until :meth:`settle`; None: :meth:`settle` is not called.
         """
         agreed, self._agreed = self._agreed, NOTHING
         if agreed is not NOTHING:
@@ -235,7 +236,7 @@ class Saver:
         if durable and self._kept and durably:
             durably.requested(step, self._link)
         elif durable and durably and in_memory and self._agent_is_there() and not last:
-            # Memory must not fall behind what is durable: all ranks save again once the agent answers.
+            # Memory must not fall behind durable storage: all ranks save again once the agent answers.
             if not durably.owes:
                 _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
             durably.put_off(step)
@@ -244,15 +245,15 @@ class Saver:
         self.seconds = time.monotonic() - began
 
     def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
-        """Whether :meth:`save` is about to save durably, even if no stop or end wants it; the same on all ranks."""
+        """Whether :meth:`save` will save durably even without a stop or the training's end; the same on all ranks."""
         return checkpoint is not None and (self._agreed.save or _due_by_steps(checkpoint, step))
 
     def equal_after(self, step: int) -> None:
-        """The state after a step was found the same on all ranks."""
+        """Record that the state after a step was found equal on all ranks."""
         self._equal = self._branch.round, step
 
     def drop_unequal(self) -> None:
-        """Drop the snapshots in memory that are newer than the last state that was the same on all ranks."""
+        """Drop the snapshots in memory that are newer than the last state that was equal on all ranks."""
         if self._memory is not None:
             self.settle()
             self._memory.drop_above(self._equal, self._training)
@@ -274,7 +275,7 @@ class Saver:
             self._lose_snapshot(f"there is no memory for them: {error}")
 
     def _take_again(self, error: snapshot.TornSnapshotError) -> None:
-        """Say that a snapshot is given up, and have the checkpoint that was to be made of it made of a later one."""
+        """Report that a snapshot is given up, and make its checkpoint from a later one."""
         _log.warning(
             "%s. That snapshot is given up. From now on the next step begins only when a snapshot is copied; to avoid "
             "the wait, change parameters right after step.update()",
@@ -285,10 +286,10 @@ class Saver:
             self._checkpoint.torn(self._keeping)
 
     def finish(self, *, wait: bool) -> None:
-        """Come to the end of a training.
+        """End a training.
 
         Args:
-            wait: for what is being copied to durable storage; else the agent sees to it.
+            wait: whether to wait for copies to durable storage; otherwise the agent completes them.
         """
         self.settle()
         checkpoint, self._checkpoint = self._checkpoint, None
@@ -307,16 +308,16 @@ class Saver:
     def _save_again(
         self, step: int, identity: dict[str, int], state: TrainingState, worlds: list[int], checkpoint: Checkpoint
     ) -> None:
-        """Save what was restored from memory, when no step is left to be done.
+        """Save the state restored from memory if no step is left.
 
-        Its copy may have been what the last processes waited for when a fault ended their round.
+        The previous processes may have been waiting for its copy when a fault ended their round.
         """
         checkpoint.doubt()
         self.save(step, checkpoint, identity, state, worlds, last=True, draining=False, stays=None)
 
     def abandon(self) -> None:
-        """After an error: let what is being written be finished, without any other rank."""
-        with suppress(snapshot.UnsupportedStateError):  # perhaps the error itself
+        """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
+        with suppress(snapshot.UnsupportedStateError):  # may be that same error
             self.settle()
         if self._checkpoint is not None:
             self._checkpoint.rescue()
@@ -362,7 +363,7 @@ class Saver:
         return False
 
     def _lose_snapshot(self, reason: str) -> None:
-        """Give up after a state was taken for one that is on its way to the agent."""
+        """Give up a snapshot that was reported as on its way to the agent."""
         assert self._memory is not None
         self._give_up_memory(reason)
         if self._checkpoint is not None:
@@ -375,7 +376,7 @@ class Saver:
         _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
 
     def _asked(self, step: int, checkpoint: Checkpoint | None) -> bool:
-        """Whether the agent asks for a checkpoint; it is told at once if there will be none."""
+        """Whether the agent requests a checkpoint; reports an error to it if the script saves none."""
         if self._link is None or not self._link.save_asked():
             return False
         if checkpoint is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training: objects with a state, by name, and functions to be told."""
+"""The contents of a checkpoint: stateful objects by name, and functions to call when they are saved or restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
 
 
 class Stateful(Protocol):
-    """What has a state to be saved, as torch's modules, optimizers and schedulers do."""
+    """An object whose state can be saved, such as torch's modules, optimizers and schedulers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -29,12 +29,12 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: object) -> bool:
-    """Return whether part is an object, not a class, that has a state to be saved."""
+    """Return whether ``part`` is an object, not a class, with ``state_dict`` and ``load_state_dict``."""
     return not isinstance(part, type) and hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 class Group:
-    """Several objects with a state as one part of it, by name."""
+    """Several stateful objects by name, saved as one part."""
 
     def __init__(self, members: Mapping[str, Stateful]) -> None:
         self.members = dict(members)
@@ -59,7 +59,7 @@ class TrainingState:
         """Add a part.
 
         Raises:
-            UsageError: if the name is taken by another object, or the object has no state.
+            UsageError: if another object has the name, or the object lacks ``state_dict`` or ``load_state_dict``.
         """
         if self._parts.get(name, stateful) is not stateful:
             raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
@@ -91,10 +91,10 @@ class TrainingState:
         self._on_restore.append(function)
 
     def capture(self, *, keep: bool) -> dict[str, Any]:
-        """Tell all that the state is about to be taken, and return it.
+        """Call the ``on_save`` functions, then return the states of all parts by name.
 
         Args:
-            keep: whether this rank needs the state; without it the parts are not asked.
+            keep: whether this rank needs the state; if not, the result is empty.
         """
         for function in self._on_save:
             function()
@@ -110,19 +110,19 @@ class TrainingState:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether there is nothing to save, nor a function that does it."""
+        """Whether neither a part nor a function is registered."""
         return not (self._parts or self._on_save or self._on_restore)
 
     def check(self) -> None:
-        """Ask all parts for their state, and refuse what a checkpoint cannot hold.
+        """Check that a checkpoint can hold the states of all parts.
 
         Raises:
-            UnsupportedStateError: naming type and place.
+            UnsupportedStateError: naming the type and place of a value that it cannot.
         """
         tree.encode({name: part.state_dict() for name, part in self._parts.items()})
 
     def orders(self) -> dict[str, list[list[str]]]:
-        """Return the names of each optimizer's parameters by group; those of no part are numbered."""
+        """Return the names of each optimizer's parameters by group; parameters of no part are numbered."""
         names = {
             id(parameter): f"{part}.{name}"
             for part, module in self._parts.items()
@@ -147,13 +147,13 @@ class TrainingState:
                 yield from ((f"{name}/{key}", member) for key, member in part.members.items())
 
     def described(self) -> str:
-        """Return the names of all parts, with their classes where a state fits no other one."""
+        """Return the names of all parts, with the class of those whose state fits no other class."""
         classes = self.classes()
         names = dict.fromkeys([*self._parts, *classes])
         return ", ".join(f"{name} ({classes[name]})" if name in classes else name for name in names)
 
     def classes(self) -> dict[str, str]:
-        """Return the classes of those parts whose states fit no other one; of groups by ``part/member``."""
+        """Return the classes of those parts whose state fits no other class; members of groups as ``part/member``."""
         return {name: kind for name, part in self._members() if (kind := class_of(part))}
 
     def restore(
@@ -163,15 +163,16 @@ class TrainingState:
         classes: Mapping[str, str] | None = None,
         orders: Mapping[str, list[list[str]]] | None = None,
     ) -> None:
-        """Give the parts their states, and tell all.
+        """Load the parts' states, then call the ``on_restore`` functions.
 
         Args:
-            origin: which checkpoint it is, for errors.
-            classes, orders: as :meth:`classes` and :meth:`orders` were when it was saved; of what is not there they are
-                not known.
+            state: states by part.
+            origin: names the checkpoint in error messages.
+            classes, orders: results of :meth:`classes` and :meth:`orders` when the state was saved; missing entries are
+                unknown.
 
         Raises:
-            UsageError: naming the parts, if they are not the same, or what of them differs.
+            UsageError: if the state has other parts than this training, or does not fit one of them.
         """
         if lacking := sorted(self._parts.keys() - state.keys()):
             names = ", ".join(lacking)
@@ -196,7 +197,7 @@ class TrainingState:
 
 
 def _check_members(saved: Any, origin: str, path: Path) -> None:
-    """Refuse a state with a member of an enum that this script has not, or has with another value.
+    """Refuse a state with an enum member that this script lacks or that has another value here.
 
     Raises:
         UsageError: naming its place.
@@ -222,13 +223,13 @@ def _load(
     classes: Mapping[str, str],
     orders: Mapping[str, tuple[list[list[str]], list[list[str]]]],
 ) -> None:
-    """Give a part its state.
+    """Load a part's state.
 
     Args:
-        orders: names of an optimizer's parameters, when it was saved and now.
+        orders: names of an optimizer's parameters: when it was saved, and now.
 
     Raises:
-        UsageError: if it is not that part's.
+        UsageError: if the state does not fit the part.
     """
     if isinstance(part, Group):
         there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []

@@ -85,7 +85,7 @@ class Drawn(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
-        # Only the script knows which dimension counts samples. A wrong size would change the mean over the global batch.
+        # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
         shapes = [tuple(tensor.shape) for tensor in _tensors(made) if tensor.dim()]
         if shapes and not any(len(request.micro) in shape for shape in shapes):
             name = getattr(self._get_batch, "__name__", type(self._get_batch).__name__)

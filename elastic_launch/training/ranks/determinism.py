@@ -1,4 +1,4 @@
-"""Torch's settings that the bits of a result depend on: changed for exactness only, and given back."""
+"""Torch's settings that bitwise results depend on: changed only for exactness, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Determinism:
-    """How many threads compute, and whether algorithms are deterministic.
+    """Sets torch's number of threads, and whether it uses deterministic algorithms.
 
     Args:
-        threads: of each CPU operation, from the start; None: what torch has, and 1 in exact mode.
-        deterministic: whether algorithms are deterministic, from the start; None: in exact mode only.
+        threads: threads of each CPU operation, from the start; None: torch's setting, and 1 in exact mode.
+        deterministic: whether algorithms are deterministic, from the start; None: only in exact mode.
 
     Raises:
         UsageError: if threads is less than 1.
@@ -35,8 +35,7 @@ class Determinism:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.backends.cudnn.benchmark,
         )
-        # A matter of memory only. cuBLAS reads it before it is first used, which may be before it is known that a
-        # training is to be exact.
+        # This affects only memory use. cuBLAS reads it before its first use, possibly before an exact training begins.
         self._set_cublas = deterministic is not False and _CUBLAS not in os.environ
         if self._set_cublas:
             os.environ[_CUBLAS] = ":4096:8"
@@ -46,13 +45,13 @@ class Determinism:
             _be_deterministic()
 
     def exact(self) -> None:
-        """A training begins that is to be exact."""
+        """Apply the settings for exact training."""
         torch.set_num_threads(self._threads or 1)
         if self._wanted is not False:
             _be_deterministic()
 
     def close(self) -> None:
-        """Give back what was there before."""
+        """Restore the previous settings."""
         threads, enabled, warn_only, benchmark = self._before
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -1,7 +1,7 @@
-"""What a training is given must be the same on all ranks: compared before anything depends on it.
+"""Checks that all ranks were given the same arguments, before anything depends on them.
 
-A rank with another seed or dataset takes samples that are not its own, and one without a checkpoint leaves the others
-waiting for it. Each rank sees only its own arguments, so nothing else would notice.
+A rank with another seed or dataset would load samples that are not its own; a rank without a checkpoint would leave the
+others waiting. Each rank sees only its own arguments, so nothing else would detect this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ __all__ = ["check_same"]
 
 
 def check_same(world: World, given: Mapping[str, object]) -> None:
-    """Compare what the ranks were given; called by all ranks.
+    """Compare the arguments of all ranks; called by all ranks.
 
     Args:
-        given: by the names that errors use; compared as text.
+        world: this process' world.
+        given: arguments by the names used in errors; compared as text.
 
     Raises:
-        UsageError: on all ranks, naming what differs first, and on which rank.
+        UsageError: on all ranks, naming the first difference and the rank that has it.
     """
     if world.world_size == 1:
         return

@@ -20,20 +20,23 @@ from elastic_launch.errors import UsageError
 __all__ = ["GROUP_TIMEOUT", "World", "join", "leave"]
 
 GROUP_TIMEOUT = 600.0
-"""Seconds after which a collective that not all ranks come to fails."""
+"""Seconds after which a collective fails if not all ranks have joined it."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A process' place.
+    """A process' ranks, and the sizes of its world.
 
     Attributes:
+        rank, world_size: among all processes.
+        local_rank, local_world_size: among the processes of this node.
+        node_rank: rank of this node.
+        nodes: number of nodes in the round.
         round: number of the round under an agent of this project, else 0.
-        nodes: in the round.
         restarts: restarts of the run so far.
-        alone: there is no launcher: one process without a process group of others.
-        one_gpu: this process sees no GPU but its own.
-        placed: whether local_rank is known, and not only taken for 0.
+        alone: whether there is no launcher: one process without a process group.
+        one_gpu: whether this process sees only its own GPU.
+        placed: whether ``local_rank`` is known, not just assumed to be 0.
     """
 
     rank: int = 0
@@ -53,7 +56,7 @@ class World:
         """Read the world from a worker's environment.
 
         Raises:
-            UsageError: if it is described only in part, or not in numbers.
+            UsageError: if the environment describes it only in part, or not in numbers.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if not environ.get(name)]
@@ -92,7 +95,7 @@ class World:
         """Return this rank's GPU if each local rank can have one of its own, else the CPU.
 
         Raises:
-            UsageError: if there are GPUs, and nothing tells which is this rank's.
+            UsageError: if there are GPUs, but which one is this rank's is unknown.
         """
         if torch.cuda.is_available() and not self.placed:
             raise UsageError(
@@ -110,10 +113,10 @@ def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
     """Join the world's process group and return the device to train on.
 
     Args:
-        timeout: seconds after which a collective that nobody completes fails.
+        timeout: seconds after which a collective fails if not all ranks have joined it.
 
     Raises:
-        UsageError: if a group was joined before that cannot exchange control values.
+        UsageError: if a group was joined before that has no backend for the CPU, which control values need.
     """
     device = world.device()
     if device.type == "cuda":
@@ -126,14 +129,14 @@ def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
                 'Leave joining to el.session(), or make the group with "cpu:gloo,cuda:nccl".',
             )
     elif not world.alone:
-        # gloo stays at hand for control values, which live on the CPU.
+        # gloo exchanges control values, which live on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
 
 
 def leave() -> None:
-    """Leave the process group; leaving it to the interpreter's exit aborts now and then."""
+    """Leave the process group. If that is left to the interpreter's exit, the process occasionally aborts."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
