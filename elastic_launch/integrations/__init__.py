@@ -1,8 +1,8 @@
-"""Callbacks by which the training loops of other frameworks take part in planned changes.
+"""Callbacks that let the training loops of other frameworks take part in planned changes.
 
 ``accelerate``, ``lightning``, ``transformers``  one module for each framework, imported on first use: only that one
                                                 imports its framework
-``drain``                                       what they share, and what a further framework would use
+``drain``                                       shared by all three; also for loops of other frameworks
 """
 
 from __future__ import annotations

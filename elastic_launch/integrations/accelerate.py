@@ -1,4 +1,4 @@
-"""Planned changes for loops on accelerate: a call behind each step."""
+"""Planned changes for training loops that use accelerate: a call after each step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["DrainCallback"]
 
 
 class DrainCallback:
-    """Saves by the script's own function, and ends the process, where all ranks have agreed to stop.
+    """Saves with the script's own function, and ends the process, once all ranks have agreed to stop.
 
-    To be made when training begins, after resuming, and called by all ranks behind each step::
+    Make it when training begins, after resuming, and call it on all ranks after each step::
 
         drain = DrainCallback(accelerator, save, step, total)
         for batch in loader:
@@ -23,12 +23,14 @@ class DrainCallback:
                 ...
             drain()
 
-    A call while gradients accumulate is none. The process ends by ``SystemExit``.
+    A call while gradients accumulate does nothing. The process ends with ``SystemExit``.
 
     Args:
-        save: called on all ranks with the optimizer steps done, to save a state from which the script resumes.
+        accelerator: the script's ``Accelerator``.
+        save: ``save(step)``, called on all ranks with the optimizer steps done, saves a state from which the script
+            resumes.
         step: optimizer steps done so far.
-        total: of the whole training; 0: not known.
+        total: optimizer steps of the whole training; 0: not known.
     """
 
     def __init__(self, accelerator: Accelerator, save: Callable[[int], object], step: int = 0, total: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A worker's part in planned changes, for a loop that a framework owns and whose state the framework saves."""
+"""A worker's part in planned changes, for training loops of frameworks that save their own state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Drain"]
 
 
 class Drain:
-    """Has all ranks stop after the same step when a node comes or goes, or on SIGTERM.
+    """Makes all ranks stop after the same step when a node joins or leaves, or on SIGTERM.
 
-    Nothing is saved or restored here, and nothing kept in memory: where :attr:`stops` or :attr:`save` is set, the
-    framework writes its own checkpoint, and it resumes from that.
+    It saves and restores nothing and keeps nothing in memory: when :attr:`stops` or :attr:`save` is set, the framework
+    writes its own checkpoint, and later resumes from it.
 
     Attributes:
-        stops: whether all ranks have agreed to stop here, so that other processes go on.
-        save: whether a checkpoint is asked for after the last step, by ``elasticctl checkpoint`` for example.
+        stops: whether all ranks have agreed to stop here, so that other processes can continue.
+        save: whether a checkpoint was requested after the last step, for example by ``elasticctl checkpoint``.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,12 @@ class Drain:
         self._reached = 0.0
 
     def begin(self, step: int, total: int = 0) -> None:
-        """Training begins with so many steps done of so many (0: not known): from now on it can be stopped."""
+        """Mark the training as begun; from now on it can be stopped.
+
+        Args:
+            step: optimizer steps done.
+            total: optimizer steps of the whole training; 0: not known.
+        """
         self.end()
         self._world, self._stop, self._step = _world(), Stop.NO, step
         self.stops = self.save = False
@@ -52,14 +57,14 @@ class Drain:
             self._link.ready(step, total, 0.0)
 
     def boundary(self, step: int, *, end: bool = False) -> bool:
-        """Come to the boundary behind an optimizer step; called by all ranks, equally often.
+        """Mark the boundary after an optimizer step. All ranks must call it equally often.
 
         Args:
             step: optimizer steps done.
-            end: whether the training ends here, so that there is nothing left to stop.
+            end: whether the training ends here, so that nothing is left to stop.
 
         Returns:
-            :attr:`stops`: the state is to be saved, then :meth:`leave` called.
+            :attr:`stops`. If True, save the state, then call :meth:`leave`.
         """
         if self._agreement is None:
             self._agreement = Agreement(self._world.world_size)
@@ -75,12 +80,17 @@ class Drain:
         return self.stops
 
     def saved(self, step: int, error: str = "") -> None:
-        """Tell the agent that the framework has written a checkpoint, or could not."""
+        """Report to the agent that the framework has written a checkpoint, or that it failed.
+
+        Args:
+            step: optimizer steps done when the state was taken.
+            error: why it failed; empty if it did not.
+        """
         if self._link is not None and self._world.rank == 0:
             self._link.saved(step, error)
 
     def end(self) -> None:
-        """Training has ended: give back the signal's handler and the agent's socket."""
+        """End the training: restore the signal handler, and close the agent's socket."""
         if self._agreement is not None:
             self._agreement.settle()
             self._agreement = None
@@ -90,12 +100,13 @@ class Drain:
             self._link = None
 
     def leave(self) -> int:
-        """Tell the agent that all have stopped and this process' state is saved; called by all ranks.
+        """Report to the agent that all ranks have stopped and this process' state is saved; called by all ranks.
 
         Returns:
-            the code of the :class:`~elastic_launch.training.stopping.Drained` by which the process is to end now.
+            The exit code. The process must now end by raising
+            :class:`~elastic_launch.training.stopping.Drained` with it.
         """
-        # The agent counts on what it was told; whoever sent a signal to the process alone expects its code.
+        # The agent expects 0; a sender of SIGTERM to this process alone expects the signal's exit code.
         code = 0 if self._link is not None or self._stop is Stop.AGENT else 128 + signal.SIGTERM
         if self._agreement is not None:
             self._agreement.settle()
@@ -110,7 +121,7 @@ class Drain:
 
 
 def _world() -> World:
-    """This process' place: by the process group that the framework has joined, if it has."""
+    """Return this process' world, from the process group that the framework has joined, if any."""
     world = environment() if os.environ.get(ENV_ROUND) else World()
     if dist.is_available() and dist.is_initialized():
         return replace(world, rank=dist.get_rank(), world_size=dist.get_world_size(), alone=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:  # the package's older name
+except ImportError:  # older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from elastic_launch.errors import UsageError
@@ -19,15 +19,16 @@ __all__ = ["DrainCallback"]
 
 
 class DrainCallback(Callback):
-    """Saves a checkpoint and ends the process where all ranks have agreed to stop.
+    """Saves a checkpoint and ends the process once all ranks have agreed to stop.
 
-    ``Trainer.fit`` raises ``SystemExit`` then, behind the step. It resumes by ``fit(..., ckpt_path="last")``.
-    While training, SIGTERM at this process is a wish to stop; Lightning's own handler, which joins a collective out of
-    turn, is put aside.
+    ``Trainer.fit`` then raises ``SystemExit`` after the step. Resume with ``fit(..., ckpt_path="last")``. During
+    training, SIGTERM to this process is a stop request. Lightning's own SIGTERM handler, which joins a collective out
+    of turn, is replaced until training ends.
 
     Args:
-        path: where to save; None: as the last checkpoint of the ModelCheckpoint with ``save_last``, where ``"last"`` is
-            looked for. Give it a directory: the default one is another at every start.
+        path: where to save. None: as the last checkpoint of the ``ModelCheckpoint`` with ``save_last``, which is where
+            ``"last"`` is looked for. Give that ModelCheckpoint a directory: its default directory differs at every
+            start.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -38,7 +39,7 @@ class DrainCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._path is None:
-            self._last_saver(trainer)  # before the first step, not at the first stop
+            self._last_saver(trainer)  # raises before the first step, not at the first stop
         self._step = trainer.global_step
         if _lightnings(signal.getsignal(signal.SIGTERM)):
             self._put_aside = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -56,7 +57,7 @@ class DrainCallback(Callback):
         self._save(trainer)
         self._drain.saved(self._step)
         if stops:
-            # At once: Lightning would do an epoch's end with half an epoch. It leaves the world by itself.
+            # At once: Lightning would run the epoch's end with half an epoch. It leaves the process group by itself.
             raise Drained(self._drain.leave())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +67,7 @@ class DrainCallback(Callback):
             self._put_aside = None
 
     def _last_saver(self, trainer: Trainer) -> Any:
-        """The ModelCheckpoint in whose name to save.
+        """Return the ModelCheckpoint that saves the last checkpoint.
 
         Raises:
             UsageError: if there is none.
@@ -84,13 +85,13 @@ class DrainCallback(Callback):
         if path is None:
             saver = self._last_saver(trainer)
             path = os.path.join(saver.dirpath, saver.CHECKPOINT_NAME_LAST + saver.FILE_EXTENSION)
-            saver.last_model_path = path  # else it would take this for a stranger's, and number its next one
+            saver.last_model_path = path  # else it would not know this file, and number its next one
         if trainer.is_global_zero and os.path.islink(path):
-            os.unlink(path)  # ModelCheckpoint(save_last="link"): what it points to is another checkpoint
+            os.unlink(path)  # ModelCheckpoint(save_last="link"): the link's target is another checkpoint
         trainer.save_checkpoint(path)
 
 
 def _lightnings(handler: Any) -> bool:
-    """Whether a signal's handler is that of Lightning, and holds none of the script's or for Slurm."""
+    """Whether a signal handler is Lightning's, without a handler of the script or for Slurm in it."""
     names = [getattr(part, "__name__", "") for part in getattr(handler, "signal_handlers", [])]
     return names == ["_sigterm_notifier_fn"]

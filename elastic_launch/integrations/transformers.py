@@ -14,10 +14,10 @@ __all__ = ["DrainCallback"]
 
 
 class DrainCallback(TrainerCallback):
-    """Saves a ``checkpoint-N`` and ends the process where all ranks have agreed to stop.
+    """Saves a ``checkpoint-N`` and ends the process once all ranks have agreed to stop.
 
-    ``Trainer.train`` raises ``SystemExit`` then, after its own end. The script resumes as after a fault: by
-    ``train(resume_from_checkpoint=...)``. ``elasticctl checkpoint`` makes the Trainer save, too.
+    ``Trainer.train`` then raises ``SystemExit`` after its own end. The script resumes as after a fault, with
+    ``train(resume_from_checkpoint=...)``. ``elasticctl checkpoint`` makes the Trainer save too.
     """
 
     def __init__(self) -> None:

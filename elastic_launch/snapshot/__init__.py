@@ -1,18 +1,18 @@
 """Checkpoints of replicated state: one format, no pickle, no training code.
 
-``write``, ``find``, ``inspect``, ``load``, ``newest`` and ``prune`` work on checkpoints in a directory or behind a URL,
-``BackgroundWriter`` writes them in a thread, ``state_sha256`` compares tensors to the bit.
+``write``, ``find``, ``inspect``, ``load``, ``newest`` and ``prune`` work on checkpoints in a directory or behind a URL.
+``BackgroundWriter`` writes them in a thread. ``state_sha256`` compares tensors to the bit.
 
-A checkpoint exists from the moment at which its directory is renamed to its final name; by then its files, the manifest
-last, are on the disk. Where one is copied file by file instead, by other tools, it exists from the moment at which its
-manifest is there with its checksum and all files have their sizes. Several processes, on several hosts, may write,
-read and prune in one directory at once. Behind a URL nothing can be renamed: there it is always the manifest.
+A checkpoint exists once its directory is renamed to its final name; by then its files are on the disk, the manifest
+last. A checkpoint that other tools copy file by file exists once its manifest is present with a correct checksum and
+all files have their sizes. Behind a URL nothing can be renamed, so this rule applies there always. Several processes on
+several hosts may write, read and prune in one directory at the same time.
 
-``format/``   what a checkpoint consists of
+``format/``   the contents of a checkpoint
 ``storage/``  directories and URLs: write, find, read, prune
 ``memory/``   snapshots in shared memory
 ``location``  a directory or a URL
-``errors``    what can go wrong
+``errors``    exceptions
 ``room``      how much memory snapshots may use
 ``stall``     reads that end when storage stops responding
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from elastic_launch.snapshot.storage.saving import prune as prune
     from elastic_launch.snapshot.storage.saving import write as write
 
-# Loaded on first use: whoever copies checkpoints as files needs no torch, which takes seconds to import.
+# Loaded on first use: processes that copy checkpoints as files do not need torch, which takes seconds to import.
 _HOMES = {
     "BackgroundWriter": "storage.background",
     "CheckpointError": "errors",

@@ -1,15 +1,15 @@
-"""What can go wrong with a checkpoint.
+"""Exceptions of reading and writing checkpoints.
 
 ::
 
     CheckpointError                    1
-    ├── UnsupportedStateError              the state holds what the format cannot
+    ├── UnsupportedStateError              the state has a value that the format cannot hold
     ├── TornSnapshotError                  the state changed while it was being copied into memory
-    ├── NotCommittedError                  written by who is no member of the run any more
-    ├── CheckpointWriteError               the directory is read-only, full or no directory
+    ├── NotCommittedError                  the writer may no longer be a member of the run
+    ├── CheckpointWriteError               the directory is read-only, full or not a directory
     │   └── TakenError                         another run writes there
-    └── CheckpointReadError                it is there and cannot be read
-        ├── DamagedCheckpointError             half-written, truncated, altered
+    └── CheckpointReadError                it exists but cannot be read
+        ├── DamagedCheckpointError             half-written, truncated or altered
         ├── ForeignCheckpointError             another format, or another version of this one
         ├── StalledError                       the storage does not respond
         └── CheckpointGoneError                removed while it was being read
@@ -50,11 +50,11 @@ _NO_DIRECTORY = {errno.ENOTDIR, errno.EEXIST}
 
 
 class MalformedError(Exception):
-    """Inside this package: content that no writer of ours wrote; says what is wrong, the caller knows in which file."""
+    """Internal: content that this package did not write. The message says what is wrong; the caller adds the file."""
 
 
 class UnknownFormatError(MalformedError):
-    """Inside this package: content of another format, or of another version of this one."""
+    """Internal: content of another format, or of another version of this one."""
 
 
 class CheckpointError(ElasticLaunchError):
@@ -62,7 +62,7 @@ class CheckpointError(ElasticLaunchError):
 
 
 class NotCommittedError(CheckpointError):
-    """A checkpoint was written and then not committed: its node may not be a member of the run any more."""
+    """A checkpoint was written but not committed, because its node may no longer be a member of the run."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class NotCommittedError(CheckpointError):
 
 
 class UnsupportedStateError(CheckpointError):
-    """The state holds a value that the format cannot; the message has its type and its place."""
+    """The state has a value that the format cannot hold; the message names its type and its place in the state."""
 
     final = True
 
@@ -82,18 +82,18 @@ class TornSnapshotError(CheckpointError):
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written, or old ones not be removed; the message has the path and the cause."""
+    """A checkpoint could not be written, or old ones could not be removed; the message has the path and the cause."""
 
 
 class TakenError(CheckpointWriteError):
-    """Another run has taken the directory since; to try again would not help."""
+    """Another run has taken the directory in the meantime; retrying does not help."""
 
 
 class CheckpointReadError(CheckpointError):
-    """A checkpoint, or the directory of checkpoints, is there and cannot be read.
+    """A checkpoint, or the directory of checkpoints, exists but cannot be read.
 
     Attributes:
-        path: the directory, or URL.
+        path: the directory or URL.
     """
 
     def __init__(self, path: Place, message: str, hint: str) -> None:
@@ -102,7 +102,7 @@ class CheckpointReadError(CheckpointError):
 
 
 class DamagedCheckpointError(CheckpointReadError):
-    """A checkpoint is not what its writer wrote: half-written, truncated or altered."""
+    """A checkpoint differs from what its writer wrote: it is half-written, truncated or altered."""
 
     def __init__(self, path: Place, found: str) -> None:
         super().__init__(
@@ -113,7 +113,7 @@ class DamagedCheckpointError(CheckpointReadError):
 
 
 class ForeignCheckpointError(CheckpointReadError):
-    """A directory holds another format than this version reads."""
+    """A directory has a format that this version cannot read."""
 
     def __init__(self, path: Place, found: str) -> None:
         super().__init__(
@@ -124,7 +124,7 @@ class ForeignCheckpointError(CheckpointReadError):
 
 
 class CheckpointGoneError(CheckpointReadError):
-    """A checkpoint was removed, by a pruning writer for example, while it was being read."""
+    """A checkpoint was removed, for example by a pruning writer, while it was being read."""
 
     def __init__(self, path: Place) -> None:
         super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
@@ -143,9 +143,10 @@ class StalledError(CheckpointReadError):
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """Turn the operating system's errors into one that says what could not be done, where and why.
+    """Turn an OSError into an error that says what could not be done, where and why.
 
     Args:
+        path: the file or directory.
         what: completes "Could not ...", for example "write a checkpoint in".
 
     Raises:
@@ -159,7 +160,7 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """As ``writing``, for what is read.
+    """Like :func:`writing`, for reads.
 
     Raises:
         CheckpointReadError: for an OSError.

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a directory, or a URL that fsspec opens."""
+"""Locations of checkpoints: a directory, or a URL that fsspec can open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _PASSWORD = re.compile(r"[^/]*:[^/@]*@")
 
 
 class Url(str):
-    """A place in an object store, for example; has what is needed of a path, whose class would join its slashes."""
+    """A URL, for example in an object store, with the few methods of ``Path`` that are needed here.
+
+    ``Path`` itself would collapse the double slash.
+    """
 
     __slots__ = ()
 
@@ -25,16 +28,16 @@ class Url(str):
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of the URL."""
         return self.rpartition("/")[2]
 
     @property
     def scheme(self) -> str:
-        """What comes before ``://``."""
+        """The part before ``://``, in lower case."""
         return self.partition("://")[0].lower()
 
     def absolute(self) -> Url:
-        """Return itself."""
+        """Return the URL itself."""
         return self
 
 
@@ -42,10 +45,10 @@ Place = Path | Url
 
 
 def place(directory: str | os.PathLike[str]) -> Place:
-    """Return a URL for what looks like one, else a path.
+    """Return a ``Url`` if the argument looks like a URL, else a ``Path``.
 
     Raises:
-        UsageError: if it is a URL that would show a password, leads through a cache, or was a path in between.
+        UsageError: if it is a URL that contains a password, is a chain of file systems, or lost a slash as a ``Path``.
     """
     if isinstance(directory, Path | Url):
         _check_path(directory)

@@ -1,4 +1,4 @@
-"""How much memory there is for snapshots, by the kernel's and the control groups' books."""
+"""How much memory is free for snapshots, according to the kernel and the control groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _UNLIMITED = 1 << 60
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory that this process can still take, before it or another one is killed for want of it.
+    """Return the bytes of memory that this process can still allocate before an out-of-memory kill.
 
-    The least of what the host has available and what is left to each memory control group that the process is in:
-    version 2 (``memory.max`` less ``memory.current``, in the group and all above it) and version 1
-    (``memory.limit_in_bytes`` less ``memory.usage_in_bytes``). Memory that the kernel could take back from a group's
-    files counts as used, so the figure errs on the small side.
+    This is the minimum of the host's available memory and of what is left in each memory control group of the process:
+    version 2 (``memory.max`` less ``memory.current``, in the group and all its ancestors) and version 1
+    (``memory.limit_in_bytes`` less ``memory.usage_in_bytes``). Reclaimable page cache of a group counts as used, so the
+    figure errs on the small side.
     """
     return min([_available(proc), *_left_in_groups(proc, cgroups)])
 

@@ -1,6 +1,6 @@
-"""Reading from storage that may hang, as a network file system does whose server is gone: bounded by progress.
+"""Reads from storage that may hang, such as a network file system whose server is gone.
 
-However long it takes, a read is waited for as long as bytes come. Needs no torch.
+A read may take any time as long as it makes progress. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ WARN = 10.0
 """Seconds without progress after which a warning names the storage."""
 
 STALL = 60.0
-"""Seconds without progress after which reading is given up."""
+"""Seconds without progress after which a read is given up."""
 
 STALL_URL = 300.0
-"""The same behind a URL: drivers try again by themselves."""
+"""The same behind a URL, where drivers retry by themselves."""
 
 
 def advanced() -> None:
-    """Something was read; called by what reads, at least for every few MiB."""
+    """Record progress; a reading function must call this at least every few MiB."""
     thread = threading.current_thread()
     if isinstance(thread, _Reader):
         thread.at = time.monotonic()
 
 
 def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[], object] = lambda: None) -> T:
-    """Return what a function returns that reads from storage and calls :func:`advanced`.
+    """Run a function that reads from storage and calls :func:`advanced`, and return its result.
 
     Args:
+        where: the location that it reads, for the error.
+        function: runs in a thread.
         waiting: called every few seconds meanwhile.
 
     Raises:
-        StalledError: if it makes no progress; its thread stays until the storage responds.
+        StalledError: if the function makes no progress; its thread remains until the storage responds.
     """
     results: list[T] = []
     limit = STALL_URL if isinstance(where, Url) else STALL

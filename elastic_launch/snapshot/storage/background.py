@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training."""
+"""Writes checkpoints in a background thread."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["BackgroundWriter", "WriteOutcome"]
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """How one write ended.
+    """The outcome of one write.
 
     Attributes:
-        step, round: of the state that was to be written.
-        seconds: that it took.
-        info: the checkpoint, None if it was not written.
-        error: why it was not written or, where ``info`` is there, why old ones could not be removed.
+        step, round: of the state to be written.
+        seconds: duration of the write.
+        info: the checkpoint; None if it was not written.
+        error: why it was not written or, if ``info`` is set, why old checkpoints could not be removed.
     """
 
     step: int
@@ -45,14 +45,14 @@ class _Request:
 
 
 class BackgroundWriter:
-    """Writes checkpoints in a thread, one at a time; its owner closes it.
+    """Writes checkpoints in a thread, one at a time. The caller must close it.
 
-    The newest wins: a state that waits while another is written is replaced by the next one submitted. Errors end
-    nothing; they come out of ``poll`` or, if nobody polls, of ``close``.
+    The newest state wins: a state waiting for a write in progress is replaced by the next one submitted. Errors do not
+    end the thread; ``poll`` returns them or, if ``poll`` is not called, ``close`` raises the last one.
 
     Args:
-        directory: where checkpoints are, or a URL; made by the first write.
-        keep: after each write all but so many of the newest are removed, see ``prune``; None removes nothing.
+        directory: directory or URL of the checkpoints; made by the first write.
+        keep: number of newest checkpoints to keep after each write, see ``prune``; None: remove nothing.
         owner, may_commit: as for ``write``.
 
     Raises:
@@ -79,20 +79,20 @@ class BackgroundWriter:
         self._closing = False
         self._ended = False
         self._outcomes: list[WriteOutcome] = []
-        # A daemon, so that a file system that hangs does not keep the process from ending after `close` gave up.
+        # A daemon thread, so that a hanging file system does not keep the process alive after `close` gave up.
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def submit(self, state: Any, *, step: int, round: int, meta: dict[str, Any] | None = None) -> None:
-        """Have a state written, and return at once.
+        """Queue a state for writing, and return at once.
 
         Args:
-            state: a copy that nobody changes any more: it is read later, in another thread.
+            state: as for ``write``; a copy that is not changed any more, since it is read later in another thread.
             step, round, meta: as for ``write``.
 
         Raises:
             CheckpointError: if the writer is closed or its thread has ended.
-            UsageError: if step or round is no such number.
+            UsageError: if ``step`` or ``round`` is invalid.
         """
         check_numbers(step, round)
         with self._changed:
@@ -102,31 +102,33 @@ class BackgroundWriter:
             self._changed.notify_all()
 
     def poll(self) -> list[WriteOutcome]:
-        """Return how the writes ended that were not yet returned, oldest first; does not wait."""
+        """Return the outcomes not yet returned, oldest first; does not wait."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
             return outcomes
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was submitted is written or has failed.
+        """Wait until all submitted states are written or have failed.
 
         Args:
             timeout: seconds.
 
         Returns:
-            False if the time was up before.
+            False on timeout.
         """
         with self._changed:
             return self._changed.wait_for(lambda: self._idle() or self._ended, timeout) and self._idle()
 
     def close(self, timeout: float = 600.0) -> None:
-        """Write what waits, end the thread, and raise the last error that ``poll`` has not returned. Works once.
+        """Write the waiting state, end the thread, and raise the last error that ``poll`` has not returned.
+
+        Only the first call has an effect.
 
         Args:
-            timeout: seconds; what is still being written then appears only if the process lives long enough.
+            timeout: seconds; a checkpoint still being written then appears only if the process lives long enough.
 
         Raises:
-            CheckpointError: the last error not polled, or that the time was up.
+            CheckpointError: the last error not returned by ``poll``, or on timeout.
         """
         with self._changed:
             self._closing = True
@@ -158,7 +160,7 @@ class BackgroundWriter:
         try:
             while (request := self._next()) is not None:
                 outcome = self._write(request)
-                # Before the wait for the next one: a state may be all of a model.
+                # Free it before waiting for the next one: a state may be as large as the model.
                 del request
                 self._finished(outcome)
         finally:
@@ -198,7 +200,7 @@ class BackgroundWriter:
         except CheckpointError as error:
             failure = error
         except RuntimeError as error:
-            # From torch, of a device that is lost or has no memory left, for example.
+            # From torch, for example if a device is lost or out of memory.
             failure = CheckpointError(f"A checkpoint of step {request.step} could not be written: {error}.")
             failure.__cause__ = error
         return WriteOutcome(request.step, request.round, time.monotonic() - started, info, failure)

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory, or behind a URL: found, without trust in what is there. Needs no torch."""
+"""Finds checkpoints in a directory or behind a URL, without trusting its content. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "positions",
 ]
 
-SCANS = 10  # Somebody has to write or remove a checkpoint during each.
+SCANS = 10  # A scan is repeated only if a checkpoint was written or removed during it.
 
 OnDamaged = Callable[[CheckpointReadError], None]
 
@@ -45,12 +45,12 @@ class CheckpointInfo:
     """A complete checkpoint, as its manifest describes it.
 
     Attributes:
-        path: its directory, or URL.
-        step: optimizer steps that the state has behind it.
+        path: its directory or URL.
+        step: optimizer steps done when the state was taken.
         round: number of the round that saved it.
-        digest: 64 hex digits, equal for checkpoints of equal content (state, step, round, meta), wherever they are.
+        digest: 64 hex digits; equal for checkpoints with equal content (state, step, round, meta), in any location.
         bytes: size of its tensors and state.
-        meta: what the writer wanted known before the state is read.
+        meta: the writer's metadata, which can be read without the state.
     """
 
     path: Place
@@ -64,21 +64,22 @@ class CheckpointInfo:
 def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None) -> list[CheckpointInfo]:
     """Return the complete checkpoints in a directory, newest first: by round, then step, then name.
 
-    Complete means: the manifest has its checksum, and all files have their sizes. Their content is not read.
+    Complete means that the manifest has the right checksum and all files have their sizes. The files' content is not
+    read.
 
     Args:
-        directory: need not be there.
-        on_damaged: is told of every directory that has a checkpoint's name and is none; may raise.
+        directory: a directory, which need not exist, or a URL.
+        on_damaged: called with an error for every directory that has a checkpoint's name but is none; may raise.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
-        CheckpointGoneError: if other processes keep removing what is there.
+        CheckpointGoneError: if other processes keep removing checkpoints.
     """
     where = place(directory)
     for _ in range(SCANS):
         listed = _candidates(where)
         found, damaged, gone = _inspect_all(listed)
-        # Somebody may have written one and removed another meanwhile, of which the listing then has neither.
+        # If a writer added one and removed another during the listing, the listing may have neither.
         if gone is None and _candidates(where) == listed:
             break
     if gone is not None and not found:
@@ -90,10 +91,10 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
 
 
 def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:
-    """Return round and step of everything that has a checkpoint's name, complete or not, by one listing.
+    """Return (round, step) of every entry with a checkpoint's name, complete or not, with one listing.
 
     Args:
-        directory: need not be there.
+        directory: a directory, which need not exist, or a URL.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -104,12 +105,15 @@ def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:
 
 
 def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Return what the checkpoint in this directory is, whatever the directory's name.
+    """Return the description of the checkpoint in a directory, which may have any name.
+
+    Args:
+        path: the checkpoint's own directory or URL.
 
     Raises:
         DamagedCheckpointError: if it is incomplete or altered.
         ForeignCheckpointError: if it has another format.
-        CheckpointGoneError: if there is no such directory.
+        CheckpointGoneError: if the directory does not exist.
         CheckpointReadError: if it cannot be read.
     """
     where = place(path)
@@ -176,7 +180,7 @@ def _names(directory: Path) -> list[str]:
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Say of which checkpoint it is that something was wrong."""
+    """Turn errors into errors that name the checkpoint."""
     try:
         with reading(path):
             try:
@@ -198,6 +202,6 @@ def manifest_of(path: Path) -> tuple[Manifest, str]:
 
 
 def check_size(name: str, size: int, expected: FileSum) -> None:
-    """Refuse a file of another size than its manifest says."""
+    """Refuse a file whose size differs from its manifest."""
     if size != expected.bytes:
         raise MalformedError(f"{name} has {size} bytes instead of {expected.bytes}")

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory, or behind a URL: loaded, without trust in what is there."""
+"""Loads checkpoints from a directory or a URL, without trusting their content."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint whose checksums were right.
+    """A checkpoint whose checksums were verified.
 
     Attributes:
-        state: as it was written; tensors are in host memory, each in memory of its own.
+        info: the checkpoint's description.
+        state: the state as it was written; tensors are in host memory, each in its own memory.
     """
 
     info: CheckpointInfo
@@ -50,7 +51,7 @@ class LoadedCheckpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the state has behind it."""
+        """Optimizer steps done when the state was taken."""
         return self.info.step
 
     @property
@@ -60,20 +61,21 @@ class LoadedCheckpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the writer wanted known before the state is read."""
+        """The writer's metadata."""
         return self.info.meta
 
 
 def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint:
-    """Read a checkpoint and verify sizes and checksums before anything is made of its content.
+    """Read a checkpoint; sizes and checksums are verified before its content is parsed.
 
     Args:
-        copies: keeps what was read of a directory for other processes, if there is room.
+        info: the checkpoint, from :func:`find` or :func:`inspect`.
+        copies: keeps the files read from a directory for other processes, if there is room.
 
     Raises:
-        DamagedCheckpointError: if it is not what its writer wrote, or not what ``info`` describes.
+        DamagedCheckpointError: if it differs from what its writer wrote, or from what ``info`` describes.
         ForeignCheckpointError: if it has another format.
-        CheckpointGoneError: if it was removed meanwhile.
+        CheckpointGoneError: if it was removed in the meantime.
         CheckpointReadError: if it cannot be read.
     """
     path = info.path
@@ -103,18 +105,18 @@ def newest(
     above: tuple[int, int] | None = None,
     copies: Copies | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that is sound; None if there is none.
+    """Load the newest intact checkpoint; return None if there is none.
 
     Args:
-        directory: need not be there.
-        above: only what is newer than this round and step counts.
-        copies: keeps what was read of a directory for other processes, if there is room.
-        on_damaged: is told once of each checkpoint that is skipped, or raises to refuse that; without it a warning is
-            logged.
+        directory: a directory, which need not exist, or a URL.
+        on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that. Without
+            it, a warning is logged.
+        above: consider only checkpoints newer than this (round, step).
+        copies: keeps the files read from a directory for other processes, if there is room.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
-        CheckpointGoneError: if other processes keep removing what is there.
+        CheckpointGoneError: if other processes keep removing checkpoints.
     """
     told: set[Place] = set()
 
@@ -129,7 +131,7 @@ def newest(
             found = find(directory, skip)
             return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip, copies)
         except CheckpointGoneError as error:
-            # Whoever removed it has a newer one.
+            # The process that removed it has a newer one.
             gone = error
     assert gone is not None
     raise gone
@@ -163,7 +165,7 @@ def _parse_state(data: bytes, expected: FileSum) -> Any:
 
 
 def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Read the tensor files one after the other."""
+    """Read the tensor files one by one."""
     tensors: dict[str, torch.Tensor] = {}
     for name, expected in manifest.tensors.items():
         more = one(name, expected)
@@ -185,7 +187,7 @@ def _load_tensors(path: Path, expected: FileSum, copies: Copies | None) -> dict[
 
 
 def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, torch.Tensor]:
-    """Read tensors by way of a file without a name: what is parsed must be what was verified, and may be large."""
+    """Read tensors through an unnamed file: the data parsed must be the data verified, and may be large."""
     digest, size = hashlib.sha256(), 0
     with tempfile.TemporaryFile() as file:
         for chunk in storage.chunks(url):

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory, or behind a URL: written and pruned."""
+"""Writes and prunes checkpoints in a directory or behind a URL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Divi
 
 __all__ = ["check_keep", "prune", "state_json", "write", "write_parts", "write_share"]
 
-_SUM = "sum.json"  # Beside a share that waits.
+_SUM = "sum.json"  # Next to a waiting share.
 
 
 def write(
@@ -50,28 +50,32 @@ def write(
     owner: str = "",
     may_commit: Callable[[], bool] = lambda: True,
 ) -> CheckpointInfo:
-    """Write a checkpoint; once this returns it survives the end of the process and a loss of power.
+    """Write a checkpoint. Once this returns, it survives the end of the process and a loss of power.
 
-    It appears in one step, the renaming of its directory to its final name. A process that dies before leaves a hidden
-    directory that nobody reads and ``prune`` removes; a write that fails removes it itself.
+    The checkpoint appears atomically, when its directory is renamed to its final name. A process that dies before that
+    leaves a hidden directory, which is never read and which ``prune`` removes; a write that fails removes it itself.
 
     Args:
-        directory: where checkpoints are, or a URL; made if it is not there.
-        state: nested dicts, lists, tuples, tensors and plain values; see ``tree``. It must not change meanwhile.
-        step: optimizer steps that the state has behind it, 0 or more.
+        directory: directory or URL of the checkpoints; made if it does not exist.
+        state: nested dicts, lists, tuples, tensors and plain values; see ``tree``. It must not change during the call.
+        step: optimizer steps done when the state was taken, 0 or more.
         round: number of the round that saves it, 0 or more.
-        meta: plain values that a reader wants to know before it reads the state, up to 1 MiB as JSON.
-        owner: who must have taken the directory last, see ``owner``; empty: anybody.
-        may_commit: asked once all is on the disk; the checkpoint appears only if so.
+        meta: plain values that can be read without the state, up to 1 MiB as JSON.
+        owner: mark of the run that must have taken the directory last, see ``owner``; empty: any run.
+        may_commit: called once all files are on the disk; if it returns False, the checkpoint is not committed.
+
+    Returns:
+        The description of the checkpoint.
 
     Raises:
-        NotCommittedError: if it was not to be committed; nothing is left behind.
-        UnsupportedStateError: with type and place of what the format does not hold; nothing was written.
-        CheckpointWriteError: if the directory is read-only, full, or none; TakenError if another run has taken it.
-        UsageError: if step or round is no such number.
+        NotCommittedError: if ``may_commit`` returned False; nothing is left behind.
+        UnsupportedStateError: if the format cannot hold a value, naming its type and place; nothing was written.
+        CheckpointWriteError: if the directory is read-only, full, or not a directory; TakenError if another run has
+            taken it.
+        UsageError: if ``step`` or ``round`` is invalid.
     """
     from elastic_launch.snapshot.format import tensor_file as tensorfile
-    from elastic_launch.snapshot.format import tree  # these need torch, what follows does not
+    from elastic_launch.snapshot.format import tree  # needs torch, unlike the code that follows
 
     tensors, rest = tree.encode(state)
     meta_json = encode_meta({} if meta is None else meta)
@@ -94,18 +98,18 @@ def write_parts(
     owner: str = "",
     take: bool = False,
 ) -> CheckpointInfo:
-    """Write a checkpoint as ``write`` does, from the content of its files.
+    """Write a checkpoint as ``write`` does, given the content of its files.
 
     Args:
         tensors: content of the tensor file, in parts; or of several files, most of which other nodes write.
         state: content of the state's file.
         meta: as ``encode_meta`` returns it.
-        may_commit: asked once all is on the disk; the checkpoint appears only if so.
-        owner: as for ``write``; looked up after that.
+        may_commit: as for ``write``.
+        owner: as for ``write``; checked after ``may_commit``.
         take: as for ``owner.check``.
 
     Raises:
-        NotCommittedError: if it was not to be committed; nothing is left behind.
+        NotCommittedError: if ``may_commit`` returned False; nothing is left behind.
     """
     check_numbers(step, round)
     where = place(directory)
@@ -132,7 +136,7 @@ def write_parts(
                 state_sum = _write_file(new.path / STATE, state)
             data, digest = assemble(step, round, tensor_sums, state_sum, meta)
             _write_file(new.path / MANIFEST, data)
-            # The rename must not reach the disk before the names that it makes visible.
+            # The rename must not reach the disk before the file names in the directory.
             sync_directory(new.path)
             if not allowed():
                 raise NotCommittedError(step)
@@ -149,8 +153,8 @@ def write_share(
     """Write a share of a checkpoint that another node commits; see ``shares``.
 
     Args:
-        index: of the share, from 1: the first is the committer's.
-        nonce: of the checkpoint's name.
+        index: index of the share, from 1, as the first share is the committer's.
+        nonce: nonce in the checkpoint's name.
 
     Raises:
         CheckpointWriteError: if it cannot be written; nothing is left behind.
@@ -167,13 +171,13 @@ def write_share(
             _write_file(new.path / _SUM, pack_sum(write_all(new.tensors, division.parts(index))))
             sync_directory(new.path)
             if (where / name).exists():
-                bury(new.path)  # the other one has not waited
+                bury(new.path)  # the committer has not waited
             else:
                 os.rename(new.path, where / share_directory(name, index, len(division)))
 
 
 def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict[str, FileSum]:
-    """Fill a draft with shares: the first, those that other nodes have written, and those that they have not."""
+    """Fill a draft with shares: write the first, take those of other nodes, and write those that are missing."""
     count, began = len(division), time.monotonic()
     files = [new.path / share_file(index, count) for index in range(count)]
     with division.sums() as expected:
@@ -184,9 +188,9 @@ def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict
             return where / share_directory(name, index, count)
 
         def look(indices: Collection[int]) -> dict[int, FileSum | None]:
-            # The client of a network file system may remember for long that a name was absent, unless it has itself
-            # changed the directory since.
-            mark = where / f"{REMOVING}{new_nonce()}"  # which prune removes, if this process dies here
+            # A network file system's client may cache for long that a name was absent, unless it has changed the
+            # directory itself in the meantime.
+            mark = where / f"{REMOVING}{new_nonce()}"  # prune removes it if this process dies here
             with suppress(OSError):
                 mark.mkdir()
                 mark.rmdir()
@@ -208,11 +212,11 @@ def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict
 
 
 def _take(share: Path, file: Path, size: int) -> bool:
-    """Move a share into a draft, if it is there with its size."""
+    """Move a share into a draft, if it exists with its size."""
     try:
         os.rename(share / TENSORS, file)
     except OSError:
-        return False  # somebody has removed it, or it is another user's
+        return False  # it was removed, or belongs to another user
     try:
         with open_regular(file) as descriptor:
             whole = os.fstat(descriptor).st_size == size
@@ -232,15 +236,15 @@ def _said(share: Path) -> FileSum | None:
 
 
 def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
-    """Remove old checkpoints, and what writers that died have left; return the checkpoints removed, newest first.
+    """Remove old checkpoints and remains of dead writers; return the checkpoints removed, newest first.
 
-    Damaged and foreign directories are neither counted nor removed; drafts of writers that live are not touched.
+    Damaged and foreign directories are neither counted nor removed; drafts of running writers are not touched.
 
     Args:
-        directory: need not be there.
-        keep: so many of the newest by (round, step) stay, of those that count; 1 or more.
-        up_to_round: the caller's own. Checkpoints of later rounds stay, and do not count: the caller may have been left
-            out of these, and what it has just written is the only state of its branch.
+        directory: a directory, which need not exist, or a URL.
+        keep: number of newest checkpoints by (round, step) to keep, 1 or more.
+        up_to_round: the caller's own round. Checkpoints of later rounds are kept and not counted: the caller may not be
+            part of those rounds, and the checkpoint that it has just written is the only state of its branch.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -251,7 +255,7 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
     where = place(directory)
     found = find(where)
     old = [info for info in found if info.round <= up_to_round][keep:]
-    # The oldest first: whoever dies in between leaves what keep says.
+    # The oldest first, so that a process that dies in between leaves the newest ones.
     paths = [info.path for info in reversed(old)]
     newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
     if isinstance(where, Url):
@@ -268,7 +272,7 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
 
 
 def check_keep(keep: int) -> None:
-    """Refuse to keep nothing.
+    """Check that at least one checkpoint is kept.
 
     Raises:
         UsageError: if ``keep`` is less than 1.
