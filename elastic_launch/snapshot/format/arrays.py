@@ -1,4 +1,4 @@
-"""NumPy's arrays and scalars as bytes, and back; NumPy is needed only where there are some."""
+"""Converts NumPy arrays and scalars to bytes and back; NumPy is needed only if a state has some."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from elastic_launch.snapshot.errors import MalformedError
 __all__ = ["dtype_of", "is_array", "is_scalar", "restored"]
 
 _DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-_WIDEST = {"f": 8, "c": 16}  # Wider ones differ from machine to machine.
+_WIDEST = {"f": 8, "c": 16}  # Bytes; wider types differ between machines.
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array, of no subclass."""
+    """Whether a value is a NumPy array and not an instance of a subclass."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is a scalar of NumPy's own."""
+    """Whether a value is a NumPy scalar."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic) and type(value) is value.dtype.type
 
 
 def dtype_of(value: Any) -> str | None:
-    """Return the dtype of an array or scalar as text; None if it has no bytes that are the same everywhere."""
+    """Return the dtype of an array or scalar as text; None if its bytes are not portable."""
     dtype = value.dtype
     text = str(dtype.str)
     known = dtype.names is None and _DTYPE.fullmatch(text) and dtype.itemsize <= _WIDEST.get(dtype.kind, sys.maxsize)
@@ -36,10 +36,10 @@ def dtype_of(value: Any) -> str | None:
 
 
 def restored(text: Any, shape: tuple[int, ...], data: bytes | memoryview) -> Any:
-    """Return an array, in memory of its own, from its bytes in row-major order.
+    """Return an array, in its own memory, from its bytes in row-major order.
 
     Raises:
-        MalformedError: if the dtype is none of those that are saved, or the bytes are not so many; or without NumPy.
+        MalformedError: if the dtype is not one that is saved, the number of bytes is wrong, or NumPy is missing.
     """
     try:
         import numpy

@@ -1,4 +1,4 @@
-"""Which tensors the format holds, and their bytes."""
+"""The tensor dtypes that the format supports, and the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NATIVE = {
     torch.bool: "BOOL",
 }
 
-# Types for which safetensors has no name, or only its newer versions: as a flat tensor of these elements.
+# Types that safetensors, or its older versions, have no name for: stored as a flat tensor of these elements.
 _AS_ELEMENTS = {
     torch.complex64: ("F32", 4),
     torch.complex128: ("F64", 8),
@@ -45,7 +45,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 DTYPES = {name_of(dtype): dtype for dtype in (*_NATIVE, *_AS_ELEMENTS)}
-"""All dtypes that the format holds, by name."""
+"""All dtypes that the format supports, by name."""
 
 
 def safetensors_type(dtype: torch.dtype) -> str:
@@ -55,38 +55,38 @@ def safetensors_type(dtype: torch.dtype) -> str:
 
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape under which a tensor is stored: its own, or (elements,) where its dtype has no name."""
+    """Return the shape under which a tensor is stored: its own, or (elements,) if its dtype has no name."""
     if dtype in _NATIVE:
         return shape
     return (math.prod(shape) * dtype.itemsize // _AS_ELEMENTS[dtype][1],)
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Return whether torch can make a tensor of this shape: for empty ones, too, it multiplies the dimensions."""
+    """Return whether torch can make a tensor of this shape; it multiplies the dimensions even of empty tensors."""
     elements: int = math.prod(max(size, 1) for size in shape)
     return elements < 2**48
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's values contiguous in host memory, without autograd; the tensor itself if it is so already."""
+    """Return the tensor contiguous in host memory and without autograd; the tensor itself if it already is."""
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense tensor without copying them; the caller keeps the tensor alive meanwhile."""
+    """Return the bytes of a dense tensor without copying them; the caller must keep the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
-    # tensor.numpy() would need numpy, which is no dependency, and knows no bfloat16.
+    # tensor.numpy() would need numpy, which is not a dependency and does not support bfloat16.
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def state_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of named tensors, in hex: equal exactly if names, dtypes, shapes and all bits are.
+    """Return the SHA-256 of named tensors, in hex; it is equal exactly if names, dtypes, shapes and all bits are equal.
 
-    It does not depend on the order of the names, on devices, strides or sharing. Of each tensor, by sorted name, it
-    covers the lengths of name and dtype and both as UTF-8, the number of dimensions, each dimension, and the elements
-    in row-major order; all integers are 8 bytes, little-endian.
+    It does not depend on the order of the names, on devices, strides or sharing. For each tensor, by sorted name, it
+    covers the lengths of name and dtype, both as UTF-8, the number of dimensions, each dimension, and the elements in
+    row-major order; all integers are 8 bytes, little-endian.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -27,21 +27,21 @@ __all__ = [
 ]
 
 MAX_HEADER = 100_000_000
-"""Bytes of a header that safetensors reads at most."""
+"""Maximum size in bytes of a header that safetensors reads."""
 
-_CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and writing, so that what is written is still in the cache.
+_CHUNK = 8 * 1024 * 1024  # Bytes hashed and written at a time, so that they are still in the cache when written.
 
 _SYNC = 64 * 1024 * 1024
-"""Bytes after which a file is forced to the disk: all of it at its end could take minutes without any progress."""
+"""Bytes after which a file is synced: one sync at its end could take minutes without any progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What a file must be.
+    """Size and checksum of a file.
 
     Attributes:
         bytes: its size.
-        sha256: over its content, 64 hex digits.
+        sha256: SHA-256 of its content, 64 hex digits.
     """
 
     bytes: int
@@ -54,7 +54,7 @@ def create(path: Path) -> int:
 
 
 def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
-    """Write the parts one after another to an empty file, sync it, and return what was written."""
+    """Write the parts in order to an empty file, sync it, and return its size and checksum."""
     digest, size, synced = hashlib.sha256(), 0, 0
     for part in parts:
         for start in range(0, len(part), _CHUNK):
@@ -72,10 +72,10 @@ def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a file to read, unless it is no regular file: links could lead anywhere, and pipes would block.
+    """Open a regular file for reading. Links could lead anywhere, and pipes would block, so they are refused.
 
     Raises:
-        MalformedError: if it is none.
+        MalformedError: if it is not a regular file.
         OSError: if it cannot be opened.
     """
     if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -90,7 +90,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def sum_of(descriptor: int) -> FileSum:
-    """Return what a file is; its position does not matter and stays."""
+    """Return the size and checksum of a file; its position is neither used nor changed."""
     digest, size = hashlib.sha256(), 0
     for chunk in read_chunks(descriptor):
         digest.update(chunk)
@@ -99,7 +99,7 @@ def sum_of(descriptor: int) -> FileSum:
 
 
 def read_chunks(descriptor: int) -> Iterator[memoryview]:
-    """Yield a file's content, each part only until the next one; its position does not matter and stays."""
+    """Yield a file's content, each part valid until the next one; its position is neither used nor changed."""
     buffer, offset = bytearray(min(_CHUNK, os.fstat(descriptor).st_size + 1)), 0
     while count := os.preadv(descriptor, [buffer], offset):
         advanced()
@@ -111,7 +111,7 @@ def read_small(path: Path, limit: int) -> bytes:
     """Return the content of a file.
 
     Raises:
-        MalformedError: if it is larger than ``limit`` bytes, or no regular file.
+        MalformedError: if it is larger than ``limit`` bytes, or not a regular file.
         OSError: if it cannot be read.
     """
     with open_regular(path) as descriptor:
@@ -125,7 +125,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a loss of power."""
+    """Sync a directory, so that the names in it survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -134,7 +134,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all in it, links as links; another process may be doing the same."""
+    """Remove a directory and everything in it, without following links; another process may do so at the same time."""
     try:
         with os.scandir(path) as entries:
             found = list(entries)

@@ -1,15 +1,15 @@
-"""The manifest of a checkpoint, and the names in a directory of checkpoints. Pure.
+"""The manifest of a checkpoint, and the names in a directory of checkpoints. Does no I/O.
 
 ::
 
     <directory>/
       step-<step>.r<round>.<nonce>/   a checkpoint
-        tensors.safetensors           or, where nodes shared the work, tensors-<k>-of-<n>.safetensors; see ``shares``
+        tensors.safetensors           or tensors-<k>-of-<n>.safetensors if nodes shared the work; see ``shares``
         state.json                    the rest of the state, see ``tree``
-        manifest.json                 what these must be; written last
-      .writing-<nonce>/               one being written, or left by a writer that died; see ``draft``
-      .share-<checkpoint>-<k>-of-<n>/ a share that a node has written, and that is not taken into its checkpoint yet
-      .removing-<nonce>/              one being removed
+        manifest.json                 sizes and checksums of these files; written last
+      .writing-<nonce>/               a checkpoint being written, or left by a dead writer; see ``draft``
+      .share-<checkpoint>-<k>-of-<n>/ a share that a node has written, not yet taken into its checkpoint
+      .removing-<nonce>/              a checkpoint being removed
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
     "share_file",
 ]
 
-WHOLE, SPLIT = 1, 2  # Schemas: of one tensor file, which older versions read, too, and of several.
+WHOLE, SPLIT = 1, 2  # Schemas: one tensor file, which older versions can read, or several.
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
 MAX_SHARES = 256
-"""Tensor files at most, so that a manifest has room for them."""
+"""Maximum number of tensor files, so that a manifest has room for them."""
 MAX_MANIFEST_BYTES = 1024 * 1024
 MAX_STATE_BYTES = 64 * 1024 * 1024
 
@@ -62,11 +62,11 @@ _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"step-{_NUMBER}\.r{_NUMBER}\.[0-9a-f]{{16}}")
 _SHARE = re.compile(rf"{re.escape(SHARE)}({_NAME.pattern})-[0-9]{{5}}-of-[0-9]{{5}}")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MAX_NUMBER = 10**18  # What the pattern of a name admits.
+_MAX_NUMBER = 10**18  # The pattern of a name allows no larger numbers.
 
 
 def new_nonce() -> str:
-    """Return 16 hex digits that tell apart checkpoints of the same step and round."""
+    """Return 16 hex digits that distinguish checkpoints of the same step and round."""
     return secrets.token_hex(8)
 
 
@@ -76,7 +76,7 @@ def directory_name(step: int, round: int, nonce: str) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """Return step and round from the name of a checkpoint's directory; None if it is no such name."""
+    """Return step and round from the name of a checkpoint's directory; None for any other name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -85,33 +85,33 @@ def share_file(index: int, count: int, *, again: bool = False) -> str:
     """Return the name of a share's file.
 
     Args:
-        index: from 0; names count from 1.
-        again: of the one that the first node writes in the place of another, whose own may still be being written.
+        index: index of the share, from 0; names count from 1.
+        again: whether the first node writes it in place of another node, which may still be writing its own file.
     """
     return f"tensors-{index + 1:05}-of-{count:05}{'.again' if again else ''}.safetensors"
 
 
 def share_directory(name: str, index: int, count: int) -> str:
-    """Return the name under which a share of the checkpoint of a name waits to be taken into it."""
+    """Return the name of the directory in which a share waits to be taken into the checkpoint ``name``."""
     return f"{SHARE}{name}-{index + 1:05}-of-{count:05}"
 
 
 def parse_share(name: str) -> tuple[int, int] | None:
-    """Return step and round from what :func:`share_directory` returned; None if it is no such name."""
+    """Return step and round from a name that :func:`share_directory` returned; None for any other name."""
     match = _SHARE.fullmatch(name)
     return parse_name(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The contents of a complete checkpoint.
 
     Attributes:
-        step: optimizer steps that the state has behind it.
+        step: optimizer steps done when the state was taken.
         round: number of the round that saved it.
-        tensors: what the tensor files must be, by name, in order.
-        state: what the state's file must be.
-        meta: whatever the writer wants known before the state is read.
+        tensors: size and checksum of each tensor file, by name, in order.
+        state: size and checksum of the state's file.
+        meta: the writer's metadata, which can be read without the state.
     """
 
     step: int
@@ -122,29 +122,29 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, FileSum]:
-        """What all files but the manifest must be."""
+        """Size and checksum of each file except the manifest, by name."""
         return {**self.tensors, STATE: self.state}
 
     @property
     def size(self) -> int:
-        """Bytes of these files."""
+        """Total size of these files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def dumps(self) -> tuple[bytes, str]:
-        """Return the manifest as JSON, and its digest: the SHA-256, in hex, of all that it says.
+        """Return the manifest as JSON, and its digest: the SHA-256, in hex, of its content.
 
         Raises:
-            UnsupportedStateError: if ``meta`` is no dict of plain values, or too large.
+            UnsupportedStateError: if ``meta`` is not a dict of plain values, or is too large.
         """
         return assemble(self.step, self.round, self.tensors, self.state, encode_meta(self.meta))
 
     @staticmethod
     def parse(data: bytes) -> tuple[Manifest, str]:
-        """Return what ``dumps`` was made from, and its digest.
+        """Return the manifest that ``dumps`` has turned into JSON, and its digest.
 
         Raises:
             UnknownFormatError: if it is a manifest of another format or version.
-            MalformedError: if it is no manifest, or not what its writer wrote.
+            MalformedError: if it is not a manifest, or differs from what its writer wrote.
         """
         value = parse_json(data)
         if not isinstance(value, dict):
@@ -176,7 +176,7 @@ def encode_meta(meta: dict[str, Any]) -> Any:
     """Return a manifest's meta as JSON.
 
     Raises:
-        UnsupportedStateError: if it is no dict of plain values.
+        UnsupportedStateError: if it is not a dict of plain values.
     """
     if type(meta) is not dict:
         raise UnsupportedStateError("A checkpoint's meta is a dict.")
@@ -190,7 +190,7 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
     """Return a manifest as JSON, and its digest.
 
     Args:
-        tensors: by name.
+        tensors: size and checksum of each tensor file, by name.
         meta: as ``encode_meta`` returns it.
 
     Raises:
@@ -216,10 +216,10 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
 
 
 def check_numbers(step: int, round: int) -> None:
-    """Refuse what cannot be in a name.
+    """Check that step and round can be in a name.
 
     Raises:
-        UsageError: if a number is negative or no integer.
+        UsageError: if one is negative or not an integer.
     """
     for name, value in (("step", step), ("round", round)):
         if type(value) is not int or not 0 <= value < _MAX_NUMBER:
@@ -227,10 +227,10 @@ def check_numbers(step: int, round: int) -> None:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON as the standard has it.
+    """Parse strict JSON.
 
     Raises:
-        MalformedError: if it is none, or nested too deeply.
+        MalformedError: if the data is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(data, parse_constant=_no_constant)
@@ -247,8 +247,8 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _files(value: Any, *, split: bool) -> tuple[dict[str, FileSum], FileSum]:
-    """Return what the tensor files, in order, and the state's file must be."""
-    # Names come from here, never from the manifest, so that it cannot lead elsewhere.
+    """Return size and checksum of the tensor files, in order, and of the state's file."""
+    # Names are made here and never taken from the manifest, so that it cannot point elsewhere.
     if not isinstance(value, dict):
         raise MalformedError("the manifest does not name exactly its files")
     names = _shares_among(value) if split else [TENSORS]
@@ -258,7 +258,7 @@ def _files(value: Any, *, split: bool) -> tuple[dict[str, FileSum], FileSum]:
 
 
 def _shares_among(value: dict[str, Any]) -> list[str]:
-    """Return the names of all shares there must be beside the state's file, each as it is there."""
+    """Return the names of all shares that a split checkpoint must have, each in the variant that is listed."""
     count = len(value) - 1
     if not 2 <= count <= MAX_SHARES:
         raise MalformedError(f"the manifest names {count} tensor files")

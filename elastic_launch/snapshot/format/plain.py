@@ -1,16 +1,16 @@
-"""Plain nested values as JSON, and back; needs no torch.
+"""Converts plain nested values to JSON and back; needs no torch.
 
-Dicts with string keys, lists, strings, integers, finite floats, booleans and None are themselves in JSON. All else is
-an object whose keys start with ``$`` (and so is a dict that has such a key):
+Dicts with string keys, lists, strings, integers, finite floats, booleans and None are written as they are. Every other
+value is an object whose keys start with ``$`` (and so is a dict that has such a key):
 
 ==============================================  =====================================================
-``{"$tensor": name, "dtype": .., "shape": ..}``  a tensor; only in ``tree``, which keeps it apart under that name
+``{"$tensor": name, "dtype": .., "shape": ..}``  a tensor; only in ``tree``, which stores it separately by name
 ``{"$tuple": [..]}``                             a tuple
 ``{"$dict": [[key, value], ..]}``                a dict with string and integer keys, in order
-``{"$ordered": [[key, value], ..]}``             an OrderedDict; ``$metadata`` beside it is a state_dict's ``_metadata``
-``{"$counter": [[key, value], ..]}``             a collections.Counter, which MultiStepLR has
-``{"$defaultdict": [..], "factory": "list"}``    a defaultdict; None, or one of a few types, makes what is missing
-``{"$named": [..], "fields": .., "type": ..}``   a named tuple; its class comes back if it is loaded, else one like it
+``{"$ordered": [[key, value], ..]}``             an OrderedDict; a further ``$metadata`` is a state_dict's ``_metadata``
+``{"$counter": [[key, value], ..]}``             a collections.Counter, as used by MultiStepLR
+``{"$defaultdict": [..], "factory": "list"}``    a defaultdict; the factory is None or one of a few types
+``{"$named": [..], "fields": .., "type": ..}``   a named tuple; of its own class if that is loaded, else of a similar one
 ``{"$set": [..]}``, ``{"$frozenset": [..]}``     a set
 ``{"$deque": [..], "maxlen": 3}``                a deque
 ``{"$complex": [1.0, "nan"]}``                   a complex number
@@ -43,7 +43,7 @@ from elastic_launch.snapshot.format import small_values as small
 __all__ = ["MAX_DEPTH", "Decoder", "Encoder", "Path", "base64_bytes", "show", "type_name"]
 
 MAX_DEPTH = 64
-"""Deepest nesting that is written or read, well below where Python's JSON parser would exhaust the stack."""
+"""Maximum nesting depth, well below the depth at which Python's JSON parser would exhaust the stack."""
 
 _MAX_INT_BITS = 8192  # Python itself refuses to parse integers of more than 4300 digits.
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -63,18 +63,18 @@ _BESIDE = {
     "$deque": ("maxlen",),
     small.MEMBER: ("name", "type"),
 }
-"""Keys that an object may have beside the one that tells its kind."""
+"""Keys that an object may have besides the one that gives its kind."""
 
 Path = tuple[str | int, ...]
 
 
 def show(path: Path) -> str:
-    """Return a place in words."""
+    """Describe a place in the state."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 class Encoder:
-    """Turns values into JSON; a subclass may know more kinds of them."""
+    """Turns values into JSON; subclasses may support more kinds of values."""
 
     def encode(self, value: Any, path: Path = ()) -> Any:
         """Turn a value into JSON."""
@@ -99,12 +99,12 @@ class Encoder:
         kind = type(value)
         if isinstance(value, enum.Enum):
             return self._member(value, path)
-        if kind is small.UnknownMember:  # read, and now given to another process
+        if kind is small.UnknownMember:  # it was read, and is now sent to another process
             return {small.MEMBER: self.encode(value.value, (*path, "value")), "name": value.name, "type": value.type}
         if kind is complex:
             return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
         if kind in (set, frozenset):
-            # Sorted, so that all processes write the same.
+            # Sorted, so that all processes write the same bytes.
             items = [self.encode(item, (*path, "{...}")) for item in value]
             return {f"${kind.__name__}": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
         if kind is deque:
@@ -151,14 +151,14 @@ class Encoder:
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(pairs)
         coded: dict[str, Any] = {_DICTS[type(value)]: pairs}
-        # Modules judge by these versions how to load what older ones saved.
+        # Modules use these versions to decide how to load states of older versions.
         metadata = getattr(value, "_metadata", None)
         if type(value) is OrderedDict and metadata is not None:
             coded["$metadata"] = self.encode(metadata, (*path, "_metadata"))
         return coded
 
     def refuse(self, what: str, path: Path, hint: str = "") -> NoReturn:
-        """Say that something cannot be held."""
+        """Raise an UnsupportedStateError for a value."""
         raise UnsupportedStateError(
             f"A checkpoint cannot hold {what}, found at {show(path)}.",
             hint
@@ -168,7 +168,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns JSON into the values that it was made from."""
+    """Turns JSON back into values."""
 
     def decode(self, tree: Any, path: Path = ()) -> Any:
         """Turn JSON into a value."""
@@ -192,7 +192,7 @@ class Decoder:
         return readers[tag](tree, path)
 
     def readers(self) -> dict[str, Callable[[dict[str, Any], Path], Any]]:
-        """Return what reads each kind of tagged object."""
+        """Return the function that reads each kind of tagged object, by tag."""
         return {
             "$ordered": self._ordered,
             "$tuple": lambda tree, path: tuple(self._items(tree["$tuple"], path)),
@@ -295,7 +295,7 @@ def type_name(value: Any) -> str:
 
 
 def _loaded_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a class of named tuples that is loaded and has these fields; None if there is none."""
+    """Return a loaded class of named tuples with this name and these fields; None if there is none."""
     found = small.find_class(name)
     made_by = getattr_static(found, "_make", None) if isinstance(found, type) and issubclass(found, tuple) else None
     return found if isinstance(made_by, classmethod) and getattr(found, "_fields", None) == fields else None
@@ -305,7 +305,7 @@ def _like(name: str, fields: list[str]) -> Any:
     """Return a new class of named tuples.
 
     Raises:
-        ValueError: if a name cannot be one.
+        ValueError: if a name is invalid.
     """
     module, _, qualified = name.partition(":")
     kind = namedtuple(qualified.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
@@ -326,10 +326,10 @@ def _float(value: Any, path: Path) -> float:
 
 
 def base64_bytes(value: Any, path: Path) -> bytes:
-    """Return what a text in base64 stands for.
+    """Decode a text in base64.
 
     Raises:
-        MalformedError: if it is no such text.
+        MalformedError: if it is not a text in base64.
     """
     if isinstance(value, str) and value.isascii():
         with suppress(binascii.Error):

@@ -1,4 +1,4 @@
-"""Small values of the standard library as JSON, and back: paths, times, exact numbers, ranges and members of enums.
+"""Converts small values of the standard library to JSON and back: paths, times, exact numbers, ranges, enum members.
 
 ==========================================================  ========================================================
 ``{"$path": "runs/a"}``                                      a ``pathlib.Path``
@@ -9,8 +9,8 @@
 ``{"$enum": 1, "name": "WARM", "type": "__main__:Phase"}``   a member of an enum, by its value
 ==========================================================  ========================================================
 
-A member of an enum comes back if its class is loaded and has one of that name and value; else an
-:class:`UnknownMember` stands for it, which a training refuses to go on from. No class is imported.
+An enum member is restored if its class is loaded and has a member of that name and value; otherwise it becomes an
+:class:`UnknownMember`, and a training refuses to resume from such a state. No class is imported.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import Any
 __all__ = ["ERRORS", "MEMBER", "READERS", "UnknownMember", "find_class", "member", "written"]
 
 MEMBER = "$enum"
-"""The tag of a member of an enum, of which the encoder and the decoder know how its value is written."""
+"""The tag of an enum member; the encoder and the decoder handle its value."""
 
 _MOST_DIGITS = 4000
-"""Of a Decimal: as many as Python parses of an integer."""
+"""Maximum number of digits of a Decimal, as many as Python parses of an integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownMember:
-    """Stands for a member of an enum that this process does not know.
+    """Stands for an enum member that this process does not know.
 
     Attributes:
-        type: of the enum: module and qualified name.
-        name, value: of the member.
+        type: module and qualified name of the enum.
+        name, value: name and value of the member.
     """
 
     type: str
@@ -93,14 +93,14 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "$range": lambda value: range(*_integers(value, 3)),
     "$slice": lambda value: slice(*_integers(value, 3, none=True)),
 }
-"""What makes a value from the one that its tag has."""
+"""Functions that make a value from its JSON, by tag."""
 
 ERRORS = (ValueError, OverflowError, ZeroDivisionError, InvalidOperation)
-"""What these raise for what no writer of ours has written."""
+"""Errors that these functions raise for JSON that this package has not written."""
 
 
 def written(value: Any) -> tuple[str, Any] | None:
-    """Return a value's tag and what is written; None if it would not come back as it is."""
+    """Return a value's tag and its JSON; None if it would not be restored exactly."""
     if type(value) not in _WRITERS:
         return None
     tag, write = _WRITERS[type(value)]
@@ -113,7 +113,7 @@ def written(value: Any) -> tuple[str, Any] | None:
 
 
 def find_class(name: str) -> Any:
-    """Return what a loaded module has under a name such as ``module:Class.Inner``; None if there is none."""
+    """Return the object of a loaded module with a name such as ``module:Class.Inner``; None if there is none."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -122,9 +122,9 @@ def find_class(name: str) -> Any:
 
 
 def member(kind: str, name: str, value: Any) -> enum.Enum | UnknownMember:
-    """Return the member of an enum that is loaded; or what stands for it, if there is none of that name and value.
+    """Return the member of a loaded enum, or an ``UnknownMember`` if there is none of that name and value.
 
-    Of a Flag any combination of members is one, by its value.
+    For a Flag, any combination of members counts as a member, by its value.
     """
     known = find_class(kind)
     if not isinstance(known, enum.EnumType):

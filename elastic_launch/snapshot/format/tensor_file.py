@@ -1,7 +1,7 @@
-"""Tensors in a safetensors file.
+"""Tensors in a safetensors file, written by this module and read by the safetensors library.
 
-Written here and read by the safetensors library. Its own writer would need numpy, a second copy or a second pass for
-the checksum, and hides the operating system's errors; its parser is the one that the field has hardened.
+The library's own writer would need numpy and a second copy or a second pass for the checksum, and hides the operating
+system's errors; its parser is well hardened by wide use.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Layout", "layout", "parts", "read"]
 _ALIGNMENT = 8
 
 _PIECE = 2**22
-"""Elements that are copied at once: to read a large tensor takes long where the page cache has not kept the file."""
+"""Elements copied at a time; reading a large tensor is slow if the file is not in the page cache."""
 
 _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where tensors lie in a file.
+    """The layout of a tensor file.
 
     Attributes:
-        header: the file's beginning.
-        places: name, offset and size in bytes of each tensor, in the order of the file.
-        size: of the file, in bytes.
+        header: the file's first bytes.
+        places: name, offset in bytes and size in bytes of each tensor, in the order of the file.
+        size: size of the file in bytes.
     """
 
     header: bytes
@@ -45,7 +45,7 @@ class Layout:
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the content of a file with these tensors, in order; at most one tensor at a time is copied.
+    """Yield the content of a file with these tensors in order; at most one tensor at a time is copied.
 
     Raises:
         UnsupportedStateError: as ``layout``.
@@ -61,9 +61,9 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """Return the layout of a file with these tensors.
 
     Raises:
-        UnsupportedStateError: if there are more tensors than a file holds, about half a million.
+        UnsupportedStateError: if there are more tensors than a file can hold, about half a million.
     """
-    # Widest elements first, so that each tensor is aligned to its elements without holes, which the format forbids.
+    # Widest elements first, so that each tensor is aligned to its elements without gaps, which the format forbids.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
     offset = 0
@@ -87,12 +87,12 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def read(descriptor: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an open file, each in memory of its own.
+    """Return the tensors of an open file, each in its own memory.
 
     Raises:
-        MalformedError: if it is no such file, or has element types that this format does not use.
+        MalformedError: if it is not a safetensors file, or has element types that this format does not use.
     """
-    # By descriptor: the file whose checksum was verified, whatever now has its name.
+    # By descriptor: the file whose checksum was verified, even if another file now has its name.
     path = f"/proc/self/fd/{descriptor}"
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -107,7 +107,7 @@ def _read_one(file: Any, name: str) -> torch.Tensor:
         raise MalformedError(f"the tensor {name!r} has elements of type {described.get_dtype()}")
     if not is_possible(described.get_shape()):
         raise MalformedError(f"the tensor {name!r} has an impossible shape")
-    # What the library returns is mapped: it would change, or end the process, with the file.
+    # The library returns mapped memory: it would change with the file, or crash the process if the file shrinks.
     mapped: torch.Tensor = file.get_tensor(name)
     advanced()
     if mapped.numel() <= _PIECE:

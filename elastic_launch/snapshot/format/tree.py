@@ -1,9 +1,9 @@
-"""A nested state as named tensors and JSON, and back.
+"""Converts a nested state to named tensors and JSON, and back.
 
-Plain values are JSON as ``plain`` says, and a tensor is a reference to one. Beside these there are:
+Plain values become JSON as described in ``plain``. In addition:
 
 ==========================================================  =========================================================
-``{"$tensor": name, "dtype": .., "shape": ..}``              a tensor
+``{"$tensor": name, "dtype": .., "shape": ..}``              a tensor, by reference
 ``{"$array": {"$tensor": ..}, "dtype": "<f8", "shape": ..}``  a NumPy array; the tensor holds its bytes, and is of the
                                                             array's own dtype where torch has it
 ``{"$scalar": "AAA=", "dtype": "<i2"}``                      a NumPy scalar, in base64
@@ -12,8 +12,9 @@ Plain values are JSON as ``plain`` says, and a tensor is a reference to one. Bes
 ``{"$device": "cuda:0"}``                                    a torch.device
 ==========================================================  =========================================================
 
-Tensors come back in host memory, contiguous, without autograd, a Parameter as a plain tensor. Names for one and the
-same tensor (tied weights) are stored once and come back as one tensor; tensors that overlap otherwise come back apart.
+Tensors are restored contiguous in host memory and without autograd, a Parameter as a plain tensor. A tensor that occurs
+several times (tied weights) is stored once and restored as one tensor; tensors that overlap in another way are restored
+separately.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ __all__ = ["MAX_DEPTH", "decode", "encode"]
 
 
 def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Take a state apart.
+    """Split a state into tensors and JSON.
 
     Returns:
-        The tensors as they are, neither copied nor moved, by a readable name such as ``model/layer/weight``; and the
-        JSON value in which references stand for them.
+        The tensors, neither copied nor moved, by a readable name such as ``model/layer/weight``; and the JSON value
+        with references to them.
 
     Raises:
-        UnsupportedStateError: with type and place of what the format does not hold.
+        UnsupportedStateError: if the format cannot hold a value, naming its type and place.
     """
     encoder = _Encoder()
     tree = encoder.encode(state, ())
@@ -48,13 +49,14 @@ def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Put a state together again.
+    """Rebuild a state.
 
     Args:
-        tensors: by name, with the dtypes and shapes under which they are stored.
+        tree: the JSON value.
+        tensors: tensors by name, with the dtypes and shapes under which they are stored.
 
     Raises:
-        MalformedError: if ``encode`` cannot have made this tree and these tensors, whoever did.
+        MalformedError: if ``encode`` cannot have made this tree and these tensors.
     """
     decoder = _Decoder(tensors)
     state = decoder.decode(tree, ())
@@ -80,7 +82,7 @@ class _Encoder(Encoder):
             return {"$device": str(value)}
         if (arrays.is_array(value) or arrays.is_scalar(value)) and (dtype := arrays.dtype_of(value)) is not None:
             if arrays.is_scalar(value):
-                data = value.tobytes()[: value.dtype.itemsize]  # an empty string's are more
+                data = value.tobytes()[: value.dtype.itemsize]  # an empty string has more bytes
                 return {"$scalar": base64.b64encode(data).decode("ascii"), "dtype": dtype}
             tensor = _as_tensor(bytearray(value.tobytes()), dtype)
             return {"$array": self._tensor(tensor, path), "dtype": dtype, "shape": list(value.shape)}
@@ -101,7 +103,7 @@ class _Encoder(Encoder):
         return {"$tensor": name, "dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
 
     def _new_name(self, path: Path) -> str:
-        # A name is UTF-8 in the file; a key may be a string that is not.
+        # A name in the file is UTF-8; a key may be a string that cannot be encoded.
         plain = "/".join(str(key) for key in path).encode("utf-8", "backslashreplace").decode() or "state"
         name, count = plain, 1
         while name in self.tensors or name == "__metadata__":
@@ -163,7 +165,7 @@ def _restore(stored: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], p
 
 
 def _as_tensor(data: bytearray, dtype: str) -> torch.Tensor:
-    """Return an array's bytes as a flat tensor, which owns them, of the same elements where torch has these."""
+    """Return an array's bytes as a flat tensor that owns them, with the same element type if torch has it."""
     kind = _ELEMENTS.get(dtype, torch.uint8)
     return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
 

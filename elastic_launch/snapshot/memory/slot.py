@@ -1,9 +1,10 @@
 """A slot: memory that holds one snapshot and outlives the process that wrote it. Needs no torch.
 
-The agent makes it, as two files without names (memfd), and hands their descriptors to its workers: ``tensors`` is what
-a checkpoint's tensor file would be, ``head`` a header, the rest of the state, and the manifest's meta. They use no
-room of /dev/shm, and are gone when the last process that has them is. The header's sequence number commits: it is 0
-while the slot is written and goes in last, so a writer that is killed leaves no snapshot rather than a torn one.
+The agent makes a slot as two unnamed files (memfd) and passes their descriptors to its workers: ``tensors`` has the
+content of a checkpoint's tensor file; ``head`` has a header, the rest of the state, and the manifest's meta. They use
+no space in /dev/shm, and are freed when the last process that has them is gone. The header's sequence number commits
+the snapshot: it is 0 while the slot is written and is set last, so a writer that is killed leaves no snapshot rather
+than a torn one.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _FIELDS = struct.Struct("<8sQQQQQQ")  # magic, round, step, training, bytes of t
 _HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")  # sequence, fields, their CRC-32
 _STATE_AT = 4096
 _CHUNK = 8 * 1024 * 1024
-_MOST = 2**53  # Numbers beyond are none that a worker has counted.
+_MOST = 2**53  # Larger numbers cannot be a worker's counts.
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a slot holds.
+    """The header of a slot.
 
     Attributes:
         sequence: 1 or more, rising with every snapshot on its node.
-        round: that took it, higher than those of all that was resumed from.
+        round: the round that took it; higher than the rounds of all states that it was resumed from.
         step: optimizer steps done.
-        training: which of a script's trainings it is of, from 0.
+        training: number of the training within its script, from 0.
         tensors, state, meta: sizes in bytes.
     """
 
@@ -61,7 +62,7 @@ class Slot:
         """Make an empty slot.
 
         Args:
-            name: for people who look at the process' descriptors.
+            name: shown in lists of the process' descriptors.
 
         Raises:
             OSError: if there are no descriptors left.
@@ -79,11 +80,11 @@ class Slot:
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the slot uses."""
         return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in (self.tensors, self.head))
 
     def header(self) -> Header | None:
-        """Return what is in the slot; None if nothing is, or it is being written."""
+        """Return the slot's header; None if the slot is empty or being written."""
         data = os.pread(self.head, _HEADER.size, 0)
         if len(data) < _HEADER.size:
             return None
@@ -92,13 +93,13 @@ class Slot:
         if not sequence or magic != _MAGIC or zlib.crc32(fields) != check:
             return None
         header = Header(sequence, *numbers)
-        # Whoever has the descriptors may write what it likes: what is not there could not be read.
+        # Any process with the descriptors may write anything, so check that the sizes in the header exist.
         sizes = [os.fstat(descriptor).st_size for descriptor in (self.tensors, self.head)]
         whole = header.tensors <= sizes[0] and _STATE_AT + header.state + header.meta <= sizes[1]
         return header if whole and max(sequence, *numbers) < _MOST else None
 
     def begin(self) -> None:
-        """Say that the slot is being written, or that what it holds is not to be used."""
+        """Mark the slot as being written, or its content as not to be used."""
         os.pwrite(self.head, bytes(8), 0)
 
     def commit(self, header: Header, state: bytes, meta: bytes) -> None:
@@ -125,7 +126,7 @@ class Slot:
         return self.tensor_bytes(0, header.tensors)
 
     def tensor_bytes(self, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes of the tensor file from one offset to another, a few MiB at a time."""
+        """Yield the bytes of the tensor file from ``begin`` to before ``end``, a few MiB at a time."""
         for offset in range(begin, end, _CHUNK):
             yield os.pread(self.tensors, min(_CHUNK, end - offset), offset)
 

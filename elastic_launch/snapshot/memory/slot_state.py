@@ -1,4 +1,4 @@
-"""Writing a state into a slot, and reading it back."""
+"""Writes a state into a slot, and reads it back."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 
 
 class SlotDraft:
-    """A state taken apart for a slot: what may change before it is copied is cloned.
+    """A state prepared for a slot: tensors that may change before they are copied are cloned.
 
-    What takes time and can wait is done when it is asked for, by the thread that writes.
+    Slow work that can wait is done lazily, by the thread that writes.
 
     Args:
         state: nested dicts, lists, tuples, tensors and plain values.
         stays: whether a tensor should keep its values until the draft is written.
-        watch: whether the script may change tensors all the same before that, which is noticed then; those of the
-            optimizer's state only by their versions.
+        watch: whether to detect that the script changes such tensors before then; changes to the optimizer's state are
+            detected only by the tensors' versions.
 
     Raises:
-        UnsupportedStateError: with type and place of what a checkpoint does not hold.
+        UnsupportedStateError: if a checkpoint cannot hold a value, naming its type and place.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class SlotDraft:
 
     @cached_property
     def layout(self) -> tensorfile.Layout:
-        """Where its tensors lie.
+        """The layout of its tensors.
 
         Raises:
-            UnsupportedStateError: if there are too many for a file.
+            UnsupportedStateError: if there are too many tensors for a file.
         """
         return tensorfile.layout(self.tensors)
 
@@ -92,12 +92,12 @@ class SlotDraft:
 
     @property
     def bytes(self) -> int:
-        """Its size in a slot."""
+        """Its size in a slot, in bytes."""
         return self.layout.size + len(self.state) + len(self.meta)
 
 
 class SlotWriter:
-    """Writes drafts into one slot, whose memory stays mapped in between."""
+    """Writes drafts into one slot, whose memory stays mapped between writes."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -105,17 +105,17 @@ class SlotWriter:
         self._staging: dict[torch.device, Staging | None] = {}
 
     def write(self, draft: SlotDraft, *, sequence: int, round: int, step: int, training: int) -> bool:
-        """Write a draft; the snapshot is there when this returns, and not before.
+        """Write a draft; the snapshot exists once this returns, and not before.
 
-        Most of it is copying, without the interpreter's lock: another thread may compute meanwhile.
+        Most of the work is copying without the interpreter's lock, so another thread can compute at the same time.
 
         Returns:
-            whether it is the slot's first, for which memory had to be found.
+            Whether it is the slot's first snapshot, for which memory had to be allocated.
 
         Raises:
             OSError: if there is no memory for it.
             UnsupportedStateError: if the state is too large for the format.
-            TornSnapshotError: if the script has changed what was being copied; the slot is empty then.
+            TornSnapshotError: if the script changed tensors while they were copied; the slot is then empty.
         """
         empty = not self.slot.allocated
         self.slot.begin()
@@ -154,7 +154,7 @@ class SlotWriter:
             self._mapped = None
 
     def _stage(self, device: torch.device) -> Staging | None:
-        """Return what copies from a GPU beside its kernels; None if there is no pinned memory for that."""
+        """Return a ``Staging`` that copies from a GPU while it computes; None if there is no pinned memory for it."""
         if device not in self._staging:
             try:
                 self._staging[device] = Staging(device)
@@ -167,19 +167,19 @@ class SlotWriter:
         if self._mapped is None or len(self._mapped) != size:
             self.close()
             os.ftruncate(self.slot.tensors, size)
-            # Taken now, with an error if there is no room: a page that is missing later would end the process.
+            # Allocate now, which raises an error if there is no room; a missing page later would kill the process.
             os.posix_fallocate(self.slot.tensors, 0, size)
             self._mapped = mmap.mmap(self.slot.tensors, size)
         return torch.frombuffer(self._mapped, dtype=torch.uint8)
 
 
 def read_state(slot: Slot, header: Header) -> Any:
-    """Return the state in a slot, each tensor in memory of its own."""
+    """Return the state in a slot, each tensor in its own memory."""
     return tree.decode(parse_json(slot.state(header)), tensorfile.read(slot.tensors))
 
 
 def read_meta(slot: Slot, header: Header) -> dict[str, Any]:
-    """Return what the snapshot's writer wanted known of it."""
+    """Return the meta that the snapshot's writer gave."""
     meta: Mapping[str, Any] = Decoder().decode(parse_json(slot.meta(header)))
     return dict(meta)
 

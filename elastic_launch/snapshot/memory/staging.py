@@ -1,9 +1,9 @@
-"""Copying from a GPU into memory that is not pinned, while the GPU computes.
+"""Copies from a GPU into memory that is not pinned, while the GPU computes.
 
-A copy that is not to hold up the device's kernels must go to pinned memory and on a stream of its own
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers). A slot's memory is not pinned, and to
-pin all of it would cost as long as to copy. So there are two small pieces of pinned memory: while the device fills one,
-the processor empties the other.
+A copy that must not delay the device's kernels has to go to pinned memory and on its own stream
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers). A slot's memory is not pinned, and
+pinning all of it would take as long as copying. There are therefore two small buffers of pinned memory: while the
+device fills one, the CPU empties the other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 __all__ = ["PIECE", "Staging", "mark"]
 
 PIECE = 32 * 1024 * 1024
-"""Bytes of each of the two pieces."""
+"""Bytes of each of the two buffers."""
 
 
 def mark(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """Return what a copy must wait for, so that it sees the tensors as they are now: one event for each GPU."""
+    """Return the events, one for each GPU, that a copy must wait for to see the tensors as they are now."""
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def mark(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
 
 
 class Staging:
-    """Copies tensors of one GPU; for one thread at a time.
+    """Copies tensors of one GPU; used by one thread at a time.
 
     Raises:
         RuntimeError: if there is no pinned memory.
@@ -43,16 +43,16 @@ class Staging:
         self._turn = 0
 
     def wait_for(self, events: Iterable[torch.cuda.Event]) -> None:
-        """Have all that follows see what :func:`mark` has marked."""
+        """Make later copies wait for the events that :func:`mark` returned."""
         for event in events:
             self._stream.wait_event(event)
 
     def copy(self, tensor: Tensor, target: Tensor) -> None:
-        """Begin to copy; the target has it after :meth:`finish`.
+        """Start a copy; the target has the values after :meth:`finish`.
 
         Args:
-            tensor: of any dtype, with gaps or without.
-            target: bytes in memory, as many as the tensor has.
+            tensor: a GPU tensor of any shape, dtype and strides.
+            target: a tensor of bytes in host memory, as many as the tensor has.
         """
         with torch.cuda.stream(self._stream):
             source = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -67,7 +67,7 @@ class Staging:
                 self._turn ^= 1
 
     def finish(self) -> None:
-        """Wait until all is copied."""
+        """Wait until all copies are done."""
         for turn in (self._turn, self._turn ^ 1):
             self._empty(turn)
 

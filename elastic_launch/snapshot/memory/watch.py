@@ -1,8 +1,8 @@
-"""Whether tensors that are copied beside the training still have the values of the step boundary.
+"""Detects whether tensors that are copied in the background still have the values of the step boundary.
 
-A script may change a parameter in place at any time, by weight normalisation or a decay of its own, and what is being
-copied is then neither the old state nor the new one. A tensor's version tells of changes, except of those by way of
-``.data``, which a sum over the bits tells of.
+A script may change a parameter in place at any time, for example by weight normalisation or its own weight decay; the
+copy is then neither the old state nor the new one. A tensor's version reveals changes, except those made through
+``.data``; a sum over the bits reveals these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 __all__ = ["SMALL", "Watched"]
 
 SMALL = 64 * 1024
-"""Bytes below which a tensor is copied at once: to watch it takes as long."""
+"""Bytes below which a tensor is copied at once, since watching it takes as long."""
 
 _PIECE = 1 << 20
 """Bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache."""
@@ -25,8 +25,8 @@ class Watched:
     """A tensor that is read later.
 
     Args:
-        tensor: contiguous, of a multiple of 8 bytes; see :meth:`possible`.
-        by_sum: whether its bits are summed up, too.
+        tensor: a contiguous tensor whose size is a multiple of 8 bytes; see :meth:`possible`.
+        by_sum: whether to compare a sum over its bits, too.
     """
 
     def __init__(self, tensor: Tensor, *, by_sum: bool) -> None:
@@ -43,10 +43,10 @@ class Watched:
         return size >= SMALL and plain and aligned and not tensor.is_inference()
 
     def changed(self, copy: Tensor) -> bool:
-        """Whether the tensor has changed, or its copy is of another value.
+        """Whether the tensor has changed, or its copy differs from it.
 
         Args:
-            copy: its bytes, in memory, at any address: tensors of a slot lie one behind the other.
+            copy: its bytes in memory, at any address, since the tensors of a slot lie one behind the other.
         """
         if self._tensor._version != self._version:
             return True
@@ -59,7 +59,7 @@ class Watched:
 
     @staticmethod
     def changes(watched: Mapping[str, Watched], copy_of: Callable[[str], Tensor]) -> list[str]:
-        """Return the names of those that have changed."""
+        """Return the names of the tensors that have changed."""
         return [name for name, each in watched.items() if each.changed(copy_of(name))]
 
 

@@ -1,10 +1,10 @@
-"""Directories that become checkpoints, and what dead writers leave.
+"""Drafts: directories that become checkpoints. Also removes the remains of dead writers.
 
 A writer holds a lock (flock) on the tensor file of its ``.writing-`` directory until the directory has its final name.
-The kernel, or the server of a network file system, drops the lock when the writer dies, and no process id has to mean
-anything on another host. Whoever gets the lock may therefore remove the directory. It can come between a writer's
-making its directory and its locking the file: then the writer finds the file locked, or gone, and starts again. A
-writer may rename the file to a share's; the lock goes with it.
+The kernel, or the server of a network file system, releases the lock when the writer dies, so no process id needs a
+meaning on another host. A process that gets the lock may therefore remove the directory. It may get it after a writer
+has made its directory and before that writer has locked the file: the writer then finds the file locked, or gone, and
+starts again. A writer may rename the file to the name of a share; the lock stays with it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from elastic_launch.snapshot.format.manifest import REMOVING, TENSORS, WRITING, 
 
 __all__ = ["Draft", "bury", "draft", "remove_abandoned", "remove_shares"]
 
-_ATTEMPTS = 10  # A sweeper has to come at one moment each time.
+_ATTEMPTS = 10  # An attempt fails only if a sweeper comes between the writer's first two calls.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A directory that is being filled.
+    """A checkpoint directory that is being written.
 
     Attributes:
         tensors: descriptor of its tensor file, empty, open for writing, locked.
@@ -41,7 +41,7 @@ class Draft:
 
 @contextmanager
 def draft(directory: Path) -> Iterator[Draft]:
-    """Make a draft; it is removed if an exception comes before it was renamed.
+    """Make a draft; it is removed if an exception is raised before it is renamed.
 
     Raises:
         OSError: if the directory cannot be written.
@@ -50,7 +50,7 @@ def draft(directory: Path) -> Iterator[Draft]:
     try:
         yield made
     except BaseException:
-        # The lock is still held: nobody else removes it at the same time.
+        # The lock is still held, so no other process removes it at the same time.
         with suppress(OSError):
             bury(made.path)
         raise
@@ -59,9 +59,9 @@ def draft(directory: Path) -> Iterator[Draft]:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove what writers and sweepers that died have left, and nothing of those that live.
+    """Remove the remains of dead writers and sweepers, and nothing of running ones.
 
-    Where the file system has no locks, nothing can be known about a draft and it stays.
+    On a file system without locks, drafts are kept, since it is unknown whether their writers are running.
 
     Raises:
         OSError: if something cannot be removed.
@@ -76,9 +76,9 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def remove_shares(directory: Path, newest: tuple[int, int]) -> None:
-    """Remove shares that wait for a checkpoint no newer than a complete one: nobody takes them any more.
+    """Remove shares of checkpoints that are not newer than the newest complete one; they are not needed any more.
 
-    If somebody did, he would have to write them himself, and no more.
+    If a committer does need one, it only has to write that share itself.
 
     Args:
         newest: round and step of the newest complete checkpoint.
@@ -93,7 +93,7 @@ def remove_shares(directory: Path, newest: tuple[int, int]) -> None:
 
 
 def bury(path: Path) -> None:
-    """Remove a directory so that half of it is never seen under its own name; it need not be there.
+    """Remove a directory, which need not exist, so that it never appears half-removed under its own name.
 
     Raises:
         OSError: if it cannot be removed.
@@ -130,7 +130,7 @@ def _make(directory: Path) -> Draft:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return whether this descriptor now holds the lock; None where there are no locks."""
+    """Return whether this descriptor now holds the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -143,7 +143,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _locked(path: Path) -> Path:
-    """Return the file of a draft that its writer has locked, whether it is there or not."""
+    """Return the path of the file that a draft's writer locks; it may not exist."""
     shares = path.glob("tensors-00001-of-*.safetensors")
     return path / TENSORS if (path / TENSORS).exists() else next(shares, path / TENSORS)
 
@@ -152,12 +152,12 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         descriptor = os.open(_locked(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        # The writer is, or died, between its first two calls; if it lives, it starts again.
+        # The writer is between its first two calls, or died there; if it is running, it starts again.
         with suppress(OSError):
             os.rmdir(path)
         return
     except OSError:
-        # A link, or another user's: whose it is cannot be known.
+        # A link, or another user's file: its writer is unknown.
         return
     try:
         if _lock(descriptor):

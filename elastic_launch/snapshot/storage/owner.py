@@ -1,8 +1,8 @@
-"""Which run a directory or URL belongs to, so that two runs do not write to one. Needs no torch.
+"""Records which run a directory or URL belongs to, so that two runs do not write to one. Needs no torch.
 
-A run that reads its checkpoints takes it, by putting its id and a random token there. Whoever is about to
-commit a checkpoint looks whether that was the last to take it. It is a check, not a lock, which object stores do not
-have: of two runs that live the later one goes on saving, and the earlier one is told.
+A run takes a location when it reads its checkpoints there, by writing a mark with its id and a random token. Before a
+run commits a checkpoint, it checks that it was the last to take the location. This is a check, not a lock, which object
+stores do not have: of two active runs, the later one continues to save, and the earlier one gets an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LIMIT = 16 * 1024
 
 
 def claim(where: Place, run: str) -> str:
-    """Take a directory or URL; return what :func:`check` asks for.
+    """Take a directory or URL; return the ``owner`` to pass to :func:`check`.
 
     Args:
-        run: id of the run; may be empty.
+        run: the run's id; may be empty.
 
     Raises:
         CheckpointWriteError: if nothing can be written there.
@@ -40,12 +40,12 @@ def claim(where: Place, run: str) -> str:
 
 
 def owned_by(run: str) -> str:
-    """Return what :func:`check` asks for where this run took it before; its id must tell it from others."""
+    """Return the ``owner`` to pass to :func:`check` if this run took the location before; its id must be unique."""
     return f" {run}"
 
 
 def other_owner(where: Place, run: str) -> str:
-    """Return the id of the run that took a directory or URL last; empty if that was this one, or none did.
+    """Return the id of the run that took a directory or URL last; empty if it was this run or none.
 
     Raises:
         CheckpointWriteError: if the mark cannot be read.
@@ -55,15 +55,15 @@ def other_owner(where: Place, run: str) -> str:
 
 
 def check(where: Place, owner: str, *, take: bool = False) -> None:
-    """Refuse to write to where another run has taken it; what nobody has is taken.
+    """Check that no other run has taken a location; if no run has, take it.
 
     Args:
-        owner: from :func:`claim` or :func:`owned_by`; empty: anybody.
-        take: take it from another run, unless ``owner`` is from :func:`claim`.
+        owner: from :func:`claim` or :func:`owned_by`; empty: any run may write.
+        take: take the location from another run, unless ``owner`` is from :func:`claim`.
 
     Raises:
-        TakenError: naming the other run.
-        CheckpointWriteError: if the mark cannot be read, or not be written.
+        TakenError: if another run has taken it; the message names that run.
+        CheckpointWriteError: if the mark cannot be read or written.
     """
     if not owner:
         return
@@ -99,7 +99,7 @@ def _put(where: Place, run: str, token: str) -> None:
 
 
 def _read(where: Place) -> dict[str, Any] | None:
-    """Return the mark; None if there is none that makes sense."""
+    """Return the mark; None if there is no valid one."""
     what = "read the owner of"
     with saving(where, what) if isinstance(where, Url) else writing(where, what):
         try:

@@ -1,7 +1,7 @@
-"""A checkpoint that one process has read, for the others of its host: its verified files in memory.
+"""Shares a checkpoint that one process has read with the other processes of its host: its verified files in memory.
 
-They are files without names (memfd): they take no room of /dev/shm, others open them by the reader's descriptors in
-/proc, and they are gone when the last process that has them is.
+The files are unnamed (memfd): they use no space in /dev/shm, other processes open them through the reader's descriptors
+in /proc, and they are freed when the last process that has them is gone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from elastic_launch.snapshot.storage.listing import CheckpointInfo
 __all__ = ["CopiedFiles", "Copies"]
 
 MOST = 0.5
-"""Share of the free memory that copies may take."""
+"""Fraction of the free memory that copies may use."""
 
 
 class Copies:
     """Files of one checkpoint in this process' memory, read only once.
 
     Attributes:
-        info: the checkpoint that they are of; None if there is none, or no room for them.
+        info: the checkpoint that they belong to; None if there is none, or no room for them.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Copies:
         self._tensors: list[int] = []
 
     def begin(self, info: CheckpointInfo) -> None:
-        """Begin with a checkpoint, if there is room for it, and forget the one before."""
+        """Start with a checkpoint, if there is room for it, and drop the previous one."""
         self.close()
         if info.bytes <= MOST * free_memory():
             self.info = info
 
     def keep_state(self, data: bytes) -> None:
-        """Keep the content of the file beside the tensors."""
+        """Keep the content of the state's file."""
         if self.info is None:
             return
         self._state = os.memfd_create("elastic-launch-state", os.MFD_CLOEXEC)
@@ -58,13 +58,14 @@ class Copies:
             self.close()
 
     def take(self, source: int) -> tuple[int, FileSum] | None:
-        """Read a tensor file into memory, and keep it; return a descriptor of what was read, and what it is.
+        """Read a tensor file into memory and keep it.
 
         Args:
             source: descriptor of the file.
 
         Returns:
-            None if there is no room; nothing is kept then, and the file must be read by other means.
+            A descriptor of the copy, with its size and checksum; None if there is no room. Then nothing is kept, and
+            the file must be read in another way.
         """
         if self.info is None:
             return None
@@ -84,7 +85,7 @@ class Copies:
         return copy, FileSum(size, digest.hexdigest())
 
     def told(self) -> dict[str, Any]:
-        """Return what another process of this host needs to open them, as JSON."""
+        """Return, as a JSON value, what another process of this host needs to open the copies."""
         assert self.info is not None
         info = self.info
         return {
@@ -96,7 +97,7 @@ class Copies:
         }
 
     def close(self) -> None:
-        """Free the memory, as far as no other process has it."""
+        """Free the memory unless another process has it open."""
         for descriptor in [self._state, *self._tensors]:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -104,21 +105,21 @@ class Copies:
 
 
 class CopiedFiles:
-    """What another process of this host keeps in :class:`Copies`.
+    """The files that another process of this host keeps in :class:`Copies`.
 
     Args:
-        told: by that process.
+        told: the result of that process' :meth:`Copies.told`.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
 
     def load(self) -> tuple[CheckpointInfo, Any]:
-        """Return the checkpoint and its state, each tensor in memory of its own.
+        """Return the checkpoint and its state, each tensor in its own memory.
 
         Raises:
-            OSError: if the files cannot be opened: the process is gone, or another user's.
-            MalformedError: if they are not what they were.
+            OSError: if the files cannot be opened: the process is gone, or belongs to another user.
+            MalformedError: if the files have changed.
         """
         path, step, round, digest, size = self._told["info"]
         meta = dict(Decoder().decode(parse_json(self._told["meta"].encode())))

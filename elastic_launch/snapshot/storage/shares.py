@@ -1,24 +1,27 @@
-"""A checkpoint that several nodes write at the same time, each a share of its tensors. Needs no torch.
+"""Checkpoints written by several nodes at the same time, each writing a share of the tensors. Needs no torch.
 
-Each node holds all of a replicated state. The k-th writes the k-th share; the first one, the committer, all the rest.
+Each node holds the whole replicated state. The k-th node writes the k-th share; the first node, the committer, also
+writes everything else.
 
-*Whoever wrote it, a checkpoint has the committer's bytes, and it never depends on another node.* The committer reckons
-the checksum of every share from its own memory. What another node has written is taken only if it is whole and has that
-checksum; what does not come in time, or differs, the committer writes itself. So a node that is killed, slow or wrong
-costs time and nothing else, and whoever removes a share that waits costs no more.
+*A checkpoint always has the committer's bytes, and never depends on another node.* The committer computes the checksum
+of every share from its own memory. A share written by another node is used only if it is complete and has that
+checksum; a share that is late or differs is written by the committer itself. A node that is killed, slow or wrong
+therefore costs only time, and so does the removal of a waiting share.
 
-*No two processes ever write to the same file.* All ranks draw a nonce when they begin to save in a place, and the
-checkpoint's name derives from it, the round and the step: no other round and no other run has that name. Under it the
-committer and each node try once. What fails is done again by the committer alone, under another nonce. In detail:
+*No two processes ever write to the same file.* All ranks draw a common nonce when they begin to save in a location. The
+checkpoint's name derives from this nonce, the round and the step, so no other round and no other run has that name. The
+committer and each node try once under this name. If that fails, the committer retries alone under another nonce. In
+detail:
 
-In a directory, a node writes its share into a draft of its own, which becomes a ``.share-`` directory by one rename
-once it is on the disk. The committer renames the file into its own draft. So what has such a name is whole, and the
-checkpoint is still one rename of one directory that nobody else writes to. A share that is renamed too late waits for
-``prune``.
+In a directory, a node writes its share into its own draft, which one rename turns into a ``.share-`` directory once it
+is on the disk. The committer then renames the share's file into its own draft. A directory with a ``.share-`` name is
+therefore complete, and the checkpoint is still committed by one rename of one directory that no other process writes
+to. A share that is renamed too late stays until ``prune`` removes it.
 
-Behind a URL, a node writes its share into the checkpoint's directory, and after that a small file with its checksum,
-unless the manifest is there by then. What the committer writes in another node's place has another name, for that one
-may still be writing. If both are there at last, the manifest names one, and the other goes with the checkpoint.
+Behind a URL, a node writes its share into the checkpoint's directory and then a small file with its checksum, unless
+the manifest exists by then. A share that the committer writes in place of another node has a different name, because
+that node may still be writing. If both exist in the end, the manifest names one of them, and the other is removed with
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ __all__ = ["MAX_SUM_BYTES", "Division", "Split", "cuts", "gather", "nonce_of", "
 _log = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds for which the committer waits for other shares beside the time that its own has taken."""
+"""Seconds that the committer waits for other shares, in addition to the time that its own share took."""
 
 MAX_SUM_BYTES = 1024
 
-_PAUSES = (0.05, 1.0)  # Seconds between looks, at first and at last.
-_THREADS = 4  # That reckon checksums; a core does one to two GiB a second.
+_PAUSES = (0.05, 1.0)  # Seconds between polls: first and longest.
+_THREADS = 4  # Threads that compute checksums; a core does one to two GiB/s.
 _ALIGNMENT = 8  # Of a safetensors header.
 
 Read = Callable[[int, int], Iterator[bytes]]
@@ -59,16 +62,16 @@ def nonce_of(drawn: int, round: int, step: int) -> str:
     """Return the nonce of a checkpoint that all nodes of a round write together.
 
     Args:
-        drawn: random, the same on all ranks, drawn anew by all that begin to save.
+        drawn: a random number, the same on all ranks, drawn anew whenever they begin to save in a location.
     """
     return hashlib.sha256(f"{drawn} {round} {step}".encode()).hexdigest()[:16]
 
 
 def cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut a row of sizes into runs of which the largest is as small as can be; return where each begins, and the end.
+    """Cut a sequence of sizes into runs, minimizing the largest; return the start of each run, then the end.
 
     Args:
-        count: of runs at most; none is empty of bytes.
+        count: maximum number of runs; no run is without bytes.
     """
     if sum(sizes) == 0:
         return [0, len(sizes)]
@@ -83,7 +86,7 @@ def cuts(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Cut before whatever would exceed the capacity."""
+    """Cut before each size that would exceed the capacity."""
     begins, filled = [0], 0
     for index, size in enumerate(sizes):
         if filled + size > capacity:
@@ -95,7 +98,7 @@ def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A share: its header, and the bytes that follow in the undivided file."""
+    """A share: its header, and the range of bytes in the undivided file that follow it."""
 
     header: bytes
     begin: int
@@ -103,16 +106,16 @@ class _Run:
 
 
 class Division:
-    """The content of a tensor file as that of several, each with a run of its tensors; a tensor is never cut.
+    """Divides a tensor file into several, each with a run of its tensors; a tensor is never cut.
 
     Args:
         read: yields the bytes of the undivided file from one offset to another.
-        size: of that file, in bytes.
-        count: of nodes; there may be fewer shares.
-        waits: called about once a second while the shares of other nodes are waited for.
+        size: size of that file in bytes.
+        count: number of nodes; there may be fewer shares.
+        waits: called about once a second while waiting for the shares of other nodes.
 
     Raises:
-        MalformedError: if it is no tensor file.
+        MalformedError: if it is not a tensor file.
     """
 
     def __init__(self, read: Read, size: int, count: int, waits: Callable[[], None] = lambda: None) -> None:
@@ -130,7 +133,7 @@ class Division:
         yield from self._read(run.begin, run.end)
 
     def sum(self, index: int) -> FileSum:
-        """Return what a share must be."""
+        """Return the size and checksum that a share must have."""
         digest, size = hashlib.sha256(), 0
         for part in self.parts(index):
             digest.update(part)
@@ -139,7 +142,7 @@ class Division:
 
     @contextmanager
     def sums(self) -> Iterator[Callable[[int], FileSum]]:
-        """Reckon what all shares but the first must be, in threads; yields a function that waits for one of them."""
+        """Compute size and checksum of all shares but the first in threads; yields a function that waits for one."""
         workers = max(1, min(_THREADS, len(self) - 1, os.cpu_count() or 1))
         pool = ThreadPoolExecutor(workers, thread_name_prefix="sum")
         try:
@@ -151,11 +154,11 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tensors that are written by several nodes.
+    """Tensors to be written by several nodes.
 
     Attributes:
-        division: into two shares or more.
-        nonce: of the checkpoint's name; see :func:`nonce_of`.
+        division: the division into two or more shares.
+        nonce: nonce in the checkpoint's name; see :func:`nonce_of`.
     """
 
     division: Division
@@ -170,14 +173,16 @@ def gather(
     write: Callable[[int], None],
     seconds: float,
 ) -> None:
-    """Wait for all shares but the first, and write those that do not come.
+    """Wait for all shares but the first, and write those that do not arrive.
 
     Args:
-        expected: what a share must be.
-        look: of these shares returns those that are there, with what their nodes say that they are; None for nonsense.
-        take: takes one into the checkpoint; False if that cannot be done.
-        write: writes a share here.
-        seconds: to wait at most before the first is written; each is looked for once more before its turn.
+        expected: returns the size and checksum that a share must have.
+        look: of the given shares, returns those that exist, with the size and checksum that their nodes report; None if
+            a report is invalid.
+        take: moves a share into the checkpoint; returns False if that is not possible.
+        write: writes a share in this process.
+        seconds: maximum time to wait before the first missing share is written; each is looked for once more before it
+            is written.
     """
     deadline, pause = time.monotonic() + seconds, _PAUSES[0]
     waiting = list(range(1, len(division)))
@@ -200,12 +205,12 @@ def gather(
 
 
 def pack_sum(file: FileSum) -> bytes:
-    """Return the content of the small file that says what a share is."""
+    """Return the content of the small file that has a share's size and checksum."""
     return json.dumps({"bytes": file.bytes, "sha256": file.sha256}).encode() + b"\n"
 
 
 def parse_sum(data: bytes) -> FileSum | None:
-    """Return what :func:`pack_sum` was given; None if it is something else."""
+    """Return the argument that :func:`pack_sum` was given; None if the data is not from it."""
     try:
         value = parse_json(data)
     except MalformedError:
@@ -240,14 +245,14 @@ def _run(entries: list[tuple[str, Any]], begin: int, end: int) -> _Run:
 
 
 def _entries(read: Read, size: int) -> tuple[list[tuple[str, Any]], int]:
-    """Return names and descriptions of the tensors in the order of their bytes, and where these begin."""
+    """Return names and descriptions of the tensors in the order of their bytes, and the offset of the first byte."""
     length = int.from_bytes(b"".join(read(0, min(8, size))), "little")
     if not 0 < length <= min(size - 8, MAX_HEADER):
         raise MalformedError("it has no header")
     header = parse_json(b"".join(read(8, 8 + length)))
     if not isinstance(header, dict) or not all(_is_tensor(entry) for entry in header.values()):
         raise MalformedError("its header describes no tensors")
-    # Tensors without bytes lie where the next one does: the order in the header tells them apart.
+    # Empty tensors have the offset of the next one; sorting is stable, so the order in the header decides.
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
     offset = 0
     for _, entry in entries:
@@ -259,7 +264,7 @@ def _entries(read: Read, size: int) -> tuple[list[tuple[str, Any]], int]:
 
 
 def _is_tensor(entry: Any) -> bool:
-    """Whether part of a header describes a tensor as our writer does."""
+    """Whether an entry of a header describes a tensor as this package's writer does."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return False
     shape, offsets = entry["shape"], entry["data_offsets"]

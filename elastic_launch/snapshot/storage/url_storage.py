@@ -1,6 +1,6 @@
-"""Storage behind a URL: what checkpoints need of it, by way of fsspec (https://filesystem-spec.readthedocs.io).
+"""Storage behind a URL, accessed through fsspec (https://filesystem-spec.readthedocs.io).
 
-Object stores have neither renaming nor directories nor locks, so nothing here relies on these. Needs no torch.
+Object stores have no renaming, directories or locks, so nothing here relies on them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Storage", "check_driver", "loading", "saving"]
 
-_CHUNK = 8 * 1024 * 1024  # Bytes for each turn of hashing and sending; the driver gathers them into its own parts.
+_CHUNK = 8 * 1024 * 1024  # Bytes hashed and sent at a time; the driver gathers them into its own parts.
 
-_DRIVERS = threading.Lock()  # fsspec's table of instances is not made for threads.
+_DRIVERS = threading.Lock()  # fsspec's table of instances is not thread-safe.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Entry:
 
 
 class Storage:
-    """The file system of a URL. Errors are whatever the driver raises: use within :func:`loading` or :func:`saving`.
+    """The file system of a URL. Methods raise the driver's own errors: use it within :func:`loading` or :func:`saving`.
 
     Raises:
-        UsageError: if there is no driver for it.
+        UsageError: if there is no driver for the URL.
     """
 
     def __init__(self, url: Url) -> None:
@@ -57,7 +57,7 @@ class Storage:
         self._url = url
 
     def entries(self, url: Url) -> list[Entry]:
-        """Return what is in a directory; nothing if it is not there."""
+        """Return the entries of a directory; empty if it does not exist."""
         self._fs.invalidate_cache()
         path = self._path(url)
         try:
@@ -65,7 +65,7 @@ class Storage:
         except FileNotFoundError:
             found = []
         advanced()
-        # A store may name the directory itself, as an empty object.
+        # A store may list the directory itself, as an empty object.
         return [_entry(info) for info in found if info["name"].strip("/") != path.strip("/")]
 
     def read(self, url: Url, limit: int) -> bytes:
@@ -73,7 +73,7 @@ class Storage:
 
         Raises:
             MalformedError: if it is larger than ``limit`` bytes.
-            FileNotFoundError: if it is not there.
+            FileNotFoundError: if it does not exist.
         """
         with self._fs.open(self._path(url), "rb") as file:
             data = bytes(file.read(limit + 1))
@@ -90,9 +90,9 @@ class Storage:
                 yield part
 
     def write(self, url: Url, parts: Iterable[bytes | memoryview]) -> FileSum:
-        """Write a file of any size, and return what was written.
+        """Write a file of any size, and return its size and checksum.
 
-        Part of it may be there if this fails: something else must say that it is complete.
+        If this fails, part of the file may exist: its completeness must be recorded elsewhere.
         """
         digest, size = sha256(), 0
         with self._create(url) as file:
@@ -105,7 +105,7 @@ class Storage:
         return FileSum(size, digest.hexdigest())
 
     def put(self, url: Url, data: bytes) -> None:
-        """Write a small file, at once where the storage can do so."""
+        """Write a small file, in one request if the storage supports it."""
         try:
             self._fs.pipe_file(self._path(url), data)
         except FileNotFoundError:
@@ -113,12 +113,12 @@ class Storage:
             self._fs.pipe_file(self._path(url), data)
 
     def remove(self, url: Url) -> None:
-        """Remove a file; it need not be there."""
+        """Remove a file, which need not exist."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(url))
 
     def remove_all(self, url: Url) -> None:
-        """Remove a directory and all in it; it need not be there."""
+        """Remove a directory, which need not exist, and everything in it."""
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(url), recursive=True)
@@ -146,7 +146,7 @@ class Storage:
             file.close()
 
     def _make(self, path: str) -> None:
-        """Make a directory and those above it, never the first part of a path: it may be a bucket."""
+        """Make a directory and its parents, but never the first part of a path, which may be a bucket."""
         if "/" not in path.strip("/") or self._fs.exists(path):
             return
         self._make(self._fs._parent(path))
@@ -155,7 +155,7 @@ class Storage:
 
 
 def check_driver(url: Url) -> None:
-    """Refuse a URL that nothing installed can open.
+    """Check that an installed driver can open a URL.
 
     Raises:
         UsageError: naming the package to install.
@@ -183,10 +183,10 @@ def check_driver(url: Url) -> None:
 
 @contextmanager
 def loading(url: Url, what: str = "read") -> Iterator[None]:
-    """Turn a driver's errors into one that says what could not be done, where and why.
+    """Turn a driver's errors into an error that says what could not be done, where and why.
 
     Raises:
-        CheckpointReadError: for any of them.
+        CheckpointReadError: for any error of the driver.
     """
     try:
         yield
@@ -198,10 +198,10 @@ def loading(url: Url, what: str = "read") -> Iterator[None]:
 
 @contextmanager
 def saving(url: Url, what: str) -> Iterator[None]:
-    """As :func:`loading`, for what is written.
+    """Like :func:`loading`, for writes.
 
     Raises:
-        CheckpointWriteError: for any of them.
+        CheckpointWriteError: for any error of the driver.
     """
     try:
         yield

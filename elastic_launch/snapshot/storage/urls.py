@@ -1,8 +1,8 @@
-"""Checkpoints behind a URL: written, listed and pruned where nothing can be renamed or locked. Needs no torch.
+"""Writes, lists and prunes checkpoints behind a URL, where nothing can be renamed or locked. Needs no torch.
 
-The manifest commits: it is written last and removed first, and a directory without one is no checkpoint. Names are
-those of directories; the nonce in each keeps writers from ever writing to the same object. Several nodes may write one
-checkpoint, see ``shares``.
+The manifest commits a checkpoint: it is written last and removed first, and a directory without one is not a
+checkpoint. Names are the same as in directories; because of the nonce in each, no two writers ever write to the same
+object. Several nodes may write one checkpoint, see ``shares``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = [
     "write_share",
 ]
 
-_SUM = ".sum"  # Behind the name of a share's file: what another node says that it is.
+_SUM = ".sum"  # Suffix to the name of a share's file: the size and checksum that its node reports.
 
 
 def candidates(url: Url) -> list[Url]:
-    """Return what has the name of a checkpoint and a manifest.
+    """Return the URLs that have a checkpoint's name and a manifest.
 
     Raises:
         CheckpointReadError: if the storage cannot be listed.
@@ -66,7 +66,7 @@ def candidates(url: Url) -> list[Url]:
 
 
 def names(url: Url) -> list[str]:
-    """Return the names of the directories there, by one request.
+    """Return the names of the directories behind a URL, with one request.
 
     Raises:
         CheckpointReadError: if the storage cannot be listed.
@@ -76,25 +76,25 @@ def names(url: Url) -> list[str]:
 
 
 def manifest_of(url: Url) -> tuple[Manifest, str]:
-    """Return a checkpoint's manifest and its digest; to be used within :func:`faults`."""
+    """Return a checkpoint's manifest and its digest; call it within :func:`faults`."""
     return Manifest.parse(Storage(url).read(url / MANIFEST, MAX_MANIFEST_BYTES))
 
 
 def sizes(url: Url) -> dict[str, int]:
-    """Return the sizes of a checkpoint's files; to be used within :func:`faults`."""
+    """Return the sizes in bytes of a checkpoint's files by name; call it within :func:`faults`."""
     return {entry.name: entry.bytes for entry in Storage(url).entries(url) if not entry.is_directory}
 
 
 @contextmanager
 def faults(url: Url) -> Iterator[None]:
-    """Say of which checkpoint it is that something was wrong."""
+    """Turn errors into errors that name the checkpoint."""
     with loading(url):
         try:
             yield
         except UnknownFormatError as error:
             raise ForeignCheckpointError(url, str(error)) from error
         except (MalformedError, FileNotFoundError) as error:
-            # Whoever removes a checkpoint removes the manifest first.
+            # The manifest is removed first.
             if MANIFEST not in sizes(url):
                 raise CheckpointGoneError(url) from error
             found = str(error) if isinstance(error, MalformedError) else "a file of it is missing"
@@ -111,13 +111,13 @@ def write(
     round: int,
     may_commit: Callable[[], bool],
 ) -> tuple[Url, str, int]:
-    """Write a checkpoint; return where it is, its digest and its size.
+    """Write a checkpoint; return its URL, its digest and its size in bytes.
 
     A process that dies before the end leaves a directory without a manifest, and perhaps parts of an upload.
 
     Raises:
-        CheckpointWriteError: if the storage refuses it, or is not to be reached.
-        NotCommittedError: if it was not to be committed.
+        CheckpointWriteError: if the storage refuses it or cannot be reached.
+        NotCommittedError: if ``may_commit`` returned False.
     """
     nonce = tensors.nonce if isinstance(tensors, Split) else new_nonce()
     path = url / directory_name(step, round, nonce)
@@ -145,7 +145,7 @@ def write_share(url: Url, division: Division, index: int, *, step: int, round: i
     """Write a share of a checkpoint that another node commits.
 
     Raises:
-        CheckpointWriteError: if the storage refuses it, or is not to be reached.
+        CheckpointWriteError: if the storage refuses it or cannot be reached.
     """
     path = url / directory_name(step, round, nonce)
     name = share_file(index, len(division))
@@ -153,7 +153,7 @@ def write_share(url: Url, division: Division, index: int, *, step: int, round: i
         storage = Storage(url)
         found = storage.write(path / name, division.parts(index))
         if MANIFEST in _names(storage, path):
-            # The other one has not waited, and has never looked at what has no sum.
+            # The committer has not waited, and never looks at a share without a sum.
             storage.remove(path / name)
         else:
             storage.put(path / (name + _SUM), pack_sum(found))
@@ -194,7 +194,7 @@ def _names(storage: Storage, path: Url) -> dict[str, int]:
 
 
 def remove(urls: Iterable[Url]) -> None:
-    """Remove checkpoints, so that half of one is never taken for one.
+    """Remove checkpoints, so that a half-removed one is never mistaken for a complete one.
 
     Raises:
         CheckpointWriteError: if one cannot be removed.
@@ -205,10 +205,10 @@ def remove(urls: Iterable[Url]) -> None:
 
 
 def remove_abandoned(url: Url, newest: tuple[int, int]) -> None:
-    """Remove what writers that died have left.
+    """Remove the remains of dead writers.
 
-    A run writes one checkpoint after the other, so what is older than a complete one and has no manifest gets none any
-    more.
+    A run writes its checkpoints one by one, so a directory without a manifest that is older than a complete checkpoint
+    will never get one.
 
     Args:
         newest: round and step of the newest complete checkpoint.
@@ -225,12 +225,12 @@ def remove_abandoned(url: Url, newest: tuple[int, int]) -> None:
 
 
 def probe(url: Url) -> None:
-    """Make sure that the storage can be listed, written, and written again.
+    """Check that the storage can be listed, written and written again.
 
     Raises:
-        UsageError: if there is no driver for it.
+        UsageError: if there is no driver for the URL.
         CheckpointReadError: if it cannot be listed.
-        CheckpointWriteError: if nothing can be written there, or not be removed.
+        CheckpointWriteError: if objects cannot be written there or removed.
     """
     storage = Storage(url)
     with loading(url, "list"):
