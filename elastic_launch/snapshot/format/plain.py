@@ -10,7 +10,7 @@ value is an object whose keys start with ``$`` (and so is a dict that has such a
 ``{"$ordered": [[key, value], ..]}``             an OrderedDict; a further ``$metadata`` is a state_dict's ``_metadata``
 ``{"$counter": [[key, value], ..]}``             a collections.Counter, as used by MultiStepLR
 ``{"$defaultdict": [..], "factory": "list"}``    a defaultdict; the factory is None or one of a few types
-``{"$named": [..], "fields": .., "type": ..}``   a named tuple; of its own class if that is loaded, else of a similar one
+``{"$named": [..], "fields": .., "type": ..}``   a named tuple; its class if that is loaded, else a similar class
 ``{"$set": [..]}``, ``{"$frozenset": [..]}``     a set
 ``{"$deque": [..], "maxlen": 3}``                a deque
 ``{"$complex": [1.0, "nan"]}``                   a complex number

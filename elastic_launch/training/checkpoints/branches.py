@@ -1,10 +1,10 @@
-"""Which of a training's states is the newest, and under which number those that follow from it are saved. Pure but for
-:func:`within`.
+"""Decides which of a training's states is the newest, and the round number under which its successors are saved. Does
+no I/O, except for :func:`within`.
 
-States are ordered by (round, step). The round is not that of the run, which begins at 1 in every run: each start of
-the training saves under a number of its own, higher than those of all states that it knows. Two starts of one run never
-have the same number, also where they go on from the same state and know nothing of each other: the number is ahead of
-the run's round by as much as it was when the state was taken.
+States are ordered by (round, step). This round is not the run's round, which begins at 1 in every run: each start of
+the training saves under its own number, higher than the numbers of all states that it knows. Two starts of one run
+never have the same number, even if they resume from the same state and do not know of each other: the number is ahead
+of the run's round by as much as it was when the state was taken.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What one start of the training saves under.
+    """The round number that one start of the training saves under.
 
     Attributes:
-        round: in the names of checkpoints, and in snapshots.
-        ahead: of the run's own round, by so many.
-        since: number of the run's first start: what has a lower one was saved by other runs.
+        round: the number in the names of checkpoints, and in snapshots.
+        ahead: how far it is ahead of the run's own round.
+        since: number of the run's first start; states with a lower number were saved by other runs.
     """
 
     round: int = 0
@@ -36,18 +36,18 @@ class Branch:
     since: int = 0
 
     def meta(self, run: str) -> dict[str, Any]:
-        """What a state keeps of it, for :func:`following`."""
+        """Return what a saved state records of the branch, for :func:`following`."""
         return {"run": run, "ahead": self.ahead, "since": self.since}
 
 
 def following(world_round: int, run: str, meta: dict[str, Any], highest: int) -> Branch:
-    """Return what a start saves under.
+    """Return the branch that a start of the training saves under.
 
     Args:
-        world_round: number of the run's round, from 1; 0 where nobody counts them.
+        world_round: number of the run's round, from 1; 0 if rounds are not counted.
         run: the run's id.
-        meta: of the state that it goes on from; empty if there is none.
-        highest: round of all states that are known, whether it goes on from them or not.
+        meta: meta of the state that it resumes from; empty if there is none.
+        highest: highest round of all known states, whether or not it resumes from them.
     """
     known = meta.get("branch", {})
     same = world_round > 1 and known.get("run") == run
@@ -56,13 +56,15 @@ def following(world_round: int, run: str, meta: dict[str, Any], highest: int) ->
 
 
 def within(seconds: float, what: str, function: Callable[[], T]) -> T:
-    """Return what a function returns that may hang, as one that asks a file system whose server is gone.
+    """Run a function that may hang, for example on a file system whose server is gone, and return its result.
 
     Args:
-        what: it does, for the error.
+        seconds: maximum time to wait.
+        what: what the function does, for the error.
+        function: runs in a thread.
 
     Raises:
-        TimeoutError: if it does; its thread stays.
+        TimeoutError: if it takes longer; its thread remains.
     """
     results: list[T] = []
     errors: list[Exception] = []

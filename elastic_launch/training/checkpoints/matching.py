@@ -1,7 +1,7 @@
-"""Whether a saved state is one of the objects that are to take it, and in what it differs if not.
+"""Checks whether a saved state fits the objects that are to load it, and describes the differences.
 
-Torch gives an optimizer what another class of optimizers has saved, without a word; and names neither the checkpoint
-nor the part in what it does refuse.
+Torch silently loads the state of another optimizer class into an optimizer; where it does refuse a state, its message
+names neither the checkpoint nor the part.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ __all__ = ["class_of", "differences", "module_differences", "reordered"]
 _SHOWN = 4  # Names in a message.
 
 _LATER = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "param_names"}
-"""Settings of optimizers that versions of torch have added, and give their defaults where they are missing."""
+"""Optimizer settings that newer versions of torch added; torch uses their defaults if they are missing."""
 
 _LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 
 
 def class_of(part: object) -> str:
-    """Return the name of the class that a saved state needs; "" for what tells by its content whether it fits."""
+    """Return the name of the class that a saved state fits; "" if its content shows whether it fits."""
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
     return type(part).__qualname__ if isinstance(part, kinds) else ""
 
 
 def differences(part: object, saved: Any, kind: str) -> str:
-    """Return in what an optimizer or scheduler differs from one whose state was saved; "" if it may take that.
+    """Describe how an optimizer or scheduler differs from the one whose state was saved; "" if it can load the state.
 
     Args:
-        kind: class of the saved one; "" if that is not known.
+        part: the optimizer or scheduler.
+        saved: the saved state.
+        kind: class that saved it; "": not known.
     """
     mine = class_of(part)
     if mine and kind and mine != kind:
@@ -43,7 +45,7 @@ def differences(part: object, saved: Any, kind: str) -> str:
         return ""
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
         if "param_groups" not in part.state_dict():
-            return ""  # one that wraps another has a form of its own
+            return ""  # an optimizer that wraps another has its own format
         names = f" ({_some(saved)})" if isinstance(saved, Mapping) else ""
         return f"it is of several optimizers{names}, and here is one, {mine}"
     there, here = saved["param_groups"], part.param_groups
@@ -61,9 +63,9 @@ def differences(part: object, saved: Any, kind: str) -> str:
 
 
 def reordered(saved: Any, there: list[list[str]], here: list[list[str]]) -> tuple[Any, str]:
-    """Return an optimizer's state with its parameters in the order of this process, and in what they differ, if so.
+    """Return an optimizer's state with its parameters in this process' order, and a description of differences or "".
 
-    Torch goes by the order alone, and a script that takes parameters from a set has another one in each process.
+    Torch matches parameters only by their order, which differs between processes if a script takes them from a set.
 
     Args:
         there, here: names of the parameters by group, when it was saved and now.
@@ -71,7 +73,7 @@ def reordered(saved: Any, there: list[list[str]], here: list[list[str]]) -> tupl
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     alike = [list(map(len, names)) for names in (there, here)]
     if there == here or groups is None or alike[0] != alike[1] or set(chain(*there)) != set(chain(*here)):
-        return saved, ""  # other names may be those of a model that has been renamed
+        return saved, ""  # the model's parameters may have been renamed
     moved = []
     for number, (group, old, new) in enumerate(zip(groups, there, here, strict=True)):
         if lacking := sorted(set(new) - set(old)):
@@ -94,7 +96,7 @@ def _other_shapes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) ->
 
 
 def module_differences(module: nn.Module, saved: Any) -> tuple[str, str]:
-    """Return in what a model's state differs from a saved one, and what to do about it; "" where that is not known."""
+    """Describe how a model's state differs from a saved one, and what to do about it; "" if not known."""
     if not isinstance(saved, Mapping):
         return "", ""
     own = module.state_dict()

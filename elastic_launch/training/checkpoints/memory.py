@@ -1,7 +1,7 @@
-"""Snapshots in the node's memory: taken every few steps, at a cost of about a hundredth of the training's time.
+"""Snapshots in the node's memory, taken every few steps at a cost of about 1 % of the training's time.
 
-One worker of each node writes them into slots that its agent made, so they outlive workers. After a fault the ranks
-agree on the newest one that any node holds, and who has it gives it to those who have not.
+One worker of each node writes them into slots that its agent made, so they outlive the workers. After a fault, the
+ranks agree on the newest snapshot that any node holds, and a rank that has it sends it to those that do not.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ __all__ = ["MemorySnapshots", "Newest", "Target", "newest", "restore", "settled"
 _log = logging.getLogger(__name__)
 
 RESERVE = 0.1
-"""Share of the free memory that snapshots leave alone."""
+"""Fraction of the free memory that snapshots leave free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a snapshot is to be copied for good.
+    """Durable storage that a snapshot is to be copied to.
 
     Attributes:
-        nodes: that copy it together if it is large enough; 1: this one alone.
-        node: this one's rank among them.
-        split: bytes from which it is.
-        drawn: random, the same on all of them.
+        directory: directory or URL of the checkpoints; empty: none.
+        keep: number of newest checkpoints to keep.
+        now: whether this snapshot is to be copied.
+        owner: mark of this run, see ``snapshot.storage.owner``.
+        nodes: number of nodes that copy a large snapshot together; 1: this node alone.
+        node: this node's rank among them.
+        split: size in bytes from which on a snapshot is large.
+        drawn: a random number, the same on all nodes.
     """
 
     directory: str = ""
@@ -58,7 +62,7 @@ class Target:
     drawn: int = 0
 
     def stored(self, slot: int, sequence: int, step: int, round: int, size: int) -> Stored:
-        """Return what the agent is told of a snapshot with so many bytes of tensors."""
+        """Return the message to the agent about a snapshot with ``size`` bytes of tensors."""
         shares = self.nodes if self.now and size >= self.split else 1
         if shares == 1 and self.node > 0:
             return Stored(slot, sequence, step, round, False, "", 1)
@@ -71,15 +75,16 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class _Written:
     seconds: float
-    fresh: bool  # into memory that had to be found first
-    json: int  # bytes beside the tensors
+    fresh: bool  # into memory that had to be allocated first
+    json: int  # bytes besides the tensors
 
 
 class MemorySnapshots:
-    """This node's snapshots, as one of its workers sees them.
+    """This node's snapshots, as seen by one of its workers.
 
     Args:
-        link: to the agent, which has the slots.
+        link: connection to the agent, which has the slots.
+        world: this process' world.
     """
 
     def __init__(self, link: AgentLink, world: World) -> None:
@@ -92,11 +97,11 @@ class MemorySnapshots:
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[_Written] | None = None
         self._stall = 0.0
-        self._json = 0  # bytes of the last snapshot beside its tensors
+        self._json = 0  # bytes of the last snapshot besides its tensors
         self._torn = False
-        self._left: int | None = None  # a slot that was to be written, and is empty
+        self._left: int | None = None  # a slot that was reserved for writing but is empty
         self.writes = world.local_rank == 0 and bool(self._slots)
-        """Whether this worker is its node's writer; not any more once there is no room."""
+        """Whether this worker writes its node's snapshots; False once there is no room."""
 
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
@@ -121,16 +126,16 @@ class MemorySnapshots:
         patient: bool = False,
         spent: float = 0.0,
     ) -> bool:
-        """Begin to take a snapshot, in a thread; :meth:`settle` ends it.
+        """Start taking a snapshot in a thread; :meth:`settle` completes it.
 
         Args:
             stays: whether a tensor keeps its values until then.
-            wait: end it here.
-            patient: wait for an agent that is slow, for as long as for a last checkpoint.
-            spent: seconds that it took to ask for the state.
+            wait: complete it before returning.
+            patient: wait for a slow agent, for as long as for a last checkpoint.
+            spent: seconds that capturing the state took.
 
         Returns:
-            False if nothing was taken: there is no room for it, then or later, or the agent does not answer.
+            False if no snapshot is taken because there is no room, now or later, or the agent does not answer.
         """
         self.settle()
         began = time.monotonic()
@@ -152,7 +157,7 @@ class MemorySnapshots:
         return True
 
     def _write(self, draft: SlotDraft, writer: SlotWriter, number: int, header: Header, target: Target) -> _Written:
-        """Write a snapshot and tell the agent; in a thread."""
+        """Write a snapshot and report it to the agent; runs in a thread."""
         began = time.monotonic()
         try:
             fresh = writer.write(
@@ -165,13 +170,13 @@ class MemorySnapshots:
         return _Written(time.monotonic() - began, fresh, draft.bytes - draft.tensor_bytes)
 
     def settle(self) -> None:
-        """Wait until the snapshot that is being taken is: only then what it holds may change.
+        """Wait until the current snapshot is complete; only then may the tensors in it change.
 
         Raises:
             OSError: if there is no memory for it after all.
             UnsupportedStateError: if it is too large for the format.
-            TornSnapshotError: if the script has changed what was being copied. From now on a snapshot is waited for
-                before the script goes on.
+            TornSnapshotError: if the script changed tensors while they were copied. From then on, the script continues
+                only after each snapshot is complete.
         """
         if self._writing is None:
             return
@@ -189,19 +194,19 @@ class MemorySnapshots:
         self.rhythm.cost(Cost(self._stall + waited, beside), fresh=written.fresh)
 
     def drop_above(self, position: tuple[int, int], training: int) -> None:
-        """Drop what this node holds of a training that is newer than a round and step."""
+        """Drop this node's snapshots of a training that are newer than a (round, step)."""
         for slot in self._slots if self._world.local_rank == 0 else []:
             header = slot.header()
             if header is not None and header.training == training and (header.round, header.step) > position:
                 slot.begin()
 
     def _next_slot(self, patient: bool) -> int | None:
-        """Return the slot to write, None if the agent does not say."""
+        """Return the slot to write; None if the agent does not answer."""
         left, self._left = self._left, None
         return left if left is not None else self._link.slot_to_use(patient=patient)
 
     def close(self) -> None:
-        """Give up what is being taken, and unmap."""
+        """Give up the current snapshot, and unmap the slots."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
@@ -210,7 +215,7 @@ class MemorySnapshots:
         self._writers.clear()
 
     def _has_room(self, size: int) -> bool:
-        """Whether the memory that all slots take with snapshots of a size is there, or taken already."""
+        """Whether the memory that all slots need for snapshots of a size is free or already allocated."""
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
         free = free_memory() if grows else 0
         if grows > (1 - RESERVE) * free:
@@ -227,14 +232,14 @@ class MemorySnapshots:
 
 
 def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Return whether a tensor is one that only the optimizer's step changes: a parameter, or of the optimizer's state.
+    """Return a predicate: whether a tensor is a parameter or optimizer state, which only the optimizer's step changes.
 
-    By where it lies in memory: a ``state_dict`` gives other objects than the parameters themselves.
+    Tensors are compared by their memory, since a ``state_dict`` has other objects than the parameters themselves.
     """
 
     @cache
     def known() -> set[int]:
-        """Found when first asked for: at most boundaries nobody asks."""
+        """Computed on first use, since most boundaries do not need it."""
         found = {parameter.data_ptr() for parameter in parameters}
         for group in getattr(optimizer, "param_groups", []):
             found |= {parameter.data_ptr() for parameter in group["params"]}
@@ -248,13 +253,13 @@ def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest snapshot that any node holds, as all ranks agree.
+    """The newest snapshot that any node holds, agreed on by all ranks.
 
     Attributes:
         position: its round and step.
-        mine: this node's, if it is that one.
+        mine: this node's copy of it, if any.
         holder: first rank whose node has it.
-        everywhere: whether all nodes do.
+        everywhere: whether all nodes have it.
     """
 
     position: tuple[int, int]
@@ -264,7 +269,7 @@ class Newest:
 
 
 def newest(memory: MemorySnapshots | None, world: World, training: int) -> Newest | None:
-    """Return the newest snapshot of a training, None if no node has one; called by all ranks."""
+    """Return the newest snapshot of a training; None if no node has one. Called by all ranks."""
     found = memory.newest(training) if memory is not None else None
     mine = [0, 0] if found is None else [found[1].round, found[1].step]
     everybody = [mine]

@@ -1,7 +1,7 @@
-"""One worker of each node reads a checkpoint from its directory, and the others have it from that worker's memory.
+"""Lets one worker of each node read a checkpoint from its directory; the others copy it from that worker's memory.
 
-So storage is asked once for each node and not for each worker. The reader says every few seconds that it is there; it
-is a message that the others wait for, so that its death ends their wait at once.
+Storage is thus read once per node and not once per worker. The reader sends a message every few seconds. The others
+wait for that message, so the reader's death ends their wait at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Read", "read_on_node"]
 _log = logging.getLogger(__name__)
 
 PATIENCE = STALL + 30.0
-"""Seconds without a word from the reader after which a worker that waits for it fails."""
+"""Seconds without a message from the reader after which a waiting worker fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was found in a directory.
+    """The result of reading a directory.
 
     Attributes:
-        loaded: the newest sound checkpoint, if any.
+        loaded: the newest intact checkpoint, if any.
         known: highest round in any checkpoint's name.
-        damaged: the first one that was skipped, if any.
+        damaged: error of the first checkpoint that was skipped, if any.
     """
 
     loaded: snapshot.LoadedCheckpoint | None
@@ -47,13 +47,13 @@ class Read:
 
 
 def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read]) -> Read:
-    """Read a directory, or have it read by another worker of this node; called by all ranks.
+    """Read a directory, or get the result from another worker of this node that reads it; called by all ranks.
 
     Args:
-        read: reads, and keeps what it has read in the copies if there are any.
+        read: reads the directory, and keeps the files read in the ``Copies`` if there are any.
 
     Raises:
-        CheckpointError: as ``read``, on all workers of a node; or if the one that reads does not respond.
+        CheckpointError: as raised by ``read``, on all workers of a node; or if the reader does not respond.
     """
     first = world.rank - world.local_rank
     others = list(range(first + 1, first + world.local_world_size))
@@ -65,7 +65,7 @@ def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], 
 
 
 def _in_one_row(world: World, first: int) -> bool:
-    """Whether on every node the ranks follow one another, as launchers number them, so that all know their reader."""
+    """Whether the ranks of every node are consecutive, as launchers number them, so that all know their reader."""
     mine = torch.tensor([first, world.local_world_size])
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
     dist.all_gather(gathered, mine)
@@ -92,7 +92,7 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
             told["copies"] = copies.told() if copies.info is not None else None
         _say(others, json.dumps(told).encode())
         for other in others:
-            dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has them
+            dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has the files
         return found
     finally:
         copies.close()
@@ -103,7 +103,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
         told: dict[str, Any] = json.loads(_hear(reader))
     except RuntimeError as error:
         if "Timed out" not in str(error):
-            raise  # its end is the cause
+            raise  # the reader's end is the cause
         raise snapshot.CheckpointReadError(
             directory,
             f"Rank {reader}, which reads {directory} for rank {rank} too, has not responded for {PATIENCE:g} s.",
@@ -129,7 +129,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
 
 
 def _say(others: list[int], data: bytes) -> None:
-    """Send a message; an empty one says that there will be another."""
+    """Send a message; an empty one means that another will follow."""
     for other in others:
         dist.send(torch.tensor([len(data)]), dst=other)
         if data:
@@ -140,7 +140,7 @@ def _hear(reader: int) -> bytes:
     """Return the first message that is not empty.
 
     Raises:
-        RuntimeError: if the reader is gone, or silent for too long.
+        RuntimeError: if the reader is gone, or has sent nothing for too long.
     """
     size = torch.zeros(1, dtype=torch.int64)
     while not int(size):

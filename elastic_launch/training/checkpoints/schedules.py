@@ -1,4 +1,4 @@
-"""Schedulers and averaged models that a training has and its checkpoints have not."""
+"""Detects schedulers and averaged models of a training that its checkpoints do not have."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
 
 
 def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
-    """Return those optimizers among parts that have a scheduler which is not among them.
+    """Return those optimizers among ``parts`` that have a scheduler which is not in ``parts``.
 
-    A scheduler of torch's marks its optimizer's ``step``. ReduceLROnPlateau does not: it is found as an object that
-    refers to the optimizer, which is looked for only where no part does.
+    Torch's schedulers mark their optimizer's ``step``, except ReduceLROnPlateau. That one is found as an object that
+    refers to the optimizer, and is looked for only if no part refers to it.
     """
     flat = list(_members(parts))
     saved = {id(found) for part in flat for found in _scheduled(part)}
@@ -36,17 +36,17 @@ def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
 
 
 def has_forgotten_average(parts: Iterable[Stateful]) -> bool:
-    """Whether the process has an AveragedModel that neither is among parts nor belongs to one."""
+    """Whether the process has an AveragedModel that is neither in ``parts`` nor belongs to one of them."""
     saved: set[int] = set()
     for part in _members(parts):
         for holder in (part, *getattr(part, "__dict__", {}).values()):
             saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
-    # The collector knows objects by their class, too.
+    # The garbage collector finds objects through their class, too.
     return any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
 
 
 def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the process has a ReduceLROnPlateau of an optimizer; the collector knows it, or its ``__dict__``."""
+    """Whether the process has an optimizer's ReduceLROnPlateau; the garbage collector finds it or its ``__dict__``."""
     return any(
         isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
         for found in gc.get_referrers(optimizer)
@@ -62,7 +62,7 @@ def _members(parts: Iterable[Stateful]) -> Iterator[Stateful]:
 
 
 def _scheduled(part: object) -> Iterator[Any]:
-    """Yield the optimizers of a scheduler, or of one that an object of the script's own holds."""
+    """Yield the optimizers of a scheduler, or of a scheduler held by one of the script's own objects."""
     for holder in (part, *getattr(part, "__dict__", {}).values()):
         for inner in (holder, *(holder if isinstance(holder, list | tuple) else ())):
             optimizer = getattr(inner, "__dict__", {}).get("optimizer")

@@ -1,6 +1,6 @@
-"""Whether the nodes' checkpoint directories are one, found out by putting a file there.
+"""Finds out whether the nodes share one checkpoint directory, by writing a file there.
 
-A path tells nothing: ``/checkpoints`` may be one network file system or the local disks of as many nodes.
+The path alone does not show it: ``/checkpoints`` may be one network file system or the local disk of each node.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Writers", "behind_url", "in_directory"]
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """Who writes checkpoints.
+    """Which ranks write checkpoints.
 
     Attributes:
-        me: whether this rank does: the first one, and the first of each node that has a directory of its own.
-        drawn: a random number, the same on all ranks, if all nodes have one and the same place; else 0.
+        me: whether this rank does: rank 0, and the first rank of each node that has its own directory.
+        drawn: a random number, the same on all ranks, if all nodes share one location; else 0.
     """
 
     me: bool
@@ -33,10 +33,10 @@ class Writers:
 
 
 def in_directory(directory: Path, world: World) -> Writers:
-    """Find out who is to write checkpoints; called by all ranks at once.
+    """Find out which ranks write checkpoints; called by all ranks together.
 
-    The first rank is, and on each node that does not see its directory the first local rank: each directory has one
-    writer. Where the first rank cannot write, nothing is known, and it alone tries on.
+    Rank 0 writes, and local rank 0 of each node that does not see rank 0's directory, so that each directory has one
+    writer. If rank 0 cannot write, nothing is known about the directories, and only rank 0 keeps trying.
     """
     if world.world_size == world.local_world_size:
         return Writers(world.rank == 0)
@@ -45,7 +45,7 @@ def in_directory(directory: Path, world: World) -> Writers:
     # The name is new, so that no cache of a network file system can know it as absent.
     own = bool(drawn) and world.local_rank == 0 and not os.path.exists(_path(directory, drawn))
     others = torch.tensor([float(own)])
-    dist.all_reduce(others)  # and nobody goes on before all have looked
+    dist.all_reduce(others)  # also waits until all ranks have looked
     if mark:
         with suppress(OSError):
             _path(directory, mark).unlink()
@@ -53,7 +53,7 @@ def in_directory(directory: Path, world: World) -> Writers:
 
 
 def behind_url(world: World) -> Writers:
-    """As :func:`in_directory`, for what is one place for all nodes."""
+    """Like :func:`in_directory`, for a URL, which is one location for all nodes."""
     if world.world_size == world.local_world_size:
         return Writers(world.rank == 0)
     return Writers(world.rank == 0, _broadcast(_draw() if world.rank == 0 else 0))
@@ -70,7 +70,7 @@ def _draw() -> int:
 
 
 def _put(directory: Path) -> int:
-    """Put a file with a random number in its name, and return the number; 0 if it cannot be put."""
+    """Write a file with a random number in its name, and return the number; 0 if it cannot be written."""
     number = _draw()
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""When the next snapshot in memory is due. Pure."""
+"""Decides when the next snapshot in memory is due. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 __all__ = ["SHARE", "Cost", "Rhythm"]
 
 SHARE = 0.01
-"""Share of the training's time that snapshots may cost."""
+"""Fraction of the training's time that snapshots may cost."""
 
 MEMORY = 5
-"""Snapshots by whose median one is judged: what one cost may be an accident."""
+"""Number of snapshots whose median cost is used, since a single one may be an outlier."""
 
 STEPS = 15
-"""Steps by whose median one is judged."""
+"""Number of steps whose median duration is used."""
 
 SAMPLES = 10
-"""Comparisons of steps that count; older ones fade."""
+"""Number of comparisons of steps that count; older ones fade."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one snapshot took, in seconds.
+    """The duration of one snapshot, in seconds.
 
     Attributes:
-        stall: while the training waited for it.
-        beside: while the training went on.
+        stall: time that the training waited for it.
+        beside: time that it took in the background.
     """
 
     stall: float
@@ -43,13 +43,13 @@ class _Step:
 
 
 class Rhythm:
-    """Keeps what snapshots cost to a share of the time in between.
+    """Limits the cost of snapshots to a fraction of the training's time.
 
-    With a cost of c seconds a snapshot and steps of t seconds, one is due every ceil(c / (SHARE * t)) steps.
+    If a snapshot costs c seconds and a step takes t seconds, one is due every ceil(c / (SHARE * t)) steps.
 
-    What is written beside the training takes cores and memory bandwidth from it: all of its time where they are
-    scarce, none where they are not. Which part it is, is learnt from steps that carried a snapshot, each less the mean
-    of the two around it. Until there are such, all counts.
+    Writing in the background takes cores and memory bandwidth from the training: it costs its whole duration if these
+    are scarce, and nothing if they are not. The actual part is measured on steps during which a snapshot was written,
+    each less the mean of its two neighbours. Until there are such steps, the whole duration counts.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Rhythm:
         self._recent: deque[_Step] = deque(maxlen=3)
 
     def begin(self, step: int) -> None:
-        """A training begins with so many steps done; what was learnt of times and costs stays."""
+        """Begin a training with ``step`` steps done; measured times and costs are kept."""
         self._last, self._at = step, None
         self._before = step
         self._now = _Step(0.0)
         self._recent.clear()
 
     def step_done(self, step: int, now: float) -> None:
-        """A step is done; learns how long steps take."""
+        """Record that a step is done at time ``now``, in seconds."""
         if self._at is not None and step > self._at_step:
             took = (now - self._at) / (step - self._at_step)
             self._steps.append(took)
@@ -95,29 +95,30 @@ class Rhythm:
         if stall + beside <= SHARE * step:
             return 1
         part = min(1.0, max(0.0, self._part))
-        # Two at least, as steps without a snapshot are what those with one are compared with.
+        # At least two, since steps with a snapshot are compared with steps without one.
         return max(2, math.ceil((stall + part * beside) / (SHARE * step)))
 
     @property
     def last(self) -> int:
-        """The step after which the last snapshot was taken."""
+        """Step after which the last snapshot was taken."""
         return self._last
 
     def taken(self, step: int) -> None:
-        """A snapshot is taken after a step, and written during the next one."""
+        """Record that a snapshot is taken after a step, and written during the next one."""
         self._before, self._last = self._last, step
         self._now.carries = True
 
     def undone(self) -> None:
-        """The last snapshot is none after all: another one is due."""
+        """Record that the last snapshot failed, so that another one is due."""
         self._last = self._before
 
     def cost(self, cost: Cost, *, fresh: bool = False) -> None:
-        """What the last snapshot took.
+        """Record the cost of the last snapshot.
 
         Args:
-            fresh: whether its memory had to be found first, which happens once for each slot: that does not count,
-                unless it took longer than a step does.
+            cost: its durations.
+            fresh: whether its memory had to be allocated first, which happens once for each slot; such a cost does not
+                count unless it is longer than a step.
         """
         if fresh and not 0 < self._step < cost.stall + cost.beside:
             return
@@ -127,7 +128,7 @@ class Rhythm:
 
     @property
     def _step(self) -> float:
-        """What a step takes, without what comes between some of them, such as an evaluation."""
+        """Duration of a step in seconds, without work between some steps, such as an evaluation."""
         return statistics.median(self._steps) if self._steps else 0.0
 
     def _compare(self) -> None:
@@ -139,8 +140,8 @@ class Rhythm:
             return
         part = (step.took - (before.took + after.took) / 2 - step.cost.stall) / step.cost.beside
         if abs(part - 0.5) > 3:
-            return  # whatever that was
-        # Steps differ for other reasons, too: as far to both sides, so that these cancel out.
+            return  # an outlier of unknown cause
+        # Steps also differ for other reasons; symmetric bounds let those differences cancel out.
         part = min(2.0, max(-1.0, part))
         self._samples = min(self._samples + 1, SAMPLES)
         self._part += (part - self._part) / self._samples

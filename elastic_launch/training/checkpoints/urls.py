@@ -1,4 +1,4 @@
-"""Opening checkpoints behind a URL: the first rank talks to the storage, and all learn what came of it."""
+"""Opens checkpoints behind a URL: rank 0 accesses the storage, and all ranks receive the result."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Check = Callable[[dict[str, Any], int], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is behind a URL.
+    """The checkpoints found behind a URL.
 
     Attributes:
         round, step: of the newest checkpoint; 0 if there is none.
-        state: of that checkpoint, by part; None if there is none.
-        meta: of that checkpoint.
-        owner: what copies are checked by, on the first rank.
-        highest: round of all that has a checkpoint's name.
+        state: that checkpoint's state by part; None if there is none.
+        meta: that checkpoint's meta.
+        owner: mark of this run, by which copies are checked; on rank 0.
+        highest: highest round in any checkpoint's name.
     """
 
     round: int
@@ -50,17 +50,19 @@ def open_url(
     skip: Callable[[Exception], None],
     above: tuple[int, int] | None = None,
 ) -> Found:
-    """Make sure that a URL works, read its newest checkpoint, and take it for this run; called by all ranks.
+    """Check that a URL works, read its newest checkpoint, and take the URL for this run; called by all ranks.
 
     Args:
-        run: id of the run.
-        check: raises for the meta and step of a checkpoint of another training.
-        skip: is told of damaged checkpoints, and of what stands against looking for one above.
-        above: round and step of a state in memory: only what is newer counts, and is this run's own. Without that
-            nothing is taken, and what does not work is no error.
+        url: the URL of the checkpoints.
+        world: this process' world.
+        run: the run's id.
+        check: called with the meta and step of a checkpoint; raises if it belongs to another training.
+        skip: called with the errors of damaged checkpoints, and with errors that prevent looking for one above.
+        above: round and step of a state in memory: only newer checkpoints, made by this run, are considered. The URL
+            is then not taken, and failures are not errors.
 
     Raises:
-        UsageError: as ``check``, or if there is no driver; on all ranks.
+        UsageError: as raised by ``check``, or if there is no driver; on all ranks.
         CheckpointError: if the storage cannot be listed, read or written, or does not respond; on all ranks.
     """
     if url.scheme == "memory" and world.round:
@@ -96,11 +98,11 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -
 
     loaded = snapshot.newest(url, on_damaged=on_damaged)
     if loaded is None and damaged:
-        # To begin anew would overwrite, by and by, what may still be mended.
+        # Starting from scratch would eventually overwrite checkpoints that may be repairable.
         raise damaged[0]
     if loaded is not None:
         check(loaded.meta, loaded.step)
-    # Last: a training that does not belong here takes nothing from one that does.
+    # Last: a training that does not belong here must not take the URL from one that does.
     return _found(url, loaded, owner.claim(url, run))
 
 

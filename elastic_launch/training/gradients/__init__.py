@@ -1,4 +1,4 @@
-"""From the gradients of micro-batches to those of the global batch.
+"""Turns the gradients of micro-batches into those of the global batch.
 
 ``parameters``    the parameters of a training
 ``accumulation``  one step's gradients, in default and in exact mode
@@ -8,5 +8,5 @@
 ``shards``        the tree's sums across ranks
 ``flat``          tensors packed into flat ones
 ``means``         means of losses and metrics over all micro-batches
-``buffers``       buffers of micro-batches; ``buffer_rules`` says which rule fits a buffer
+``buffers``       buffers of micro-batches; ``buffer_rules`` chooses the rule for a buffer
 """

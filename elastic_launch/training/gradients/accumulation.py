@@ -1,9 +1,9 @@
-"""How the gradients of micro-batches become those of the global batch.
+"""Accumulates the gradients of micro-batches to those of the global batch.
 
-A hook on every parameter takes its gradient as soon as the backward pass has it, whether the forward pass was that of
-the model or of a part of it. ``Gradients`` adds them up in buckets that cross the ranks during the last backward pass,
-see ``buckets``; ``ExactGradients`` in the fixed tree of ``reduction``. A parameter that no micro-batch of any rank gave
-a gradient keeps None.
+A hook on every parameter takes its gradient as soon as the backward pass has computed it, whether the forward pass ran
+the whole model or a part of it. ``Gradients`` adds them up in buckets that are reduced over the ranks during the last
+backward pass, see ``buckets``; ``ExactGradients`` adds them up in the fixed tree of ``reduction``. The gradient of a
+parameter stays None if no micro-batch of any rank gave it one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ExactGradients", "Gradients", "check_model"]
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be the same at every world size.
+    """Refuse modules whose results cannot be the same at every world size.
 
     Raises:
         UsageError: naming the module.
@@ -50,19 +50,19 @@ class Gradients:
     """The gradients of a model's and an optimizer's parameters.
 
     Args:
-        model: on its device.
-        optimizer: whose parameters may be others than the model's.
+        model: the model, on its device.
+        optimizer: the optimizer; it may have parameters that are not the model's.
         world_size, rank: of the default process group.
-        overlap: whether backward passes send what they have to other ranks. Without it a step can be given up on one
-            rank.
-        room: elements that tables take which go with gradients, see :meth:`post`; the same on all ranks.
+        overlap: whether backward passes send finished gradients to other ranks. Without it, a step can be given up on
+            one rank.
+        room: number of elements of the tables that are sent with gradients, see :meth:`post`; the same on all ranks.
         buffers: rules for buffers, by pattern of their names.
 
     Attributes:
-        model: what the script calls for the forward pass.
-        parameters: all that there are, and which of them need gradients.
-        on_cpu: whether all parameters are, whose exchange then shares its order with that of other values.
-        waiting: whether gradients are complete, and the optimizer's step is still to be made.
+        model: the module that the script calls for the forward pass.
+        parameters: all parameters, and which of them need gradients.
+        on_cpu: whether all parameters are on the CPU; their exchange then shares its order with that of other values.
+        waiting: whether gradients are complete but the optimizer has not stepped yet.
 
     Raises:
         UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
@@ -95,19 +95,19 @@ class Gradients:
         self._step_hooks = [
             each.register_step_pre_hook(self._before_step)
             for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
-            if hasattr(each, "_optimizer_step_pre_hooks")  # none of one that wraps another and begins nothing itself
+            if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
         self._taking = False
         self._took = False
-        self._totals: Values | None = None  # to which autograd adds in place
-        self._carried = False  # whether the step's table goes with gradients
+        self._totals: Values | None = None  # autograd adds to these in place
+        self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
             self.parameters.agree(rank)
         self._follow()
         self._carrier = self._reduction
 
     def _follow(self) -> None:
-        """Take the gradients of all parameters that need them now."""
+        """Install hooks on all parameters that need gradients now."""
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
         self._reduction = self._new_reduction()
         self._remove_hooks()
@@ -134,7 +134,7 @@ class Gradients:
         self._plan = plan
         self.waiting = False
         self._changes = []
-        # The other ranks need not have changed: what tells them so goes with a bucket of the size that they know.
+        # The other ranks may not have changed: they learn of it from a bucket of the size that they expect.
         self._carrier = self._reduction
         self._carrier.reset()
         if self.parameters.changed():
@@ -153,7 +153,7 @@ class Gradients:
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
-        """Surround forward and backward of this rank's number-th micro-batch; leave the buffers of the step's start."""
+        """Context for forward and backward of this rank's number-th micro-batch; restores the buffers on exit."""
         self._begin_micro_batch(number)
         self._taking = True
         try:
@@ -164,15 +164,15 @@ class Gradients:
         self._buffers.restore()
 
     def _begin_micro_batch(self, number: int) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
 
     def _end_micro_batch(self, number: int) -> None:
-        """Take in what a micro-batch left in the buffers."""
+        """Collect the buffers that a micro-batch has changed."""
         self._buffers.add(self._buffers.take(self._plan.micro_batches[number].index))
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
-        """Surround the backward pass of this rank's number-th micro-batch."""
+        """Context for the backward pass of this rank's number-th micro-batch."""
         self._took = False
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         trained = self.parameters.trained
@@ -190,30 +190,30 @@ class Gradients:
 
     @property
     def took(self) -> bool:
-        """Whether the backward pass that was begun last has brought any gradient."""
+        """Whether the last backward pass has computed any gradient."""
         return self._took
 
     def _take_gradient(self, which: int, parameter: Tensor) -> None:
-        """Take a parameter's gradient as soon as backward has it."""
+        """Take a parameter's gradient as soon as the backward pass has computed it."""
         gradient = parameter.grad
         if not self._taking or gradient is None:
             return
         self._took = True
         if self._totals is not None and (total := self._totals[which]) is not None:
             if gradient is not total:
-                # A hook of the script's has put another one in its place.
+                # One of the script's hooks has replaced it.
                 total.copy_(gradient.detach())
                 parameter.grad = total
             self._reduction.added(which)
             return
         parameter.grad = None
-        # With create_graph=True it is part of a graph, to which sums would be added.
+        # With create_graph=True it is part of a graph, which the sums would extend.
         self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
 
     def post(self, table: MeanTable) -> None:
-        """Begin to give every rank a table; :meth:`wait` before anything in it is read.
+        """Start sending a table to all ranks; call :meth:`wait` before reading it.
 
-        It goes with the first bucket of gradients if these go early: then it costs no collective of its own.
+        If buckets of gradients are sent early, the table is sent with the first one, without a separate collective.
         """
         self._carried = self._carrier.room > 0
         if self._carried:
@@ -222,7 +222,7 @@ class Gradients:
             table.post(self.world_size)
 
     def wait(self, table: MeanTable) -> None:
-        """Wait for what was posted."""
+        """Wait for a posted table."""
         if self._carried:
             self._reduction.send()
             table.unload(self._carrier.delivered())
@@ -230,25 +230,25 @@ class Gradients:
             table.wait()
 
     def agreed(self, table: MeanTable) -> bool:
-        """Whether all ranks train the same parameters, by the table that has come; called by all of them."""
+        """Whether all ranks train the same parameters, according to the received table; called by all ranks."""
         if not self._carried:
             return table.agreed
         return not table.any_changed or (table.all_changed and self.parameters.same_everywhere())
 
     @property
     def whole(self) -> bool:
-        """Whether this rank has a gradient of each parameter, so that the others need not say which ones they have."""
+        """Whether this rank has a gradient of each parameter, so that the others need not report which they have."""
         return False
 
     def finish(self, whole: bool = False) -> None:
-        """Give every parameter its gradient over the global batch, on all ranks.
+        """Set every parameter's gradient to that of the global batch, on all ranks.
 
         Args:
             whole: whether any rank is :attr:`whole`.
 
         Raises:
             UsageError: naming a parameter that was frozen, unfrozen or added since the step began, or that is new and
-                not the same on all ranks.
+                differs between ranks.
         """
         if self.parameters.changed():
             names = ", ".join(self.parameters.follow())
@@ -264,11 +264,11 @@ class Gradients:
         self.waiting = True
 
     def finish_buffers(self) -> None:
-        """Give every buffer its new value, on all ranks, after :meth:`finish`."""
+        """Set every buffer to its new value, on all ranks; called after :meth:`finish`."""
         self._buffers.finish(self._buffers.reduce())
 
     def send(self) -> None:
-        """Send what can be sent before the end of the step and was not yet."""
+        """Send everything that can be sent before the end of the step and was not sent yet."""
         self._reduction.send()
 
     def multiply(self, factor: float) -> None:
@@ -278,13 +278,13 @@ class Gradients:
                 parameter.grad.mul_(factor)
 
     def disagree(self, where: str) -> NoReturn:
-        """Say that the ranks do not train the same parameters.
+        """Raise the error that the ranks do not train the same parameters.
 
         Args:
-            where: for the error.
+            where: the step, for the error.
 
         Raises:
-            UsageError: naming what has changed on this rank.
+            UsageError: naming the parameters that have changed on this rank.
         """
         changed = (
             f"on rank {self.rank} these changed: {', '.join(self._changes)}"
@@ -302,7 +302,7 @@ class Gradients:
         return sums
 
     def discard(self) -> None:
-        """Make the step undone: no gradients, and the buffers of its start. On all ranks, or it was not reduced yet."""
+        """Undo the step: drop gradients and restore buffers. Call it on all ranks, or before the step is reduced."""
         self.waiting = False
         self._reduction.abandon()
         for parameter in self.parameters.all:
@@ -311,11 +311,11 @@ class Gradients:
 
     @property
     def talks_in_between(self) -> bool:
-        """Whether backward passes talk to other ranks, so that none of a step can be left out on one."""
+        """Whether backward passes communicate with other ranks, so that no rank can leave one out."""
         return bool(self._reduction.early)
 
     def close(self) -> None:
-        """Take back the hooks."""
+        """Remove the hooks."""
         self._remove_hooks()
         for hook in self._step_hooks:
             hook.remove()
@@ -335,10 +335,10 @@ class Gradients:
 
 
 class ExactGradients(Gradients):
-    """Gradients added in the fixed tree: the same bits at every world size.
+    """Gradients added in the fixed tree: bitwise equal at every world size.
 
     Raises:
-        UsageError: if the model has parts that cannot be reduced so.
+        UsageError: if the model has parts that cannot be reduced in this way.
     """
 
     def __init__(

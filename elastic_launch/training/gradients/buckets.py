@@ -1,15 +1,16 @@
-"""Gradients added over all ranks in the default mode: in buckets, while the last backward pass goes on.
+"""Sums gradients over all ranks in the default mode: in buckets, during the last backward pass.
 
-A gradient is copied into its bucket as soon as backward has it, added to what the micro-batches before left there, and
-the bucket's memory is the gradient from then on: it is never copied back. Once the last micro-batch has filled a bucket
-it crosses the ranks, while the backward pass goes on with the next one.
+A gradient is copied into its bucket as soon as the backward pass has computed it, and added to the sum of the previous
+micro-batches. The bucket's memory is the gradient from then on: it is never copied back. Once the last micro-batch has
+filled a bucket, the bucket is reduced over the ranks while the backward pass continues with the next one.
 
-All ranks send the same buckets in the same order, whatever gradients each of them has: a bucket waits for the one
-before, and what the backward pass did not fill is sent at its end, with zeros. Behind the values a bucket has a flag
-for each parameter, by whose sum a rank that has no gradient of it learns whether another one has. Behind these the
-first bucket has room for a cargo: a small step costs little more than its collectives, so it has one and not two.
+All ranks send the same buckets in the same order, whatever gradients each of them has: a bucket waits for the previous
+one, and buckets that the backward pass did not fill are sent at its end, with zeros. After the values, a bucket has a
+flag for each parameter; from the sum of these flags, a rank without a gradient of a parameter learns whether another
+rank has one. After the flags, the first bucket has room for a cargo: a small step costs little more than its
+collectives, so it makes one and not two.
 
-From its second micro-batch on a rank has autograd add to the buckets in place, without a copy or a call for each.
+From its second micro-batch on, a rank lets autograd add to the buckets in place, without a copy or a call for each.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from elastic_launch.training.gradients.flat import Values, dense_stride
 __all__ = ["BucketedReduction", "LocalReduction"]
 
 FIRST_BYTES = 1024 * 1024
-"""Of the first bucket: the sooner it is full, the sooner the exchange begins."""
+"""Size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins."""
 
 BYTES = 25 * 1024 * 1024
-"""Of the others, as DistributedDataParallel has them."""
+"""Size of the other buckets in bytes, as in DistributedDataParallel."""
 
 ALIGNED = 16
-"""Elements of whose multiples a gradient's place in its bucket is one."""
+"""A gradient's offset in its bucket is a multiple of this number of elements."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that cross the ranks together.
+    """Gradients that are reduced together.
 
     Attributes:
-        members: which parameters.
-        flat: their values, then a flag for each, then the cargo.
+        members: indices of the parameters.
+        flat: a one-dimensional tensor: the gradients' values, then a flag for each, then the cargo.
         flags: the flags, as a view.
-        cargo: room for it, as a view.
-        pending: members that the last micro-batch has not brought yet.
+        cargo: the room for the cargo, as a view.
+        pending: number of members that the last micro-batch has not computed yet.
     """
 
     members: list[int]
@@ -61,11 +62,12 @@ class BucketedReduction:
 
     Args:
         like: the parameters.
-        names: theirs, for errors.
-        sparse: which get sparse gradients, which go one by one, in the end.
+        names: their names, for errors.
+        sparse: indices of those with sparse gradients, which are sent one by one at the end.
         rank: of the default process group.
-        overlap: whether buckets go as soon as they are full, else all in the end, to which all ranks are known to come.
-        room: elements of the cargo at most.
+        overlap: whether buckets are sent as soon as they are full; otherwise all are sent at the end, which all ranks
+            are known to reach.
+        room: maximum number of elements of the cargo.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class BucketedReduction:
         self._overlap = overlap
         self._room = room
         self._cargo: Tensor | None = None
-        # The first step shows in which order gradients come. Until then nothing is sent early, so nothing is lost by it
-        # if a gradient comes in parts.
+        # The first step shows the order of the gradients. Until then nothing is sent early, so a gradient may come in
+        # parts.
         self._order: list[int] | None = None
         self._arrived: list[int] = []
         self._in_parts: set[int] = set()
@@ -102,20 +104,20 @@ class BucketedReduction:
 
     @property
     def early(self) -> bool:
-        """Whether buckets are sent before all ranks have come to the end of their backward passes."""
+        """Whether buckets are sent before all ranks have finished their backward passes."""
         return self._overlap and self._order is not None
 
     @property
     def room(self) -> int:
-        """Elements that the first bucket takes along in the present step; 0 if buckets go late."""
+        """Number of elements of cargo that the first bucket carries in this step; 0 if buckets are sent late."""
         return self._room if self.early and self._buckets else 0
 
     def load(self, cargo: Tensor) -> None:
-        """Have the first bucket take along what is to be added up over the ranks; before the last backward pass."""
+        """Add a cargo to the first bucket, to be summed over the ranks; called before the last backward pass."""
         self._cargo = cargo
 
     def delivered(self) -> Tensor:
-        """Return the sums of the cargo, behind which there may be more; the first bucket goes now if it did not yet."""
+        """Return the sums of the cargo, possibly with further elements; sends the first bucket if it was not sent."""
         if not self._next:
             self._send()
         first = self._buckets[0]
@@ -135,30 +137,30 @@ class BucketedReduction:
             bucket.pending = len(bucket.members)
 
     def begin_pass(self, *, last: bool) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
-            last: whether no other follows in this step on this rank.
+            last: whether it is this rank's last one in this step.
         """
         self._seen = [False] * len(self._like)
         self._sending = last
 
     def end_pass(self) -> None:
-        """It has ended."""
+        """End the backward pass."""
         if self._sending:
             self.send()
         self._sending = False
 
     def send(self) -> None:
-        """Send what was not sent yet, if that may be done before the end."""
+        """Send the remaining buckets, if they may be sent before the end."""
         if self.early:
             self._send_all()
 
     def put(self, which: int, gradient: Tensor) -> None:
-        """Take in a gradient, or a part of one.
+        """Add a gradient, or a part of one.
 
         Raises:
-            UsageError: if its bucket is gone already.
+            UsageError: if its bucket was already sent.
         """
         bucket = self._home[which]
         if gradient.layout is not torch.strided or bucket is None:
@@ -179,10 +181,10 @@ class BucketedReduction:
         return [view if present and home is not None else None for view, present, home in pairs]
 
     def added(self, which: int) -> None:
-        """Take note of a gradient, or a part of one, that was added to one of :meth:`totals`.
+        """Record that a gradient, or a part of one, was added to one of :meth:`totals`.
 
         Raises:
-            UsageError: if its bucket is gone already.
+            UsageError: if its bucket was already sent.
         """
         bucket = self._home[which]
         if self._sending and bucket is not None:
@@ -219,7 +221,7 @@ class BucketedReduction:
             bucket.work.wait()
             bucket.work = None
             mine = [self._present[which] for which in bucket.members]
-            # To read the flags waits for a GPU, so only who lacks something does.
+            # Reading the flags waits for a GPU, so only ranks that lack a gradient do it.
             there = mine if all(mine) else [flag > 0 for flag in bucket.flags.tolist()]
             for which, present in zip(bucket.members, there, strict=True):
                 sums[which] = self._views[which] if present else None
@@ -230,7 +232,7 @@ class BucketedReduction:
         return sums
 
     def abandon(self) -> None:
-        """Give the step up, as all ranks do: what has been begun is ended, so that all have sent the same."""
+        """Give the step up, as all ranks do; pending exchanges are completed, so that all have sent the same."""
         self.send()
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -265,10 +267,10 @@ class BucketedReduction:
         bucket.work = dist.all_reduce(used, async_op=True)
 
     def _learn(self) -> None:
-        """Put the parameters into buckets in the order in which the first rank's backward pass has them."""
+        """Put the parameters into buckets in the order in which rank 0's backward pass computes their gradients."""
         last = {which: place for place, which in enumerate(self._arrived)}
         ranked = sorted(last, key=lambda which: last[which])
-        # What has not come is not waited for by the others.
+        # Parameters without a gradient come last, so that the others do not wait for them.
         ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
         order = torch.tensor(ranked, dtype=torch.int64)
         dist.broadcast(order, src=0)
@@ -297,11 +299,11 @@ class BucketedReduction:
     def _add_bucket(self, members: list[int]) -> None:
         first = self._like[members[0]]
         width = 2 if first.is_complex() else 1
-        # Aligned, as what the optimizer reads is best.
+        # Aligned, which is best for the optimizer's reads.
         sizes = [-(-width * self._like[which].numel() // ALIGNED) * ALIGNED for which in members]
         size = sum(sizes)
         real = first.real.dtype if first.is_complex() else first.dtype
-        # Not all backends know complex numbers.
+        # Not all backends support complex numbers.
         end = size + len(members)
         flat = torch.zeros(end + (0 if self._buckets else self._room), dtype=real, device=first.device)
         bucket = _Bucket(members, flat, flat[size:end], flat[end:])
@@ -344,10 +346,10 @@ class BucketedReduction:
 
 
 class LocalReduction:
-    """Sums gradients over the micro-batches of one rank that is alone.
+    """Sums gradients over the micro-batches of a single rank.
 
     Args:
-        count: of parameters.
+        count: number of parameters.
     """
 
     early = False
@@ -363,7 +365,7 @@ class LocalReduction:
         self._memory = set()
 
     def put(self, which: int, gradient: Tensor) -> None:
-        """Take in a gradient; it becomes the sum's."""
+        """Add a gradient; its memory may become that of the sum."""
         known = self._sums[which]
         if known is None:
             self._sums[which] = self._own(gradient)
@@ -373,7 +375,7 @@ class LocalReduction:
             known.add_(gradient)
 
     def _own(self, gradient: Tensor) -> Tensor:
-        """Return it with memory of its own: both terms of a sum may get one and the same."""
+        """Return the gradient in its own memory: both terms of a sum may get the same tensor."""
         if gradient.layout is not torch.strided:
             return gradient
         memory = gradient.untyped_storage().data_ptr()
@@ -387,7 +389,7 @@ class LocalReduction:
         return [None if total is None or total.is_sparse else total for total in self._sums]
 
     def added(self, which: int) -> None:
-        """A gradient was added to one of :meth:`totals`."""
+        """Record that a gradient was added to one of :meth:`totals`."""
 
     def finish(self) -> Values:
         """Return the sums."""

@@ -1,8 +1,8 @@
-"""Which rule makes one buffer of what a step's micro-batches leave in it.
+"""Chooses the rule that combines the values that a step's micro-batches leave in a buffer.
 
-What a buffer means cannot be seen from outside. A rule comes from the script (``buffers=``), from the module that the
-buffer belongs to (BatchNorm, torch's quantization observers, spectral norm), or from a name that says that it is an
-average. A buffer without one may not change in a step of several micro-batches.
+The meaning of a buffer is not visible from outside. Its rule comes from the script (``buffers=``), from the module that
+it belongs to (BatchNorm, torch's quantization observers, spectral norm), or from a name that marks it as an average. A
+buffer without a rule may not change in a step with several micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Buffer", "advice", "buffers_of", "checked_rules"]
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
 DEFAULT = "*"
-"""The pattern whose rule counts only where nothing else does."""
+"""The pattern whose rule applies only to buffers that no other rule applies to."""
 
 _AVERAGES = {"mean", "var", "variance", "std", "avg", "average", "ema"}
 _NO_AVERAGES = {"min", "max", "sum", "count", "num", "queue", "ptr", "hist", "histogram", "bank"}
@@ -38,10 +38,11 @@ class Buffer:
     """A buffer of a model.
 
     Attributes:
-        name: in the model.
+        name: its name in the model.
+        tensor: its tensor.
         homes: the modules that have it, each with its name there.
-        rule: None if there is none.
-        checked: whether a mean or sum of it may turn out to be none, an infinity for example.
+        rule: the rule; None if there is none.
+        checked: whether its mean or sum may be invalid, for example infinite.
         saved: whether checkpoints have it.
     """
 
@@ -54,10 +55,10 @@ class Buffer:
 
 
 def checked_rules(rules: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what was given as ``buffers=``.
+    """Check and return the rules given as ``buffers=``.
 
     Raises:
-        UsageError: naming the pattern.
+        UsageError: naming an invalid pattern or rule.
     """
     if not isinstance(rules, Mapping | None):
         raise UsageError(
@@ -75,10 +76,10 @@ def buffers_of(model: nn.Module, rules: Mapping[str, str]) -> list[Buffer]:
     """Return a model's buffers with their rules.
 
     Args:
-        rules: by pattern of the buffer's name; the first that fits counts.
+        rules: rules by pattern of the buffer's name; the first match counts.
 
     Raises:
-        UsageError: if a pattern fits no buffer, or a rule cannot be kept for a buffer; it names them.
+        UsageError: if a pattern matches no buffer, or a rule cannot be applied to a buffer; the message names them.
     """
     homes: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -141,7 +142,7 @@ def _check(rule: str, name: str, tensor: Tensor, *, saved: bool) -> None:
 
 
 def _of_module(module: nn.Module, name: str) -> str | None:
-    """Return the rule that follows from a module of torch's own."""
+    """Return the rule for a buffer of one of torch's own modules, if any."""
     if isinstance(module, _NormBase):
         # One update a step: the momentum is that of a step's, and with momentum=None so is the count.
         return {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "last"}.get(name)
@@ -154,7 +155,7 @@ def _of_module(module: nn.Module, name: str) -> str | None:
         return _OBSERVED.get(name)
     hooks = (type(hook).__name__ for hook in module._forward_pre_hooks.values())
     if "_SpectralNorm" in kinds or (name.endswith(("_u", "_v")) and "SpectralNorm" in hooks):
-        # Of the weights alone: every micro-batch leaves the same.
+        # It depends only on the weights: every micro-batch leaves the same value.
         return "last"
     return None
 
@@ -165,7 +166,7 @@ def _is_average(name: str) -> bool:
 
 
 def advice(buffer: Buffer, start: Tensor) -> str:
-    """Return what to do about a buffer that changes, and has no rule for it.
+    """Return advice for a buffer that changes without a rule.
 
     Args:
         start: its value at the step's start.

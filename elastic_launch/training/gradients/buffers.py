@@ -1,8 +1,9 @@
-"""How the buffers of micro-batches become those of the global batch.
+"""Combines the buffers of micro-batches into those of the global batch.
 
-Every micro-batch starts from the buffers of the step's start, and each buffer has a rule for what the step leaves in
-it, see ``buffer_rules``; none depends on which rank computed what. A mean is the start plus the mean way from there, so
-that what no micro-batch changes stays as it is: the mean of equal numbers may be another.
+Every micro-batch starts with the buffers of the step's start, and each buffer has a rule for its value after the step,
+see ``buffer_rules``; no rule depends on which rank computed what. A mean is computed as the start plus the mean
+difference from it, so that a value that no micro-batch changes stays as it is: the computed mean of equal numbers may
+differ from them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffe
 __all__ = ["BY_VALUE", "Buffers"]
 
 BY_VALUE = 100
-"""Steps after which buffers that have no rule are compared by their values once more."""
+"""Interval in steps at which buffers without a rule are compared by their values."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -31,13 +32,13 @@ class Buffers:
 
     Args:
         world_size: of the default process group.
-        rules: of the script, by pattern.
+        rules: the script's rules, by pattern.
 
     Attributes:
-        summed: those whose new value comes from a sum over the micro-batches that is rounded.
+        summed: buffers whose new value comes from a rounded sum over the micro-batches.
 
     Raises:
-        UsageError: as ``buffers_of``.
+        UsageError: as raised by ``buffers_of``.
     """
 
     def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
@@ -81,15 +82,15 @@ class Buffers:
         self._added = [_zeros(x.tensor) for x in self._counts]
         self._bits = [_no_bits(x.tensor) for x in self._last]
         self._keys = [_zeros(x.tensor).fill_(_MOST) for x in self._extremes]
-        # A step of one micro-batch leaves one value, and nothing must be decided.
+        # A step with one micro-batch leaves one value, so no rule is needed.
         self._undecided = [x for x in self._watched if x.buffer.rule is None and x.buffer.saved and plan.total == 1]
         self._left, self._mine = {}, False
 
     def take(self, index: int) -> list[Tensor]:
-        """Take in what a micro-batch left, and return what it adds to each of ``summed``.
+        """Collect the values that a micro-batch left, and return what it adds to each of ``summed``.
 
         Raises:
-            UsageError: if a buffer has changed that has no rule for that, or has another shape.
+            UsageError: if a buffer without a rule has changed, or a buffer has another shape.
         """
         if not self._all:
             return []
@@ -123,35 +124,35 @@ class Buffers:
     def _way(self, buffer: Buffer) -> Tensor:
         value, start = buffer.tensor.detach(), self._starts[buffer.name]
         if self._total == 1 and buffer.rule == "mean":
-            # The value, so that the step is plain PyTorch's.
+            # The value itself, so that the result is the same as in plain PyTorch.
             return value.clone()
         share = self._total if buffer.rule == "mean" else 1
         if not buffer.checked:
             return (value - start) / share
-        # From an infinity, which only says that there was no value yet, the way is the value.
+        # If the start is infinite, which means that there was no value yet, the difference is the value itself.
         way = torch.where(torch.isfinite(start), value - start, value) / share
         return torch.where(value == start, torch.zeros((), dtype=way.dtype, device=way.device), way)
 
     def add(self, ways: Sequence[Tensor]) -> None:
-        """Add what a micro-batch adds, in the order of micro-batches of this rank."""
+        """Add a micro-batch's contribution, in the order of this rank's micro-batches."""
         if self._sums:
             torch._foreach_add_(self._sums, list(ways))
 
     def reduce(self) -> list[Tensor]:
-        """Return the sums over all ranks of what was added."""
+        """Return the sums of the contributions over all ranks."""
         if self._world_size > 1:
             _all_reduce(self._sums, dist.ReduceOp.SUM)
         return self._sums
 
     def finish(self, sums: Sequence[Tensor]) -> None:
-        """Give every buffer its new value, on all ranks.
+        """Set every buffer to its new value, on all ranks.
 
         Args:
-            sums: over the micro-batches of all ranks of what each added.
+            sums: sums of the contributions of all micro-batches of all ranks.
 
         Raises:
-            UsageError: on all ranks, if a mean is none, and then no buffer has changed; or if the script has changed a
-                buffer since the last micro-batch.
+            UsageError: on all ranks, if a mean is invalid, and then no buffer has changed; or if the script has changed
+                a buffer since the last micro-batch.
         """
         if not self._all:
             return
@@ -177,7 +178,7 @@ class Buffers:
                     watched.set(left)
 
     def _share_undecided(self) -> list[Tensor]:
-        """Return, to be added up over the ranks, what the one that had the only micro-batch found in it."""
+        """Return the values that the only micro-batch left, on the rank that had it, to be summed over the ranks."""
         return [
             _bits(self._left.get(x.buffer.name, x.buffer.tensor)) if self._mine else _no_bits(x.buffer.tensor)
             for x in self._undecided
@@ -190,7 +191,7 @@ class Buffers:
         if not buffer.checked:
             return start + total
         value = torch.where(torch.isfinite(start) | (total == 0), start + total, total)
-        # What nobody changes may be an infinity.
+        # A value that does not change may be infinite.
         if bool((~torch.isfinite(value) & ~(value == start)).any()):
             raise UsageError(
                 f"The mean of the buffer {buffer.name!r} over the micro-batches is no finite number.",
@@ -200,7 +201,7 @@ class Buffers:
         return value
 
     def restore(self) -> None:
-        """Give the buffers the values of the step's start."""
+        """Restore the values of the step's start."""
         if not self._all:
             return
         with torch.no_grad():
@@ -222,9 +223,9 @@ class Buffers:
 class _Watched:
     """A buffer that may not change in a micro-batch.
 
-    A change is seen by the tensor's version, and in every ``BY_VALUE``-th step of a process, from the first one on, by
-    its values: writing by way of ``.data`` leaves no other trace, but to compare them takes time, and a GPU must be
-    waited for.
+    A change is detected by the tensor's version and, in every ``BY_VALUE``-th step of a process, beginning with the
+    first, by its values: writing through ``.data`` leaves no other trace, but comparing values takes time, and has to
+    wait for a GPU.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -243,7 +244,7 @@ class _Watched:
             self._version = self.buffer.tensor._version
 
     def changed(self) -> bool:
-        """Whether the present micro-batch has changed it."""
+        """Whether the current micro-batch has changed it."""
         if not self._by_value and self.buffer.tensor._version == self._version:
             return False
         return not torch.equal(_bits(self.buffer.tensor), _bits(self.start))
@@ -262,12 +263,12 @@ class _Watched:
         raise UsageError(f"The buffer {buffer.name!r} changed in a micro-batch, and {why}.", advice(buffer, self.start))
 
     def restore(self) -> None:
-        """Give it the value of the step's start."""
+        """Restore the value of the step's start."""
         if self.changed():
             self.set(self.start)
 
     def set(self, value: Tensor) -> None:
-        """Give it a value that begin() takes for its own."""
+        """Set a value, which the next :meth:`begin` does not treat as a change."""
         self.buffer.tensor.copy_(value)
         self._version = self.buffer.tensor._version
         if value is not self.start:
@@ -287,10 +288,10 @@ def _refuse_shape(buffer: Buffer) -> NoReturn:
 
 
 def _take_back(buffer: Buffer) -> None:
-    """Give a module that has put another tensor in a buffer's place the old one with the new values.
+    """If a module has replaced a buffer's tensor, put the old tensor back, with the new values.
 
     Raises:
-        UsageError: if they do not fit.
+        UsageError: if the values do not fit.
     """
     tensor = buffer.tensor
     for module, name in buffer.homes:
@@ -304,7 +305,7 @@ def _take_back(buffer: Buffer) -> None:
         module._buffers[name] = tensor
 
 
-# Bits as integers: what is zero on all ranks but one is added up, and the order of values is that of integers.
+# Bits as integers: values that are zero on all ranks but one can be summed, and integers have the order of the values.
 
 _MOST = 2**63 - 1
 
@@ -327,7 +328,7 @@ def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
 
 
 def _key(buffer: Buffer) -> Tensor:
-    """Return integers of which the least is that of the value that the rule wants; NaN goes before all."""
+    """Return integers, the least of which belongs to the value that the rule selects; NaN comes before all others."""
     value = buffer.tensor.detach()
     if value.is_floating_point():
         # As integers of their width, floats are in order but for the negative ones, which are in reverse.
@@ -354,7 +355,7 @@ def _from_key(key: Tensor, buffer: Buffer) -> Tensor:
 
 
 def _all_reduce(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> None:
-    """Reduce tensors over the ranks, those of one dtype and device as one."""
+    """Reduce tensors over the ranks; tensors of the same dtype and device are reduced together."""
     for together in _alike(tensors):
         if len(together) == 1 and together[0].is_contiguous():
             dist.all_reduce(together[0], op=operation)

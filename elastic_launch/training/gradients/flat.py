@@ -1,4 +1,4 @@
-"""Tensors of one dtype and device as flat ones: large ones as they lie in memory, small ones packed together."""
+"""Views tensors of one dtype and device as flat ones: large ones in their memory order, small ones packed together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Flat", "FlatSlice", "Part", "Values", "dense_stride", "layout"]
 
 SMALL = 64 * 1024
-"""Elements below which a tensor is packed with others: a message costs about as much as copying so many."""
+"""Elements below which a tensor is packed with others; a message costs about as much as copying so many elements."""
 
 Values = list[Tensor | None]
 """A value, or None, for each tensor."""
@@ -19,7 +19,7 @@ Values = list[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """A tensor's number, and how its elements lie in memory: densely, in some order."""
+    """A tensor's index, and the dense layout of its elements in memory."""
 
     which: int
     shape: torch.Size
@@ -38,9 +38,9 @@ class Flat:
     """One or more tensors in a flat order.
 
     Attributes:
-        nodes: of each of this rank's nodes of the tree, the elements; to be changed at will.
-        total: where their sum over all ranks goes; may be the memory of the first node.
-        packed: the tensors whose elements these are copies of, if they are.
+        nodes: the elements of each of this rank's nodes of the tree; they may be changed.
+        total: receives their sum over all ranks; may be the memory of the first node.
+        packed: the tensors that these elements are copies of, if they are copies.
     """
 
     nodes: list[Tensor]
@@ -48,7 +48,7 @@ class Flat:
     packed: list[Tensor] = field(default_factory=list)
 
     def unpack(self) -> None:
-        """Copy the sums where they belong."""
+        """Copy the sums to their tensors."""
         if self.packed:
             pieces = torch.split(self.total, [tensor.numel() for tensor in self.packed])
             for tensor, piece in zip(self.packed, pieces, strict=True):
@@ -67,8 +67,8 @@ class Part:
         """Yield the nodes' values and the sums as flat tensors.
 
         Args:
-            nodes: with a value wherever there is a sum.
-            sums: what is None is left out.
+            nodes: the nodes, with a value wherever there is a sum.
+            sums: the sums; None entries are left out.
         """
         small = []
         for place in self.places:
@@ -93,17 +93,17 @@ def _present(values: Values, which: int) -> Tensor:
 
 
 def _in_memory(value: Tensor) -> Tensor:
-    """Return a dense tensor's elements in the order in which they lie in memory, as a view."""
+    """Return a dense tensor's elements in memory order, as a flat view."""
     return value.as_strided((value.numel(),), (1,))
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor like this one; those of a dense one if it has gaps or overlaps."""
+    """Return the strides of a tensor, or those of a dense tensor if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def layout(like: Sequence[Tensor]) -> list[Part]:
-    """Return the parts that tensors like these make.
+    """Return the parts into which tensors like these are divided, by dtype and device.
 
     Raises:
         ValueError: if one is sparse.

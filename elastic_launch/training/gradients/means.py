@@ -1,4 +1,4 @@
-"""Means over the micro-batches of all ranks, to the same bits at every world size."""
+"""Means over the micro-batches of all ranks, bitwise equal at every world size."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ __all__ = ["MOST_CARGO", "MeanTable", "Means", "cargo_size"]
 
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
 _SIZE = 8  # bytes of a number
-_FLAGS = 2  # of each rank, in the cargo: that its parameters have changed, that they have not
+_FLAGS = 2  # of each rank, in the cargo: its parameters have changed; they have not
 
 MOST_CARGO = 1 << 16
-"""Elements of a table that go with others: a longer one goes by itself, in an eighth of the bytes."""
+"""Maximum length of a table sent as cargo; a longer table is sent separately, in an eighth of the bytes."""
 
 
 def cargo_size(rows: int, columns: int, carried: int) -> int:
-    """Return the length of :attr:`MeanTable.cargo`; 0 if it is too long to go with others.
+    """Return the length of :attr:`MeanTable.cargo`; 0 if it is too long to be sent with other values.
 
     Args:
-        carried: how many further numbers there are.
+        rows: number of micro-batches.
+        columns: number of values in each row.
+        carried: number of further numbers.
     """
     size = _FLAGS + carried + _SIZE * rows * (columns + 2)
     return size if size <= MOST_CARGO else 0
@@ -38,8 +40,8 @@ class Means:
     """Means over the global batch.
 
     Attributes:
-        values: one for each column.
-        correction: what gradients must be multiplied by: samples / sum of the weights, 1 without weights.
+        values: one mean for each column.
+        correction: factor for the gradients: samples / sum of the weights; 1 without weights.
     """
 
     values: list[float]
@@ -47,24 +49,24 @@ class Means:
 
 
 class MeanTable:
-    """A row for each micro-batch of all ranks, of which each rank fills in its own.
+    """A table with a row for each micro-batch of all ranks; each rank fills in its own rows.
 
-    All others are zero, so that adding the ranks' tables is exact, and every rank then sums the rows in the same order.
-    A table crosses the ranks by itself, or as the cargo of other values that are added up over them.
+    All other rows are zero, so that adding the ranks' tables is exact; every rank then sums the rows in the same order.
+    A table is exchanged separately, or as the cargo of other values that are summed over the ranks.
 
     Attributes:
-        any_changed, all_changed: whether any rank, and whether each, has said in the cargo that its parameters have
-            changed.
+        any_changed, all_changed: whether any rank, and whether every rank, has reported in the cargo that its
+            parameters have changed.
 
     Args:
         rows: number of micro-batches.
-        columns: number of values in each.
-        carried: further numbers that are added up over the ranks, see :attr:`carried`.
+        columns: number of values in each row.
+        carried: further numbers to be summed over the ranks, see :attr:`carried`.
     """
 
     def __init__(self, rows: int, columns: int, carried: Sequence[float] = ()) -> None:
-        # First whether it is marked, the ranks' signatures, and how many have all gradients; in each row, beside the
-        # values, the weight and whether it was given. Plain numbers: most tables are small, and calls of torch cost.
+        # First the mark, the sum of the signatures, and the number of ranks with all gradients. Each row has the
+        # values, the weight, and whether it was given. Plain numbers, since most tables are small and torch calls cost.
         self.any_changed = self.all_changed = False
         self._width = columns + 2
         self._end = _HEAD + rows * self._width
@@ -78,7 +80,10 @@ class MeanTable:
         """Fill in a row.
 
         Args:
-            share: the row's weight unless one is given.
+            row: index of the micro-batch in the global batch.
+            values: one number for each column.
+            share: the row's weight if ``weight`` is None.
+            weight: the weight given by the script, if any.
         """
         start = _HEAD + row * self._width
         for place, value in enumerate(values, start):
@@ -87,38 +92,38 @@ class MeanTable:
         self._numbers[start + self._width - 1] = float(weight is not None)
 
     def mark(self) -> None:
-        """Mark the table, for all ranks to see."""
+        """Mark the table; all ranks see the mark."""
         self._numbers[_MARK] = 1.0
 
     def sign(self, signature: int) -> None:
-        """Sign it with a number, of 40 bits at most, that should be the same on all ranks."""
+        """Sign the table with a number of at most 40 bits, which should be the same on all ranks."""
         self._signature = signature
         self._numbers[_SIGNATURE] = float(signature)
 
     def whole(self) -> None:
-        """Note that this rank has a gradient of each parameter."""
+        """Record that this rank has a gradient of each parameter."""
         self._numbers[_WHOLE] = 1.0
 
     @property
     def any_whole(self) -> bool:
-        """Whether any rank has noted that."""
+        """Whether any rank has a gradient of each parameter."""
         return self._numbers[_WHOLE] > 0
 
     def post(self, world_size: int) -> None:
-        """Begin to give every rank what all have filled in; :meth:`wait` before anything is read."""
+        """Start exchanging the rows among all ranks; call :meth:`wait` before reading anything."""
         self._world_size = world_size
         if world_size > 1:
-            # A view: the sums come where the numbers were.
+            # A view: the sums replace the numbers.
             self._work = dist.all_reduce(torch.frombuffer(self._numbers, dtype=torch.float64), async_op=True)
 
     def wait(self) -> None:
-        """Wait for what was posted."""
+        """Wait for the exchange that :meth:`post` started."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def cargo(self, *, changed: bool) -> Tensor:
-        """Return rows and further numbers, 0 or 1 each, as small integers: their sums are exact in every dtype.
+        """Return rows and further numbers, each 0 or 1, as small integers, whose sums are exact in every dtype.
 
         A row's bytes are zero on all ranks but one.
         """
@@ -127,9 +132,9 @@ class MeanTable:
         return torch.frombuffer(flags + rows, dtype=torch.uint8)
 
     def unload(self, sums: Tensor) -> None:
-        """Take in the sums over the ranks of what they returned from :meth:`cargo`."""
+        """Receive the sums over the ranks of the results of :meth:`cargo`."""
         flags = _FLAGS + len(self._numbers) - self._end
-        # So many ranks may have set one that its sum is rounded.
+        # Many ranks may have set a number, so that its sum is rounded.
         changed, unchanged, *carried = sums[:flags].tolist()
         self.any_changed, self.all_changed = changed > 0, unchanged == 0
         self._numbers[self._end :] = array("d", carried)
@@ -148,7 +153,7 @@ class MeanTable:
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks have signed with the same number."""
+        """Whether all ranks signed with the same number."""
         return int(self._numbers[_SIGNATURE]) == self._world_size * self._signature
 
     def not_finite(self) -> int | None:
@@ -163,11 +168,11 @@ class MeanTable:
         """Return the means of the columns.
 
         Args:
-            samples: in the global batch.
-            where: for errors.
+            samples: number of samples in the global batch.
+            where: the step, for errors.
 
         Raises:
-            UsageError: if some rows were given a weight and others not, or the weights sum up to nothing.
+            UsageError: if only some rows were given a weight, or the weights do not sum to a positive number.
         """
         weights, given = self._column(self._width - 2), int(sum(self._column(self._width - 1)))
         if given not in (0, len(weights)):

@@ -1,8 +1,8 @@
-"""Which parameters a training has: the model's, and those of the optimizer that are not the model's.
+"""The parameters of a training: the model's, and those of the optimizer that are not in the model.
 
-What an optimizer changes must have the same gradient on all ranks, whether the model knows of it or not: the weight of
-a loss or a temperature, for example. Layers may be frozen and unfrozen, and groups added to the optimizer, between any
-two steps.
+Every parameter that an optimizer changes must have the same gradient on all ranks, even if it is not in the model, such
+as the weight of a loss or a temperature. Layers may be frozen and unfrozen, and groups added to the optimizer, between
+any two steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Parameters:
     """The parameters of a model and an optimizer, and which of them need gradients.
 
     Attributes:
-        all: the model's in its order, then the optimizer's own in theirs.
-        names: of all of them, as messages name them.
+        all: the model's parameters in its order, then those only in the optimizer, in its order.
+        names: names of all of them, as used in messages.
         trained: those that need gradients.
-        trained_names: of these.
-        extra: by name, those that are not the model's.
-        sparse: which of the trained ones get sparse gradients.
-        signature: a number of 40 bits that is the same on all ranks if these are, and have changed equally often.
+        trained_names: names of the trained ones.
+        extra: those that are not in the model, by name.
+        sparse: indices of the trained ones that get sparse gradients.
+        signature: a 40-bit number that is equal on all ranks if their parameters are, and have changed equally often.
 
     Raises:
         UsageError: naming a parameter whose gradient cannot be reduced.
@@ -52,25 +52,25 @@ class Parameters:
         self._find()
 
     def changed(self) -> bool:
-        """Whether anything is not as it was when this was last found out."""
+        """Whether the set of parameters has changed since it was last determined."""
         if [parameter.requires_grad for parameter in self.all] != self._flags:
             return True
-        # The model's are looked for only when the optimizer has others: what it does not have is not trained.
+        # The model is searched again only if the optimizer's parameters changed: others are not trained.
         return self._ids() != self._in_optimizer
 
     def beside_optimizer(self) -> list[Tensor]:
-        """Return the trained parameters that have a gradient and are none of the optimizer's."""
+        """Return the trained parameters that have a gradient and are not in the optimizer."""
         own = set(self._in_optimizer)
         return [p for p in self.trained if p.grad is not None and id(p) not in own]
 
     def apart(self) -> bool:
-        """Whether the optimizer has parameters, and none of those that the model has and that need gradients."""
+        """Whether the optimizer has parameters, but none of the model's parameters that need gradients."""
         own = set(self._in_optimizer)
         models = [id(p) for p in self._model.parameters() if p.requires_grad]
         return bool(own and models) and own.isdisjoint(models)
 
     def follow(self) -> list[str]:
-        """Find out anew what there is; return the names of what needs gradients now or not any more, or is new."""
+        """Determine the parameters again; return the names of those that are new, frozen or unfrozen."""
         before = dict(zip(map(id, self.all), self._flags, strict=True))
         self._find()
         return [
@@ -89,7 +89,7 @@ class Parameters:
         named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
         own = {}
         for number, group in enumerate(self._groups()):
-            # Optimizers remember names if they were given any.
+            # Optimizers keep names if they were given any.
             names = group.get("param_names") or [""] * len(group["params"])
             for place, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
                 if id(parameter) not in named:
@@ -119,10 +119,10 @@ class Parameters:
         ]
 
     def agree(self, rank: int) -> None:
-        """Give all ranks the first one's values: a script that seeds nothing builds another model on each rank.
+        """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
 
         Raises:
-            UsageError: naming the first parameter in which this rank's are others than the first rank's.
+            UsageError: if this rank's parameters differ from rank 0's, naming the first difference.
         """
         if not self.same_everywhere():
             theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
@@ -133,16 +133,16 @@ class Parameters:
         broadcast_tensors([*self.all, *self._model.buffers()], 0)
 
     def same_everywhere(self) -> bool:
-        """Whether all ranks have the same signature; called by all of them."""
+        """Whether all ranks have the same signature; called by all ranks."""
         bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         return int(bounds[0]) == -int(bounds[1])
 
     def check_new(self, names: list[str]) -> None:
-        """Compare parameters that are new in the middle of a training; called by all ranks.
+        """Compare parameters that were added during the training; called by all ranks.
 
         Raises:
-            UsageError: naming the first whose values are not the same on all ranks.
+            UsageError: naming the first parameter whose values differ between ranks.
         """
         tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names)]
         digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64)
@@ -163,21 +163,21 @@ class Parameters:
 
 
 class OwnParameters:
-    """The values of an optimizer's parameters that are not the model's, as a part of a training's state."""
+    """The values of an optimizer's parameters that are not in the model, as a part of a training's state."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the values by the place that they have in the optimizer."""
+        """Return the values by their place in the optimizer."""
         return {name: value.detach() for name, value in Parameters(self._model, self._optimizer).extra.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over values.
+        """Load the values.
 
         Raises:
-            UsageError: naming a parameter that the state or the optimizer has not, or in another shape.
+            UsageError: naming a parameter that the state or the optimizer lacks, or that has another shape.
         """
         own = self.state_dict()
         for name in [*own, *(name for name in state if name not in own)]:
@@ -210,7 +210,7 @@ def _check(name: str, parameter: Tensor) -> None:
 
 
 def _sparse(model: nn.Module) -> set[int]:
-    """By id, the parameters that get sparse gradients."""
+    """Return the ids of the parameters that get sparse gradients."""
     return {
         id(module.weight)
         for module in model.modules()
@@ -224,7 +224,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def _difference(mine: list[list[Any]], first: list[list[Any]], rank: int) -> str:
-    """Say in what this rank's parameters are others than the first rank's."""
+    """Describe how this rank's parameters differ from rank 0's."""
 
     def text(line: list[Any]) -> str:
         name, dtype, shape, trained = line

@@ -1,9 +1,9 @@
-"""The exact reduction: gradients added in one fixed tree over the micro-batch's index, at any world size.
+"""The exact reduction: gradients are added in one fixed tree over the micro-batch's index, at any world size.
 
-Each rank folds its slice of the micro-batches into nodes of the tree while it computes them. At the step's end the
-nodes cross the ranks in shards, each rank folds its shard of all nodes in the tree's order, and the sums come back, see
-``shards``. Where slices are aligned each rank sends one node, which makes the bytes those of a ring all-reduce; else up
-to 2 * log2 of the slice's length.
+Each rank folds its slice of the micro-batches into nodes of the tree while it computes them. At the step's end, the
+nodes are exchanged in shards: each rank folds its shard of all nodes in the tree's order, and sends back the sums, see
+``shards``. If slices are aligned, each rank sends one node, as many bytes as a ring all-reduce; otherwise up to
+2 * log2 of the slice's length.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["ExactReduction"]
 
 
 class ExactReduction:
-    """Sums tensors over micro-batches and ranks, to the same bits at every world size.
+    """Sums tensors over micro-batches and ranks, bitwise equal at every world size.
 
-    A value that is missing counts as zero, also where all that meets it is on one rank: adding zero changes the sign of
-    a negative zero.
+    A missing value counts as zero and is added, even if all other values are on one rank, because adding zero changes
+    the sign of a negative zero.
 
     Args:
-        like: tensors that have the shapes, dtypes and devices of those to be summed; only these are kept of them.
+        like: tensors with the shapes, dtypes and devices of those to be summed; only these properties are kept.
         world_size, rank: of the group.
         group: process group; None: the default one. Not used at world size 1.
-        names: of the first tensors, for errors.
+        names: names of the first tensors, for errors.
     """
 
     early = False
-    """It sends nothing before all ranks have come to the step's end."""
+    """Nothing is sent before all ranks have reached the step's end."""
 
     room = 0
-    """It takes nothing along."""
+    """No cargo is sent with gradients."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class ExactReduction:
         self._exchange = ShardExchange(world_size, rank, group)
 
     def begin(self, index: int) -> None:
-        """Begin with a micro-batch.
+        """Begin a micro-batch.
 
         Args:
-            index: its place in the global batch; ranks take theirs in order.
+            index: its index in the global batch; each rank begins its micro-batches in order.
         """
         segments_so_far = [segment for segment, _ in self._stack]
         joined = joins(segments_so_far, index)
@@ -77,15 +77,16 @@ class ExactReduction:
         self._leaf = _Leaf(index, lefts, [None] * len(self._places), [False] * len(self._places))
 
     def put(self, which: int, value: Tensor) -> None:
-        """Take in the micro-batch's value for a tensor.
+        """Add the micro-batch's value for a tensor.
 
-        It is added at once to all that the tree adds it to: what has just been computed is still in the cache.
+        It is added at once to all nodes that it belongs to, while it is still in the cache.
 
         Args:
-            value: it may come in parts (reentrant checkpointing).
+            which: index of the tensor.
+            value: the value; it may come in parts (reentrant checkpointing).
 
         Raises:
-            UsageError: if it comes in parts for the first time after the first micro-batch.
+            UsageError: if a value comes in parts for the first time after the first micro-batch.
         """
         leaf = self._leaf
         assert leaf is not None
@@ -96,7 +97,7 @@ class ExactReduction:
         self._add_to_lefts(leaf, which, value)
 
     def _put_a_part(self, leaf: _Leaf, which: int, value: Tensor) -> None:
-        """Take in one of several parts of a value, which must be added up before anything else is added to them."""
+        """Add one of several parts of a value; the parts must be summed before anything else is added to them."""
         if leaf.put[which] and leaf.lefts:
             raise UsageError(
                 f"The gradient of {self._names[which]} came in several parts, and in one in a micro-batch before.",
@@ -117,9 +118,9 @@ class ExactReduction:
                 "Have it made dense (sparse=False), or leave out exact=True.",
             )
         if value.stride() != place.stride:
-            # Sums over all elements, a norm for example, depend on the order in memory to the bit.
+            # Sums over all elements, such as a norm, depend to the bit on the order in memory.
             value = place.new(part).copy_(value)
-        # Two gradients may share their memory, as those of both terms of a sum do: the value is never written to.
+        # Two gradients may share memory, as those of both terms of a sum do: the value is never written to.
         total, fresh = value, None
         for left in leaf.lefts:
             own = left[which]
@@ -134,7 +135,7 @@ class ExactReduction:
             self._free[which].append(fresh)
 
     def end(self) -> None:
-        """End the micro-batch that was begun: what was not put has no value."""
+        """End the current micro-batch; tensors without a :meth:`put` have no value."""
         leaf, self._leaf = self._leaf, None
         assert leaf is not None
         for which, whole in leaf.pending.items():
@@ -152,7 +153,7 @@ class ExactReduction:
         self._stack.append(((leaf.index + 1 - (1 << level), level), leaf.result))
 
     def add(self, index: int, values: Sequence[Tensor | None]) -> None:
-        """Take in one micro-batch's values at once."""
+        """Add all values of one micro-batch at once."""
         self.begin(index)
         for which, value in enumerate(values):
             if value is not None:
@@ -160,7 +161,7 @@ class ExactReduction:
         self.end()
 
     def reset(self) -> None:
-        """Forget what was taken in, and take back the sums that were given: the next step begins."""
+        """Begin the next step: drop all values, and reuse the memory of the returned sums."""
         self._leaf = None
         for values in (*(values for _, values in self._stack), self._given):
             for which, value in enumerate(values):
@@ -169,7 +170,7 @@ class ExactReduction:
         self._stack, self._given = [], [None] * len(self._places)
 
     def totals(self) -> None:
-        """None: autograd may not add to anything in place, in another order than the tree's."""
+        """Return None: autograd must not add in place, which would be in another order than the tree's."""
 
     def begin_pass(self, *, last: bool) -> None: ...
 
@@ -183,16 +184,16 @@ class ExactReduction:
 
     @property
     def whole(self) -> bool:
-        """Whether each tensor has a value in what was taken in."""
+        """Whether each tensor has a value on this rank."""
         nodes = [values for _, values in self._stack]
         return any(all(value is not None for value in values) for values in nodes)
 
     def finish(self, total: int, *, whole: bool = False) -> Values:
-        """Return the sums over all ranks, None where no micro-batch of any rank had a value; valid until ``reset``.
+        """Return the sums over all ranks, None if no micro-batch of any rank had a value; valid until :meth:`reset`.
 
         Args:
             total: M, the number of micro-batches of all ranks.
-            whole: whether it is known that each tensor has a value on some rank; the same on all ranks.
+            whole: whether each tensor is known to have a value on some rank; the same on all ranks.
         """
         nodes, self._stack = self._stack, []
         mine = slice_of(total, self._world_size, self._rank)
@@ -212,7 +213,7 @@ class ExactReduction:
         return list(self._given)
 
     def _sum_over_ranks(self, nodes: list[Values], total: int, whole: bool) -> Values:
-        """Return the sums of all ranks' nodes, which become the memory of these."""
+        """Return the sums of all ranks' nodes; this rank's nodes provide their memory."""
         sums = self._present_sums(nodes, whole)
         for node in nodes:
             for which, value in enumerate(node):
@@ -231,7 +232,7 @@ class ExactReduction:
         return sums
 
     def _present_sums(self, nodes: list[Values], whole: bool) -> Values:
-        """Return a tensor to take each sum, None for those that no rank has; it is the first node's if that has one."""
+        """Return a tensor for each sum, None if no rank has a value; it is the first node's tensor if there is one."""
         count = len(self._places)
         present = torch.ones(count, dtype=torch.int32)
         if not whole:
@@ -245,18 +246,18 @@ class ExactReduction:
         ]
 
     def _take(self, which: int) -> Tensor:
-        """Return a tensor to hold a sum, one that is free if there is one: new memory costs more than the addition."""
+        """Return a tensor for a sum, reusing a free one if possible: new memory costs more than the addition."""
         part, place = self._places[which]
         return self._free[which].pop() if self._free[which] else place.new(part)
 
 
 @dataclass(slots=True)
 class _Leaf:
-    """The micro-batch under way.
+    """The current micro-batch.
 
     Attributes:
-        lefts: the nodes that its value is added to, the nearest first; the last one takes the sum.
-        result: by tensor, as far as put.
+        lefts: the nodes that its value is added to, the nearest first; the last one receives the sum.
+        result: the sums by tensor, for values that were put.
         put: which tensors have a value in the result.
         pending: values of which more parts may come.
     """

@@ -1,9 +1,9 @@
-"""Summing nodes of the tree over all ranks: shards out, folded, and back.
+"""Sums nodes of the tree over all ranks, in shards.
 
-Of every bucket each rank gets one shard of all nodes, folds these in the tree's order, and gives the sum to all others:
-the bytes of a reduce-scatter and an all-gather, as a ring all-reduce has them. Messages go point to point, straight
-from and into the gradients' memory: gloo's all-gather takes about twice as long (measured on loopback: 75 ms beside
-40 ms for 100 MB at two ranks), and packing takes half as long again.
+From every bucket, each rank receives one shard of all nodes, folds it in the tree's order, and sends the sum to all
+other ranks. This transfers the bytes of a reduce-scatter and an all-gather, as a ring all-reduce does. Messages are
+point to point, directly from and into the gradients' memory: gloo's all-gather takes about twice as long (measured on
+loopback: 75 ms against 40 ms for 100 MB at two ranks), and packing takes half as long again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from elastic_launch.training.gradients.tree import Segment, fold
 __all__ = ["ShardExchange"]
 
 BUCKET_BYTES = 16 * 1024 * 1024
-"""Bytes of one node that cross the ranks at a time: with what is under way it bounds the memory of the exchange."""
+"""Bytes of one node exchanged at a time; with the number of buckets in flight, it bounds the memory of the exchange."""
 
 TAGS = 1 << 20
-"""Tags of messages are used again after so many."""
+"""Number of message tags before they are reused."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Elements under way.
+    """Elements being exchanged.
 
     Attributes:
-        nodes: this rank's.
-        total: where the sums go.
-        others: by rank the shards of its nodes that are this rank's.
-        works: what must end before the next stage.
+        nodes: this rank's nodes.
+        total: receives the sums.
+        others: for each other rank, this rank's shard of that rank's nodes.
+        works: transfers that must end before the next stage.
     """
 
     nodes: list[Tensor]
@@ -54,27 +54,28 @@ class ShardExchange:
     """Sums flat tensors over the ranks of a group, in the tree's order.
 
     Args:
-        group: None: the default one.
+        group: process group; None: the default one.
     """
 
     def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup | None) -> None:
         self._world_size = world_size
         self._rank = rank
         self._group = group
-        # In turns, so that at any time all ranks have most partners in common, and no two of them the same first.
+        # In rotation, so that at any time all ranks have most partners in common, and no two start with the same one.
         self._next_tag = 0
         self._partners = [(rank + turn) % world_size for turn in range(1, world_size)]
 
     def sum(self, flats: Sequence[tuple[list[Tensor], Tensor]], theirs: list[list[Segment]], total: int) -> None:
-        """Sum; called by all ranks with tensors of the same sizes.
+        """Sum flat tensors; called by all ranks with tensors of the same sizes.
 
         Args:
-            flats: this rank's nodes, which are changed, and where the sum goes: the first node's memory, or its own.
+            flats: pairs of this rank's nodes, which are overwritten, and the tensor that receives the sum: the first
+                node's memory, or its own.
             theirs: the nodes of each rank.
             total: M, the number of micro-batches of all ranks.
         """
         buckets = [bucket for nodes, sums in flats for bucket in _cut(nodes, sums)]
-        # Three are under way: one comes, one is folded, one goes back. All ranks post in this order.
+        # Three buckets are in flight: one is received, one folded, one sent back. All ranks post in this order.
         for turn in range(len(buckets) + 2):
             if turn < len(buckets):
                 self._send(buckets[turn], theirs)
@@ -84,13 +85,13 @@ class ShardExchange:
                 buckets[turn - 2].wait()
 
     def sum_small(self, nodes: list[Tensor], sums: Tensor, theirs: list[list[Segment]], total: int) -> None:
-        """Sum a few elements: each rank gives all others all that it has, and folds all of it.
+        """Sum a few elements: each rank sends all its elements to all others and folds everything.
 
-        Of small messages the number counts and not the bytes: this is one exchange and not two.
+        The cost of small messages depends on their number, not their bytes: this takes one exchange instead of two.
 
         Args:
-            nodes, sums: this rank's nodes, which are changed, and where the sum goes.
-            theirs, total: as of :meth:`sum`.
+            nodes, sums: this rank's nodes, which are overwritten, and the tensor that receives the sum.
+            theirs, total: as for :meth:`sum`.
         """
         most, size = max(map(len, theirs)), len(sums)
         mine = torch.cat([*nodes, sums.new_zeros((most - len(nodes)) * size)])
@@ -104,7 +105,7 @@ class ShardExchange:
         sums.copy_(fold(total, pieces, lambda left, right: left.add_(right)))
 
     def _send(self, bucket: _Bucket, theirs: list[list[Segment]]) -> None:
-        """Start to send all others their shards of this rank's nodes, and to receive those that are this rank's."""
+        """Start sending all others their shards of this rank's nodes, and receiving this rank's shards."""
         shard, tag = self._shard(bucket.total, self._rank), self._new_tags(max(map(len, theirs)))
         operations = []
         for partner in self._partners:
@@ -116,7 +117,7 @@ class ShardExchange:
         bucket.works = _start(operations)
 
     def _fold(self, bucket: _Bucket, theirs: list[list[Segment]], total: int) -> None:
-        """Sum this rank's shard, and start to exchange it for the others' sums."""
+        """Sum this rank's shard, and start exchanging it for the others' sums."""
         bucket.wait()
         bucket.others[self._rank] = [self._shard(node, self._rank) for node in bucket.nodes]
         nodes = [
@@ -134,7 +135,7 @@ class ShardExchange:
         bucket.works = _start(operations)
 
     def _new_tags(self, count: int) -> int:
-        """Return the first of so many tags that no message under way has; the same on all ranks."""
+        """Return the first of ``count`` tags that no message in flight has; the same on all ranks."""
         first = self._next_tag
         self._next_tag = (first + count) % TAGS
         return first

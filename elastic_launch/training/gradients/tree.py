@@ -1,9 +1,9 @@
-"""The fixed binary tree in which an exact reduction adds: pure, no torch.
+"""The fixed binary tree in which an exact reduction adds: pure arithmetic, no torch.
 
-Floating-point addition is not associative, so a sum is the same to the bit only if it is always taken in the same
-order. The order here is a binary tree over the micro-batch's index, whatever rank computed it: node (start, level) is
-the sum over the indices start to start + 2**level - 1, where start is a multiple of 2**level; it adds its two halves,
-and is its left half alone where the right one lies beyond the last micro-batch.
+Floating-point addition is not associative, so a sum is bitwise reproducible only if its terms are always added in the
+same order. The order here is a binary tree over the micro-batch's index, on whatever rank it was computed: node (start,
+level) is the sum over the indices start to start + 2**level - 1, where start is a multiple of 2**level. A node adds its
+two halves; if the right half is beyond the last micro-batch, the node is its left half alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def segments(start: int, stop: int) -> list[Segment]:
-    """Return the fewest nodes of the tree that make up a range of indices, in order."""
+    """Return the smallest list of nodes that cover the indices from ``start`` to before ``stop``, in order."""
     found = []
     while start < stop:
         level = (stop - start).bit_length() - 1
@@ -34,8 +34,8 @@ def segments(start: int, stop: int) -> list[Segment]:
 def joins(nodes: Sequence[Segment], index: int) -> int:
     """Return how many nodes, counted from the last, the next index completes: its value is added to each of these.
 
-    Indices must come in order without gaps; the nodes are then always :func:`segments` of the range so far, so about
-    2 * log2 of its length at most, or log2 plus 1 if the range starts at an aligned index.
+    Indices must come in order without gaps. The nodes are then always the :func:`segments` of the range so far: at most
+    about 2 * log2 of its length, or log2 plus 1 if the range starts at an aligned index.
     """
     start, level, count = index, 0, 0
     for left, height in reversed(nodes):
@@ -46,10 +46,15 @@ def joins(nodes: Sequence[Segment], index: int) -> int:
 
 
 def fold(total: int, nodes: Sequence[tuple[Segment, T]], add: Callable[[T, T], T]) -> T:
-    """Return the root of a tree of total leaves from nodes that make up the range 0 to total.
+    """Return the root of a tree with ``total`` leaves.
+
+    Args:
+        total: number of leaves.
+        nodes: nodes with their values; they must cover the indices from 0 to before ``total``.
+        add: adds two values.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if the nodes do not cover that range.
     """
     known = dict(nodes)
     if total < 1 or sum(min(total, s + (1 << k)) - s for s, k in known) != total or len(known) != len(nodes):

@@ -1,11 +1,11 @@
-"""The ranks of a training: who they are, and what they must agree on.
+"""The ranks of a training, and what they must agree on.
 
 ``ranks``           ranks and sizes
 ``world``           joining the process group, and leaving it
-``agreement``       decisions that all ranks take at one step boundary
+``agreement``       decisions that all ranks take at the same step boundary
 ``exchange``        state sent to ranks that have none
-``same_arguments``  whether all ranks were given the same
-``replicas``        whether all ranks have the same parameters
+``same_arguments``  checks that all ranks were given the same arguments
+``replicas``        checks that all ranks have the same parameters
 ``checksum``        a fast checksum of tensors
 ``determinism``     torch's settings for bitwise equal results
 """

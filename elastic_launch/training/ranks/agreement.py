@@ -1,10 +1,11 @@
-"""What all ranks must learn at the same step boundary: that somebody wants to stop, that a checkpoint is due.
+"""Decisions that all ranks take at the same step boundary: for example to stop, or to make a checkpoint.
 
-At each boundary every rank posts its wishes, without waiting, and reads the sum of those that were posted at the one
-before: all act on a wish after the same step, one step late, and none waits for another more than training does anyway.
+At each boundary, every rank posts its wishes without waiting, and reads the sum of the wishes posted at the previous
+boundary. All ranks therefore act on a wish after the same step, one step late, and no rank waits for another more than
+training does anyway.
 
-In a loop over steps the wishes of a boundary travel with the losses of the next step, which cross the ranks anyway: a
-collective of their own would cost as much as all else that a small step has to do.
+In a loop over steps, the wishes of a boundary are sent together with the losses of the next step, which are exchanged
+anyway: a separate collective would cost as much as everything else in a small step.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ __all__ = ["NOTHING", "Agreement", "Wishes"]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one rank, or after an exchange any rank, wants.
+    """What one rank wants or, after an exchange, what any rank wants.
 
     Attributes:
-        save: a durable checkpoint.
-        keep: a snapshot in memory.
-        compare: a comparison of the ranks' states, see :mod:`elastic_launch.training.ranks.replicas`.
-        checksum: of this rank's state; all ranks post one at the same boundaries, None at the others.
-        differs: after an exchange, whether the ranks' checksums did.
+        stop: who requested a stop.
+        save: make a durable checkpoint.
+        keep: take a snapshot in memory.
+        compare: compare the ranks' states, see :mod:`elastic_launch.training.ranks.replicas`.
+        checksum: checksum of this rank's state; all ranks post one at the same boundaries, and None at the others.
+        differs: after an exchange, whether the ranks' checksums differed.
     """
 
     stop: Stop = Stop.NO
@@ -42,7 +44,7 @@ class Wishes:
     differs: bool = False
 
     def __or__(self, other: Wishes) -> Wishes:
-        """Return what either wants; a checksum is the other's."""
+        """Return the union of both; the checksum is the other's."""
         return Wishes(
             max(self.stop, other.stop),
             self.save or other.save,
@@ -53,13 +55,13 @@ class Wishes:
         )
 
     def counts(self) -> list[float]:
-        """Return numbers whose sums over the ranks say what any of them wants; the checksum is not in them."""
+        """Return numbers whose sums over the ranks show what any rank wants; they do not include the checksum."""
         stop = self.stop
         return [*(float(stop >= level) for level in _STOPS), float(self.save), float(self.keep), float(self.compare)]
 
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
-        """Return what any rank wants, from the sums of what :meth:`counts` returned."""
+        """Return what any rank wants, from the sums over the ranks of :meth:`counts`."""
         *levels, save, keep, compare = (count > 0 for count in counts)
         return Wishes(Stop(sum(levels)), save, keep, compare)
 
@@ -68,18 +70,18 @@ _STOPS = [stop for stop in Stop if stop is not Stop.NO]
 _NO_COUNTS = Wishes().counts()
 
 NOTHING = Wishes()
-"""No wish: the object itself, as most boundaries have none."""
+"""No wishes; compared by identity, since most boundaries have none."""
 
 
 class Agreement:
-    """Exchanges wishes over a process group of its own.
+    """Exchanges wishes over its own process group.
 
-    On the training's group, where collectives are matched by their order alone, another order on one rank would mix
+    A group matches collectives only by their order: on the training's group, a different order on one rank would mix
     them up with gradients.
 
     Args:
-        world_size: at 1 a wish counts at once, and there is no group.
-        timeout: of the group, in seconds.
+        world_size: number of ranks; with 1, a wish takes effect at once, and there is no group.
+        timeout: timeout of the group, in seconds.
     """
 
     def __init__(self, world_size: int, timeout: float = GROUP_TIMEOUT) -> None:
@@ -89,17 +91,17 @@ class Agreement:
         self._leaving = self._arrived = NOTHING
 
     def exchange(self, wishes: Wishes) -> Wishes:
-        """Post wishes, and return what any rank had posted the time before; called by all ranks equally often."""
+        """Post wishes, and return what any rank posted the previous time; called by all ranks equally often."""
         if self.group is None:
             return wishes
         agreed = self.settle()
-        # What waits for the next step's losses goes along.
+        # Wishes waiting for the next step's losses are sent too.
         wishes, self._leaving = self._leaving | wishes, NOTHING
         self._post(wishes, wishes.checksum)
         return agreed
 
     def exchange_by_step(self, wishes: Wishes) -> Wishes:
-        """Do as :meth:`exchange`, but for the posting: wishes go with the next step's losses.
+        """Like :meth:`exchange`, but wishes are sent together with the next step's losses.
 
         A checksum, which is rare, is posted at once.
         """
@@ -113,12 +115,12 @@ class Agreement:
         return agreed
 
     def leave(self) -> list[float]:
-        """Return, as numbers to be added up over the ranks, the wishes that go with a step's losses."""
-        # They are kept until they have arrived: the step may be given up.
+        """Return the wishes to send with a step's losses, as numbers to be summed over the ranks."""
+        # They are kept until they have arrived, since the step may be given up.
         return _NO_COUNTS if self._leaving is NOTHING else self._leaving.counts()
 
     def arrive(self, sums: Sequence[float]) -> None:
-        """Take in the sums over the ranks of what they returned from :meth:`leave`."""
+        """Receive the sums over the ranks of the results of :meth:`leave`."""
         self._leaving = NOTHING
         if any(sums):
             self._arrived |= Wishes.of_counts(sums)
@@ -131,12 +133,12 @@ class Agreement:
         self._posted = numbers, work
 
     def settle(self) -> Wishes:
-        """Wait for what was posted last, as must be done before the group ends, and return all that came."""
+        """Wait for the last post, which is required before the group ends, and return everything received."""
         agreed, self._arrived = self._arrived, NOTHING
         if self._posted is None:
             return agreed
         (numbers, work), self._posted = self._posted, None
         work.wait()
         stop, save, keep, compare, most, most_inverted = numbers.tolist()
-        # The greatest of the inverted ones is the least one's.
+        # The maximum of the inverted checksums is the inverted minimum.
         return agreed | Wishes(Stop(stop), bool(save), bool(keep), bool(compare), differs=most != ~most_inverted)

@@ -1,9 +1,10 @@
-"""A checksum of tensors that is fast where they are.
+"""A fast checksum of tensors, computed on their device.
 
-A multilinear hash: the sum modulo 2**64 of a tensor's words of 32 bits or less, each times a random odd number of 64
-bits that belongs to its place. If one word has changed, by one bit or by more, the sum has, too: a number below 2**32
-times an odd number is not zero modulo 2**64. If several words have changed it stays the same with a probability of
-about 2**-32, as long as the changes do not depend on the numbers. It is no protection against an adversary.
+It is a multilinear hash: the sum modulo 2**64 of a tensor's words of 32 bits or less, each multiplied by a random odd
+64-bit number for its position. If one word has changed, by one or more bits, the sum has changed too: a nonzero number
+below 2**32 times an odd number is not zero modulo 2**64. If several words have changed, the sum stays the same with a
+probability of about 2**-32, provided that the changes do not depend on the random numbers. It does not protect against
+an adversary.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 __all__ = ["checksums", "combined"]
 
 _CHUNK = 1 << 15
-"""Words that are multiplied at a time on a CPU, so that they and their numbers stay in the cache."""
+"""Words multiplied at a time on a CPU, so that they and their random numbers stay in the cache."""
 
 _DEVICE_CHUNK = 1 << 18
 
 _DEVICE_CHUNKS = 16
-"""At a time on another device, which needs memory for the products."""
+"""Chunks multiplied at a time on another device, which needs memory for the products."""
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each tensor, on the device of the first one, which is not waited for.
+    """Return the checksum of each tensor, on the device of the first one, without waiting for that device.
 
-    Shape and dtype do not count.
+    Shape and dtype do not affect it.
     """
     with torch.no_grad():
         sums = [_checksum(tensor.detach()) for tensor in tensors]
@@ -36,7 +37,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def combined(sums: Tensor) -> Tensor:
-    """Return one checksum of several, in their order."""
+    """Combine several checksums, in their order, into one."""
     return (sums * _numbers(len(sums), 1, sums.device)).sum()
 
 
@@ -48,7 +49,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     numbers = _numbers(chunk, 0, words.device)
     whole = len(words) - len(words) % chunk
     rest = words[whole:].to(torch.int64)
-    # On a CPU dot takes half as long; for other devices it does not exist.
+    # On a CPU, dot takes half as long; other devices do not have it.
     last = torch.dot(rest, numbers[: len(rest)]) if on_cpu else (rest * numbers[: len(rest)]).sum()
     if not whole:
         return last

@@ -1,4 +1,4 @@
-"""Giving a state to ranks that have none: JSON and raw tensors, never a pickle."""
+"""Sends a state to ranks that have none, as JSON and raw tensors, never as a pickle."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ __all__ = ["broadcast_state", "broadcast_tensors"]
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
-    """Give tensors of all ranks the values of the source's."""
+    """Overwrite tensors on all ranks with those of the source rank."""
     for tensor in tensors:
         value = tensor.detach()
         if not value.numel():
             continue
         for dimension in reversed(range(value.dim())):
-            if value.stride(dimension) == 0:  # expanded: all along it are one in memory
+            if value.stride(dimension) == 0:  # expanded: one element in memory along this dimension
                 value = value.select(dimension, 0)
-        # Bytes: not every backend knows every dtype, and none takes gaps.
+        # As bytes: not every backend supports every dtype, and none supports gaps.
         dense = value.contiguous().reshape(-1).view(torch.uint8)
         dist.broadcast(dense, src=source)
         value.copy_(dense.view(value.dtype).view(value.shape))
 
 
 def broadcast_state(state: Any, source: int, rank: int) -> Any:
-    """Return on all ranks the state that the source gives.
+    """Return the source rank's state on all ranks.
 
     Args:
-        state: what a checkpoint may hold; only the source's counts.
+        state: a state that a checkpoint can hold; used only on the source rank.
+        source: rank that sends its state.
+        rank: this process' rank.
     """
     tensors: dict[str, Tensor] = {}
     header = b""

@@ -1,4 +1,4 @@
-"""Ranks and sizes: those of the process group once it is joined, before that those of the environment."""
+"""Ranks and sizes: from the process group once it is joined, before that from the environment."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def is_initialized() -> bool:
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the job, 1 outside one.
+    """Return the number of processes in the job; 1 without a launcher.
 
     Raises:
-        UsageError: if WORLD_SIZE is no number, or is not the size of the process group.
+        UsageError: if WORLD_SIZE is not a number, or differs from the size of the process group.
     """
     if is_initialized():
         return _agreed("WORLD_SIZE", distributed.get_world_size())
@@ -46,10 +46,14 @@ def get_world_size() -> int:
 
 
 def get_global_rank(group: ProcessGroup | None = None) -> int:
-    """Return this process' rank among all, from 0, or its rank in a group.
+    """Return this process' rank among all processes, from 0, or its rank in a group.
+
+    Args:
+        group: the process group; None: all ranks.
 
     Raises:
-        UsageError: if RANK is no number, is missing in a world of several, or is not the rank in the process group.
+        UsageError: if RANK is not a number, is missing although there are several ranks, or differs from the rank in
+            the process group.
     """
     if is_initialized():
         return distributed.get_rank(group) if group is not None else _agreed("RANK", distributed.get_rank())
@@ -57,16 +61,16 @@ def get_global_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process' rank among those of its node, from 0.
+    """Return this process' rank among the processes of its node, from 0.
 
     Raises:
-        UsageError: if LOCAL_RANK is no number, or is missing in a world of several.
+        UsageError: if LOCAL_RANK is not a number, or is missing although there are several ranks.
     """
     return _place("LOCAL_RANK")
 
 
 def rank_on_node() -> int:
-    """Return the same also where every worker's local rank is 0, each having one GPU (``--virtual-local-rank``).
+    """Return the rank on the node even if every worker's local rank is 0 (``--virtual-local-rank``: one GPU each).
 
     Raises:
         UsageError: see :func:`get_local_rank`.
@@ -75,10 +79,10 @@ def rank_on_node() -> int:
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes on this node, 1 outside a job.
+    """Return the number of processes on this node; 1 without a launcher.
 
     Raises:
-        UsageError: if LOCAL_WORLD_SIZE is no number, or is missing in a world of several.
+        UsageError: if LOCAL_WORLD_SIZE is not a number, or is missing although there are several ranks.
     """
     return _place("LOCAL_WORLD_SIZE", alone=1)
 
@@ -86,17 +90,24 @@ def get_local_world_size() -> int:
 def get_node_rank() -> int:
     """Return the rank of this node among the nodes, from 0.
 
-    It is torchrun's GROUP_RANK, without it Composer's NODE_RANK: a cluster may have set the latter for the host, whose
-    place in an elastic round is another.
+    It is torchrun's GROUP_RANK or, if that is not set, Composer's NODE_RANK: a cluster may have set the latter for the
+    host, whose rank in an elastic round may differ.
 
     Raises:
-        UsageError: if it is no number, or is missing in a world of several.
+        UsageError: if it is not a number, or is missing although there are several ranks.
     """
     return _place("GROUP_RANK" if os.environ.get("GROUP_RANK") else "NODE_RANK")
 
 
 def joined(name: str) -> bool:
-    """Return whether there is a process group, and raise if several ranks have none."""
+    """Return whether there is a process group.
+
+    Args:
+        name: the calling function, for the error.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
+    """
     if is_initialized():
         return True
     size = get_world_size()
@@ -116,11 +127,11 @@ def _variable(name: str) -> int | None:
 
 
 def _place(name: str, alone: int = 0) -> int:
-    """Read a variable that only a world of one process may lack."""
+    """Read a variable that may be missing only in a world of one process."""
     value = _variable(name)
     if value is not None:
         return value
-    # Rank 0 by default would make every process the first of its node.
+    # A default of 0 would make every process the first of its node.
     size = get_world_size()
     if size > 1:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Whether all ranks have the same parameters, buffers and optimizer state, as they must: compared now and then.
+"""Checks from time to time that all ranks have the same parameters, buffers and optimizer state, as they must.
 
-A checksum of all of them travels with the ranks' wishes at a step boundary, so that between checkpoints nothing is
-waited for. Before a state goes to durable storage it is compared at once.
+A checksum of all of them is sent with the ranks' wishes at a step boundary, so that between checkpoints no rank waits.
+Before a state is saved durably, it is compared at once.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from elastic_launch.training.ranks.checksum import checksums, combined
 __all__ = ["SHARE", "Named", "ReplicaCheck", "ReplicasDifferError", "replicated"]
 
 SHARE = 0.001
-"""Share of the training's time that comparing may cost, beside that before checkpoints."""
+"""Fraction of the training's time that comparisons may cost, not counting those before checkpoints."""
 
 MEMORY = 5
-"""Comparisons by whose median cost the next one is due."""
+"""Number of comparisons whose median cost decides when the next one is due."""
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Returns what must be the same on all ranks, by names for errors, in the same order on all."""
+"""Returns the tensors that must be the same on all ranks, with names for errors, in the same order on all ranks."""
 
 
 class ReplicasDifferError(ElasticLaunchError):
-    """Ranks do not have the same weights; the message names what differs, after which step, and the ranks."""
+    """Ranks do not have the same weights; the message names what differs, the step, and the ranks."""
 
 
 class ReplicaCheck:
     """Compares the ranks' copies of a training's state.
 
-    All methods are called by all ranks at the same boundaries, so that their collectives come in one order. The first
-    rank's clock says when: ``wanted`` at one boundary, agreed at the next, a checksum with the wishes of the one after
-    that (on a GPU, which is not waited for, of the next again), the result one later.
+    All ranks call all methods at the same boundaries, so that their collectives come in one order. Rank 0's clock
+    starts a comparison: ``wanted`` at one boundary, agreed at the next, a checksum sent with the wishes of the one
+    after that (on a GPU, which is not waited for, one boundary later), the result one boundary later.
 
     Args:
-        group: of all ranks, for CPU tensors.
-        named: what is compared.
+        world_size, rank: this process' world size and rank.
+        group: a process group of all ranks, for CPU tensors.
+        named: returns the tensors to compare.
 
     Attributes:
         good: the last step after which nothing differed; None: none in this process.
@@ -58,24 +59,24 @@ class ReplicaCheck:
         self._named = named
         self._costs: deque[float] = deque(maxlen=MEMORY)
         self._at: float | None = None
-        self._under_way = False  # on the first rank, from the wish on
+        self._under_way = False  # on rank 0, from the wish on
         self._agreed = False
         self._taken: _Taken | None = None
         self._posting: _Taken | None = None  # at this boundary
-        self._posted: _Taken | None = None  # at the one before
+        self._posted: _Taken | None = None  # at the previous one
 
     def wanted(self) -> bool:
-        """Whether this rank wants a comparison: the first one does, as often as its cost allows."""
+        """Whether this rank wants a comparison; only rank 0 does, as often as the cost allows."""
         due = self._rank == 0 and not self._under_way and self._due()
         self._under_way |= due
         return due
 
     def _due(self) -> bool:
-        # The first one costs more than those that follow, and does not count.
+        # The first comparison costs more than later ones, and does not count.
         return not self._costs or (time.monotonic() - (self._at or 0.0)) * SHARE >= statistics.median(self._costs)
 
     def to_post(self, step: int) -> int | None:
-        """Return what goes with the wishes of the present boundary: a checksum, None if none is due."""
+        """Return the checksum to send with the wishes of this boundary; None if none is due."""
         if self._agreed:
             self._agreed = False
             self._taken = _Taken(step, self._named)
@@ -85,14 +86,14 @@ class ReplicaCheck:
         return self._posting.total()
 
     def heard(self, *, agreed: bool, differs: bool) -> None:
-        """Take note of what came of the wishes of the boundary before; after those of this one are posted.
+        """Handle the result of the previous boundary's wishes; called after this boundary's wishes are posted.
 
         Args:
             agreed: whether a comparison is to be made.
-            differs: whether the checksums that were posted did.
+            differs: whether the posted checksums differed.
 
         Raises:
-            ReplicasDifferError: on all ranks, if so.
+            ReplicasDifferError: on all ranks, if they differed.
         """
         posted, self._posted, self._posting = self._posted, self._posting, None
         self._agreed |= agreed
@@ -101,7 +102,7 @@ class ReplicaCheck:
             self._judge(posted, differs)
 
     def compare(self, step: int) -> None:
-        """Compare the state after a step at once.
+        """Compare the state after a step immediately.
 
         Raises:
             ReplicasDifferError: on all ranks, if something differs.
@@ -123,7 +124,7 @@ class ReplicaCheck:
         raise ReplicasDifferError(*self._explained(taken))
 
     def _explained(self, taken: _Taken) -> tuple[str, str]:
-        """Find out with all ranks what differs on which."""
+        """Find out, together with all ranks, what differs and on which ranks."""
         sums = taken.sums()
         size = torch.tensor([len(sums)])
         sizes = [torch.zeros_like(size) for _ in range(self._world_size)]
@@ -156,7 +157,7 @@ class ReplicaCheck:
 
 
 class _Taken:
-    """The checksums of a state; on GPUs still to be computed."""
+    """The checksums of a state; on GPUs they may still be being computed."""
 
     def __init__(self, step: int, named: Named) -> None:
         began = time.monotonic()
@@ -178,11 +179,11 @@ class _Taken:
         self._seconds = time.monotonic() - began
 
     def ready(self, step: int) -> bool:
-        """Whether it can be read without waiting long: on all ranks the same, so by the steps since."""
+        """Whether it can be read without a long wait; decided by the steps since, so the same on all ranks."""
         return not self._marks or step > self.step
 
     def total(self) -> int:
-        """Return one checksum of all."""
+        """Return one checksum of all tensors."""
         return int(self._read()[-1])
 
     def sums(self) -> Tensor:
@@ -191,7 +192,7 @@ class _Taken:
 
     @property
     def cost(self) -> float:
-        """Seconds that it took."""
+        """Seconds that computing it took."""
         if len(self._marks) < 2:
             return self._seconds
         return max(self._seconds, float(self._marks[0].elapsed_time(self._marks[1])) / 1000)
@@ -216,10 +217,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] | Iterable[str] = ()) -> Named:
-    """Return what is compared of a model and its optimizer.
+    """Return a function that returns the tensors of a model and its optimizer to compare.
 
     Args:
-        ignored: names of buffers that ranks may have of their own.
+        ignored: names of buffers that may differ between ranks.
     """
     left_out = set(ignored)
 
@@ -233,7 +234,7 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
                 yield f"buffer {name!r}", buffer
         places = enumerate(p for group in getattr(optimizer, "param_groups", []) for p in group["params"])
         numbers = {id(parameter): (number, parameter) for number, parameter in places}
-        # In the model's order: a script that takes them from a set has another order on each rank.
+        # In the model's order: if a script takes them from a set, their order differs between ranks.
         ordered = [numbers.pop(which) for which in names if which in numbers]
         for number, parameter in [*ordered, *numbers.values()]:
             name = repr(names[id(parameter)]) if id(parameter) in names else f"parameter {number} of the optimizer"
@@ -248,5 +249,5 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes are there to be read: not those of subclasses, of which each rank may have a part."""
+    """Whether a tensor's bytes can be read; those of subclasses cannot, since each rank may have only a part."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta

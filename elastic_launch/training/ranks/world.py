@@ -1,7 +1,7 @@
-"""Which world this process is in, and joining it.
+"""This process' world, and joining its process group.
 
-Without an agent of this project it is the world that RANK, WORLD_SIZE and MASTER_* describe (torchrun, srun, by hand);
-only without these it is one process alone.
+Without an agent of this project, RANK, WORLD_SIZE and MASTER_* describe the world (torchrun, srun, by hand). Without
+these variables, the world is this one process.
 """
 
 from __future__ import annotations
