@@ -106,7 +106,7 @@ class Drain:
             The exit code. The process must now end by raising
             :class:`~elastic_launch.training.stopping.Drained` with it.
         """
-        # The agent expects 0; a sender of SIGTERM to this process alone expects the signal's exit code.
+        # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
         code = 0 if self._link is not None or self._stop is Stop.AGENT else 128 + signal.SIGTERM
         if self._agreement is not None:
             self._agreement.settle()

@@ -38,7 +38,7 @@ FETCH_TIMEOUT = 600.0
 """Seconds to wait for a snapshot that the agent fetches from another node."""
 
 SILENCE = 1.0
-"""Minimum seconds between two messages to the agent about steps."""
+"""Minimum seconds between two messages about steps, as long as steps can be written to shared memory."""
 
 _DESCRIPTORS = 16
 
@@ -115,7 +115,7 @@ class AgentLink:
         self._say(c.Ready(step, total, restore_s))
 
     def step(self, step: int) -> None:
-        """Report that a step is done: always in shared memory, and from time to time in a message."""
+        """Report that a step is done: in shared memory if possible, and from time to time in a message."""
         if not self._tells_steps:
             return
         if self._written(step) and time.monotonic() < self._next_word:

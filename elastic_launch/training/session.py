@@ -390,7 +390,7 @@ class Run:
         """
         if self.draining:
             self.stopped = True
-            # The agent expects 0; a sender of SIGTERM to this process alone expects the signal's exit code.
+            # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
             raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
     def finish_training(self) -> None:
@@ -414,7 +414,7 @@ class Run:
             self._agreement.settle()
         if self._saver.failure is not None:
             if self.world.round:
-                # Another start would go on from the state in memory, and could not save it either.
+                # Another start would resume from the state in memory, and could not save it either.
                 do_not_retry(f"{self._saver.failure.message} {self._saver.failure.hint}".strip())
             raise self._saver.failure
         if self.draining and self._link is not None:

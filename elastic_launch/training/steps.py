@@ -50,7 +50,8 @@ class Step:
         model: call it for the forward pass; with several models, call ``step.model[name]`` or the model itself.
         loss: mean loss over the global batch in the last updated pass, the same on all ranks; NaN before
             :meth:`update`.
-        metrics: likewise the means of the metrics passed to :meth:`backward`, by name; empty before :meth:`update`.
+        metrics: means of the metrics passed to :meth:`backward`, by name, over the same pass; empty before
+            :meth:`update`.
         updated: whether an optimizer has stepped and no pass has begun since.
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
         too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.

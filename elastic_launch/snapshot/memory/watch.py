@@ -36,7 +36,7 @@ class Watched:
 
     @staticmethod
     def possible(tensor: Tensor) -> bool:
-        """Whether a tensor can be watched; others must be copied before the script goes on."""
+        """Whether a tensor can be watched; others must be copied before the script continues."""
         size = tensor.numel() * tensor.element_size()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         aligned = size % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0

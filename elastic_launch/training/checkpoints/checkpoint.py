@@ -1,8 +1,8 @@
 """Durable checkpoints: which one all ranks resume from, and when to save the next.
 
-The directory may be shared between the nodes or be each node's own: the ranks say what they have, the newest complete
-one by (round, step) is chosen, and who has it gives it to those who have not. A URL is always shared: the first rank
-reads and writes there, see ``urls``. Large states are written by all nodes together where the place is shared.
+The nodes may share a directory, or each have their own. The ranks exchange which checkpoints they have and choose the
+newest complete one by (round, step); a rank that has it sends it to those that do not. A URL is always shared: rank 0
+reads and writes there, see ``urls``. In a shared location, all nodes write large states together.
 """
 
 from __future__ import annotations
