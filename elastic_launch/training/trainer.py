@@ -59,7 +59,8 @@ class Trainer:
         loss_fn: ``(output, target) -> scalar``, the mean loss over a micro-batch.
         scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` is stepped after every evaluation, with
             its loss.
-        precision: ``fp32``, ``bf16`` or ``fp16``. Forward pass and loss run under autocast; fp16 also scales the loss.
+        precision: ``fp32``, ``bf16`` or ``fp16``. With ``bf16`` and ``fp16``, forward pass and loss run under autocast;
+            ``fp16`` also scales the loss.
         clip_norm: maximum 2-norm of all gradients together, above 0; None: no clipping.
         eval_loader: loads the evaluation data; each rank evaluates its share of every global batch.
         eval_every: interval between evaluations: epochs (1 or ``"1ep"``) or steps (``"100ba"``). The end of training
