@@ -1,9 +1,9 @@
-"""Show a run that loses a worker and ends as if it had not: what `make demo` runs.
+"""Show that a run that loses a worker ends with the same weights as one without a fault. `make demo` runs this script.
 
-Trains the digits in exact mode on two workers and kills one of them from outside with SIGKILL as soon as there is a
-checkpoint. Then trains the same undisturbed, as one process without a launcher, and beside it with another seed. Exits
-non-zero, with the reason, unless the run restarted, resumed above step 0 and came to the very weights of the
-undisturbed one, the other seed came to others, and no process is left.
+Trains the digit classifier in exact mode on two workers and kills one of them from outside with SIGKILL as soon as
+there is a checkpoint. Then runs the same training without a fault, as one process without a launcher, and at the same
+time with another seed. Exits non-zero, with the reason, unless the run restarted, resumed above step 0 and has the
+same weights as the run without a fault, the other seed has different weights, and no process is left.
 """
 
 import json
@@ -32,7 +32,7 @@ Result = dict[str, Any]
 
 
 class DemoFailed(Exception):
-    """The run did not do what the demo is there to show."""
+    """The run did not show what the demo demonstrates."""
 
 
 def say(text: str) -> None:
@@ -40,7 +40,7 @@ def say(text: str) -> None:
 
 
 class Processes:
-    """What the demo runs, and everything that this starts in turn, known by a mark in its environment."""
+    """The demo's processes and all their descendants, identified by a mark in their environment."""
 
     def __init__(self, directory: Path, signals: SimpleQueue[int]) -> None:
         self.directory = directory
@@ -48,7 +48,7 @@ class Processes:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], output: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a Python program; it prints into a file, or where we print."""
+        """Start a Python program; its output goes to a file, or to this script's own stdout and stderr."""
         say(f"starting python {shlex.join(command)}")
         with open(output or os.devnull, "wb") as file:
             process = subprocess.Popen(
@@ -57,14 +57,14 @@ class Processes:
                 stdout=file if output else None,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: str(self.directory)},
-                # Ctrl-C reaches us alone, and we stop the runs once, in order.
+                # Ctrl-C reaches only this script, which stops the runs once, in order.
                 start_new_session=True,
             )
         self._started.append(process)
         return process
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
-        """Wait until all have ended, bounded, and look now and then."""
+        """Wait, with a time limit, until all have ended."""
         deadline = time.monotonic() + RUN_TIMEOUT
         while any(process.poll() is None for process in self._started):
             if time.monotonic() > deadline:
@@ -99,11 +99,11 @@ class Processes:
 
 
 def started_worker(directory: Path, rank: int) -> int:
-    """The pid of the last worker that the run's event log says was started with this rank."""
+    """The pid of the worker of this rank that was started last, by the run's event log."""
     pids = []
     for file in directory.glob("**/events-*.jsonl"):
         for line in file.read_text().splitlines(keepends=True):
-            # The last line may be one that is being written.
+            # The last line may be incomplete.
             event = json.loads(line) if line.endswith("\n") else {}
             if event.get("event") == "worker_started" and event["rank"] == rank:
                 pids.append(int(event["pid"]))
@@ -113,7 +113,7 @@ def started_worker(directory: Path, rank: int) -> int:
 
 
 def disturbed(processes: Processes) -> Result:
-    """Train on workers one of which is killed when there is a checkpoint."""
+    """Train on several workers, and kill one of them when there is a checkpoint."""
     checkpoints, result = processes.directory / "checkpoints", processes.directory / "disturbed.json"
     launcher = ["-m", "elastic_launch", "--standalone", "--nproc", str(WORKERS)]
     # Slow enough for the kill to come in the middle.
@@ -141,7 +141,7 @@ def disturbed(processes: Processes) -> Result:
 
 
 def undisturbed(processes: Processes) -> list[Result]:
-    """Train each seed as one process, side by side."""
+    """Train each seed in one process, at the same time."""
     runs = []
     for seed in SEEDS:
         result, output = (processes.directory / f"seed-{seed}.{suffix}" for suffix in ("json", "out"))

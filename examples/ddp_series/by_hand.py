@@ -1,8 +1,8 @@
-"""Without a launcher: the script starts its processes by itself, and says by hand where they meet.
+"""Without a launcher: the script starts its processes itself, and sets the address at which they meet.
 
     python examples/ddp_series/by_hand.py 3 1 --processes 2
 
-This is all that a launcher's environment is made of. Nobody starts a process again here: when one dies, all end.
+These are all the variables of a launcher's environment. Nothing restarts a process here: when one dies, all end.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What all scripts of the series train: the same tiny model, on the same made-up data, in the same loop."""
+"""The model, data and loop of all scripts in the series: a tiny model on synthetic data."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def join(local_rank: int, local_world_size: int) -> torch.device:
 
 
 def join_launched() -> torch.device:
-    """Join as a process that a launcher has started."""
+    """Join the process group in a process that a launcher has started."""
     return join(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 

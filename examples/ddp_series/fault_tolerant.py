@@ -1,4 +1,4 @@
-"""Part 2: a snapshot every few epochs. When a worker dies, all are started anew, and go on from the last one.
+"""Part 2: a snapshot every few epochs. When a worker dies, all workers restart and continue from the last snapshot.
 
 elastic-launch --standalone --nproc 2 examples/ddp_series/fault_tolerant.py 10 1
 """
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def save(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, epochs: int) -> None:
-    """Save all that the training goes on from, replacing the last snapshot as a whole."""
+    """Save everything that is needed to resume, and replace the last snapshot atomically."""
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
     unfinished = path.with_suffix(".tmp")
     torch.save(state, unfinished)

@@ -1,13 +1,13 @@
-"""Part 3: several nodes, which need not share a directory: rank 0 has the snapshot, and gives it to the others.
+"""Part 3: several nodes, which need not share a directory: rank 0 has the snapshot, and sends it to the others.
 
-The first of these goes on the node called node0, the second on any number of others, now or later:
+Run the first command on the node called node0, and the second on any number of other nodes, now or later:
 
     elastic-launch --nnodes 1:4 --nproc 2 --rdzv-endpoint node0:29400 examples/ddp_series/several_nodes.py 10 1
     elastic-launch --nnodes 1:4 --nproc 2 --rdzv-endpoint node0:29400 examples/ddp_series/several_nodes.py 10 1
 
-There are three differences to part 2. Local ranks repeat from node to node, so rank 0, not local rank 0, saves. It
-loads, too: another node's file may be missing, or left from long ago. And the number of ranks is another in each round:
-DistributedSampler shares the samples out anew.
+There are three differences from part 2. Each node has a local rank 0, so rank 0, not local rank 0, saves. Rank 0 also
+loads, because another node's file may be missing or old. And the number of ranks may change with each round:
+DistributedSampler then distributes the samples anew.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     device = join_launched()
     inner = network(device)
-    # Without momentum it has no state: the parameters, which DDP broadcasts when it is made, and the epoch are all.
+    # Without momentum SGD has no state: only the parameters, which DDP broadcasts on creation, and the epoch are needed.
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.01)
     done = torch.zeros(1, dtype=torch.int64, device=device)
     if dist.get_rank() == 0 and args.snapshot.exists():

@@ -1,4 +1,4 @@
-"""Part 1: several processes on one node. The launcher starts them, and says to each which one it is.
+"""Part 1: several processes on one node. The launcher starts them and gives each its rank.
 
 elastic-launch --standalone --nproc 2 examples/ddp_series/single_node.py 3 1
 """

@@ -2,8 +2,8 @@
 
     elastic-launch --standalone --nproc 2 examples/digits/train.py --exact --checkpoint runs/digits --every 20
 
-With --exact the final weights are the same to the bit at any number of workers and through any restart: compare
-weights_sha256 in the result. accuracy and loss are those of the images held out.
+With --exact the final weights are bitwise identical at any number of workers and after any restart: compare
+weights_sha256 in the result. accuracy and loss are those of the held-out images.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def data() -> tuple[TensorDataset, Tensor, Tensor]:
-    """The samples to train on, and images and labels held out."""
+    """The training samples, and the held-out images and labels."""
     images, labels = (torch.as_tensor(values) for values in load_digits(return_X_y=True))
     images = images.float().div(16).view(-1, 1, 8, 8)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def data() -> tuple[TensorDataset, Tensor, Tensor]:
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        # BatchNorm takes a bias away again: its gradient is rounding errors alone, of which Adam makes whole steps.
+        # BatchNorm removes a bias: its gradient is only rounding errors, which Adam turns into full steps.
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(),
@@ -69,7 +69,7 @@ def network(seed: int) -> nn.Module:
 
 
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Share of the labels that are right, and mean cross-entropy."""
+    """Accuracy and mean cross-entropy."""
     model.eval()
     with torch.no_grad():
         logits = model(images)
@@ -78,7 +78,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
 
 
 def train(args: argparse.Namespace) -> None:
-    # Before the session: what cannot work ends each worker at once, none waits for another.
+    # Before the session, so that an error ends each worker at once and none waits for another.
     batch = el.GlobalBatch(args.global_batch, args.micro_batch)
     checkpoint = el.Checkpoint(args.checkpoint or "", every=args.every)
 

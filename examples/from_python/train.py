@@ -1,6 +1,6 @@
-"""Launches its own function on this node's workers: ``python train.py [NODES]``.
+"""Launch a function of this script on this node's workers: ``python train.py [NODES]``.
 
-On several nodes, or several times on one host, start it with the largest number of nodes; they meet at the endpoint.
+Start it on several nodes, or several times on one host, with the maximum number of nodes; they meet at the endpoint.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     elastic-launch --standalone --nproc 2 examples/gpt/train.py --checkpoint runs/gpt
 
-Uses el.Trainer: evaluation, metrics, a learning-rate schedule and checkpoints, all of which go on after a restart. With
---exact the final weights are the same to the bit at any number of workers.
+Uses el.Trainer: evaluation, metrics, a learning-rate schedule and checkpoints, all of which continue after a restart.
+With --exact the final weights are bitwise identical at any number of workers.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of CONTEXT characters, and the same windows one character on."""
+    """Windows of CONTEXT characters, and the same windows shifted by one character."""
 
     def __init__(self, characters: Tensor) -> None:
         self._characters = characters
@@ -77,7 +77,7 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def write(model: Model, alphabet: str, length: int) -> str:
-    """Let the model write, most probable character first."""
+    """Generate text, always choosing the most probable character."""
     tokens = torch.tensor([[alphabet.index("T"), alphabet.index("h")]], device=model.place.device)
     model.eval()
     with torch.no_grad():

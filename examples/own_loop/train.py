@@ -1,8 +1,8 @@
-"""A hand-written DDP loop that survives restarts and resizes by the library's hooks alone.
+"""A hand-written DDP loop that survives restarts and resizes with only the library's hooks.
 
     elastic-launch --nnodes 1:4 --nproc 2 examples/own_loop/train.py --checkpoint runs/own_loop
 
-The loop, its data, its model and its wrapping in DDP are the script's own. From the library come the arithmetic of the
+The script provides the loop, the data, the model and its wrapping in DDP. The library provides the arithmetic of the
 global batch (GlobalBatch), saving and resuming (register, resume, boundary), and the agreement on when to stop.
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
         if run.rank == 0 and step:
             print(f"resumed at step {step}, world size {run.world_size}", flush=True)
 
-        # This rank's share: so many micro-batches as fewer ranks make more of.
+        # This rank's micro-batches; with fewer ranks each has more.
         plan = batch.plan(run.world_size, run.rank)
         while step < end:
             epoch, place = divmod(step, steps_per_epoch)
@@ -86,7 +86,7 @@ def main() -> None:
             if run.boundary(step, end=step == end):
                 break
         if run.draining:
-            return  # the training goes on in another process, which comes to the result
+            return  # the training continues in another process, which writes the result
 
         with torch.no_grad():
             accuracy = float((network(images).argmax(dim=1) == labels).float().mean())

@@ -2,8 +2,8 @@
 
     elastic-launch --standalone --nproc 2 examples/random_offsets/train.py --exact --checkpoint runs/offsets
 
-The array is this project's documentation, character by character. With --exact the final weights are the same to the
-bit at any number of workers and through any restart: compare weights_sha256 in the result.
+The array is this project's documentation, character by character. With --exact the final weights are bitwise identical
+at any number of workers and after any restart: compare weights_sha256 in the result.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Train a digit classifier with DistributedDataParallel: a plain script for torchrun and the like.
+"""Train a digit classifier with DistributedDataParallel: a plain script for torchrun and similar launchers.
 
-It knows nothing of its launcher beyond torchrun's environment variables. What it needs to survive a restart
-it does itself: rank 0 writes a snapshot every few steps, and every start goes on from the last one. The data
-are scikit-learn's handwritten digits, which come with the package.
+It depends on its launcher only through torchrun's environment variables. To survive a restart, rank 0 writes a
+snapshot every few steps, and every start resumes from the last one. The data are scikit-learn's handwritten digits,
+which are part of the package.
 
     torchrun --standalone --nproc-per-node 2 examples/torchrun_style/train.py --dir runs/digits
 """
@@ -75,7 +75,7 @@ def global_batches(samples: int, batch: int, epoch: int) -> list[Tensor]:
 
 
 def save_snapshot(path: Path, snapshot: dict[str, Any]) -> None:
-    """Replace the snapshot as a whole: however we end, a reader finds the old one or the new one."""
+    """Replace the snapshot atomically: even after a kill, a reader finds the old one or the new one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
         torch.save(snapshot, file)
         file.flush()
@@ -89,7 +89,7 @@ def save_snapshot(path: Path, snapshot: dict[str, Any]) -> None:
 
 
 def load_snapshot(path: Path, device: torch.device) -> dict[str, Any] | None:
-    """Rank 0 reads the file and gives it to all, so that no two ranks can start from different snapshots."""
+    """Read the file on rank 0 and send it to all, so that no two ranks can start from different snapshots."""
     content = b""
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             correct = model(held_out_images).argmax(dim=1) == held_out_labels
         accuracy = correct.float().mean().item()
         print(f"done: steps {step} accuracy {accuracy:.3f} world {world} restarts {restarts}", flush=True)
-    # With these two alive, destroying the process group hangs now and then.
+    # While these two are alive, destroying the process group sometimes hangs.
     del ddp, optimizer
 
 
@@ -188,7 +188,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     train(args, device)
-    # Leaving it to the interpreter's exit aborts now and then.
+    # If this is left to the interpreter's exit, it sometimes aborts.
     dist.destroy_process_group()
 
 

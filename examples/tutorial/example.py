@@ -1,4 +1,4 @@
-"""The classic DDP tutorial: one program on all processes, each of which has a share of its node's devices.
+"""The classic DDP tutorial: one program in all processes, each with a share of its node's devices.
 
     elastic-launch --standalone --nproc 8 examples/tutorial/example.py --local_world_size=8
     python -m elastic_launch.launch --nproc_per_node=8 --nnodes=1 --node_rank=0 \\
@@ -6,9 +6,9 @@
     torchrun --standalone --nproc-per-node 8 examples/tutorial/example.py --local_world_size=8
 
 A node with 8 devices may run 8 processes with one device each, or one process that spans all 8. With P processes on a
-node each has n = devices // P of them, and local rank r has those from r * n on. Where there are no devices for all
-processes, they train on the CPU; --devices 8 shows the arithmetic there. Written after "distributed/ddp" of
-https://github.com/pytorch/examples, whose three lines each process prints.
+node each has n = devices // P of them, and local rank r has those from r * n on. If there are not enough devices, all
+processes train on the CPU; --devices 8 shows the arithmetic there. Based on "distributed/ddp" of
+https://github.com/pytorch/examples; each process prints the same three lines.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def share(devices: int, local_world_size: int, local_rank: int) -> list[int]:
-    """The devices of one process: each process of a node gets equally many, in order of local ranks."""
+    """The devices of one process: each process of a node gets the same number, in order of local ranks."""
     n = devices // local_world_size
     return list(range(local_rank * n, (local_rank + 1) * n))
 
@@ -35,7 +35,7 @@ def train(devices: int, local_world_size: int, local_rank: int, device: torch.de
         flush=True,
     )
     network = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)).to(device)
-    # A model that lies on one device: what else belongs to the process is for a model that is spread by hand.
+    # This model uses one device; the process's other devices are for a model that is split manually.
     model = DistributedDataParallel(network, device_ids=[device_ids[0]] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer.zero_grad()
@@ -47,7 +47,7 @@ def train(devices: int, local_world_size: int, local_rank: int, device: torch.de
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # torch.distributed.launch hands it over; elastic-launch and torchrun put it into the environment.
+    # torch.distributed.launch passes it as an argument; elastic-launch and torchrun set it in the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     parser.add_argument(
         *("--local_world_size", "--local-world-size"), type=int, default=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

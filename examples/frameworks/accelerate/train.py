@@ -1,8 +1,8 @@
-"""Fit a line by a loop on accelerate: a plain script for torchrun and the like.
+"""Fit a line in a loop with accelerate: a plain script for torchrun and similar launchers.
 
     elastic-launch --standalone --nproc 2 examples/frameworks/accelerate/train.py --dir runs/accelerate
 
-After a restart it goes on from the newest state that accelerate has saved.
+After a restart it resumes from the newest state that accelerate has saved.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(drain_callback: Callable[..., Callable[[], None]] | None = None) -> Non
     )
 
     def save(step: int) -> None:
-        """Under another name until it is whole, since a worker may be killed at any moment."""
+        """Save under a temporary name and rename, since a worker may be killed at any moment."""
         target, unfinished = args.dir / f"step-{step}", args.dir / f"unfinished-{step}"
         accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()

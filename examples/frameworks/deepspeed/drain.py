@@ -1,4 +1,4 @@
-"""The script beside this one, stopping at its own boundary: on SIGTERM at an agent or a worker no step is lost.
+"""train.py with a stop at its own step boundary: when an agent or a worker gets SIGTERM, no step is lost.
 
 elastic-launch --standalone --nproc 2 examples/frameworks/deepspeed/drain.py --dir runs/deepspeed
 """

@@ -1,8 +1,8 @@
-"""Fit a line by DeepSpeed with ZeRO 1: a plain script for torchrun and the like.
+"""Fit a line with DeepSpeed and ZeRO 1: a plain script for torchrun and similar launchers.
 
     elastic-launch --standalone --nproc 2 examples/frameworks/deepspeed/train.py --dir runs/deepspeed
 
-After a restart it goes on from DeepSpeed's own newest checkpoint.
+After a restart it resumes from DeepSpeed's own newest checkpoint.
 """
 
 import argparse

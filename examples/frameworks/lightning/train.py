@@ -1,8 +1,8 @@
-"""Fit a line by Lightning: a plain script for torchrun and the like.
+"""Fit a line with Lightning: a plain script for torchrun and similar launchers.
 
     elastic-launch --standalone --nproc 2 examples/frameworks/lightning/train.py --dir runs/lightning
 
-After a restart it goes on from Lightning's own last checkpoint.
+After a restart it resumes from Lightning's own last checkpoint.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(callbacks: list[Callback] | None = None) -> None:
     trainer = Trainer(
         default_root_dir=args.dir,
         max_steps=args.steps,
-        # Of the present round: Lightning compares their product with WORLD_SIZE.
+        # Those of the current round: Lightning compares their product with WORLD_SIZE.
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         accelerator="auto" if torch.cuda.is_available() else "cpu",

@@ -1,4 +1,4 @@
-"""The script beside this one, with one line more: a node that comes or goes costs it no step.
+"""train.py with one added line: a node that joins or leaves costs it no step.
 
 elastic-launch --nnodes 1:4 --nproc 2 examples/frameworks/transformers/drain.py --dir runs/transformers
 """

@@ -1,8 +1,8 @@
-"""Train a tiny GPT-2 by transformers' Trainer: a plain script for torchrun and the like.
+"""Train a tiny GPT-2 with transformers' Trainer: a plain script for torchrun and similar launchers.
 
     elastic-launch --standalone --nproc 2 examples/frameworks/transformers/train.py --dir runs/transformers
 
-After a restart it goes on from the Trainer's own newest checkpoint.
+After a restart it resumes from the Trainer's own newest checkpoint.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def collate(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def newest(directory: Path) -> str | None:
-    """The newest checkpoint that is whole: the Trainer writes its own state last."""
+    """The newest complete checkpoint: the Trainer writes its own state last."""
     states = directory.glob("checkpoint-*/trainer_state.json")
     found = sorted((state.parent for state in states), key=lambda path: int(path.name.rpartition("-")[2]))
     return str(found[-1]) if found else None

@@ -1,7 +1,7 @@
-"""What the example job trains: a small network, in exact mode, on as many pods as there are.
+"""The example job's script: trains a small network in exact mode on all available pods.
 
-``STEPS`` says how long, ``CHECKPOINT`` where to: a directory that all pods share, or a URL. Without it the state lives
-in the pods' memory and survives the loss of any of them, but not of all.
+``STEPS`` is the number of steps, ``CHECKPOINT`` a directory that all pods share, or a URL. Without it the state is only
+in the pods' memory: it survives the loss of any pod, but not of all pods.
 """
 
 from __future__ import annotations

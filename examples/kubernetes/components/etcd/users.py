@@ -1,7 +1,7 @@
-"""Turns on etcd's authentication and makes the user of a run, which may use the run's records and nothing else.
+"""Enable etcd's authentication and create the user of a run, which can access only the runs' records.
 
-It needs nothing but Python: it speaks to the JSON gateway (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway). Any
-number of pods may run it, at once and again: the passwords are then those of the present secret.
+It needs only Python, and uses the JSON gateway (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway). Any
+number of pods may run it, at the same time and repeatedly: the passwords are then those of the current secret.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 USER = "train"
 PREFIX = b"/elastic-launch/"
 PATIENCE = 600.0
-"""Seconds within which etcd has to be there."""
+"""Seconds within which etcd must answer."""
 
 
 class Refused(Exception):
-    """etcd has answered with an error."""
+    """etcd answered with an error."""
 
 
 def call(endpoint: str, path: str, token: str = "", **fields: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def call(endpoint: str, path: str, token: str = "", **fields: Any) -> dict[str, 
 
 
 def log_in(endpoint: str, user: str, password: str) -> str:
-    """Return a token, empty as long as authentication is off."""
+    """Return a token; it is empty while authentication is off."""
     try:
         return str(call(endpoint, "authenticate", name=user, password=password)["token"])
     except Refused as error:
@@ -53,7 +53,7 @@ def log_in(endpoint: str, user: str, password: str) -> str:
 
 
 def set_up(endpoint: str, root_password: str, password: str) -> None:
-    """Have authentication on, and the user with its right and its password; nothing is changed if it is so already."""
+    """Ensure that authentication is on, and that the user exists with its permission and password."""
     try:
         if log_in(endpoint, USER, password):
             return
@@ -85,7 +85,7 @@ def set_up(endpoint: str, root_password: str, password: str) -> None:
 
 
 def main() -> int:
-    """Try until it is done."""
+    """Retry until it succeeds."""
     endpoints = os.environ["ENDPOINTS"].split(",")
     deadline = time.monotonic() + PATIENCE
     said = ""
@@ -94,7 +94,7 @@ def main() -> int:
             try:
                 set_up(endpoint, os.environ["ROOT_PASSWORD"], os.environ["TRAIN_PASSWORD"])
             except (OSError, ValueError, KeyError, Refused) as error:
-                # No majority yet, or another pod was quicker: then the next try finds what it has done.
+                # No majority yet, or another pod was faster: then the next try finds its changes.
                 if (text := f"{endpoint}: {error}") != said:
                     print(text, file=sys.stderr, flush=True)
                 said = text
