@@ -116,7 +116,7 @@ def disturbed(processes: Processes) -> Result:
     """Train on several workers, and kill one of them when there is a checkpoint."""
     checkpoints, result = processes.directory / "checkpoints", processes.directory / "disturbed.json"
     launcher = ["-m", "elastic_launch", "--standalone", "--nproc", str(WORKERS)]
-    # Slow enough for the kill to come in the middle.
+    # Slow enough for the kill to hit the middle of the training.
     options = ["--checkpoint", str(checkpoints), "--every", "10", "--step-time", "0.1", "--result", str(result)]
     command = [*launcher, "--log-dir", str(processes.directory / "logs"), *TRAIN, *options]
     killed: list[int] = []

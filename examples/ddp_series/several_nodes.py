@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     device = join_launched()
     inner = network(device)
-    # Without momentum SGD has no state: only the parameters, which DDP broadcasts on creation, and the epoch are needed.
+    # Without momentum SGD has no state; DDP broadcasts the parameters on creation, so only the epoch is missing.
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.01)
     done = torch.zeros(1, dtype=torch.int64, device=device)
     if dist.get_rank() == 0 and args.snapshot.exists():
