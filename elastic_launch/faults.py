@@ -99,8 +99,8 @@ class FaultPlan:
         Args:
             how: other attributes of :class:`Fault`.
 
-            Raises:
-                UsageError: if the fault is invalid.
+        Raises:
+            UsageError: if the fault is invalid.
         """
         return FaultPlan((Fault(rank=rank, step=step, **how),))
 

@@ -78,8 +78,8 @@ def launch(
         whole: see :func:`main`.
         program: the name by which this process was called.
 
-        Raises:
-            ElasticLaunchError: if that fails.
+    Raises:
+        ElasticLaunchError: if that fails.
     """
     as_torchrun = wanted(os.environ, program)
     with errors_told(as_torchrun=as_torchrun):

@@ -32,8 +32,8 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
     Args:
         own_agent: whether this project's own agent runs the workers, not torch's.
 
-        Raises:
-            UsageError: on a value that torch would not accept.
+    Raises:
+        UsageError: on a value that torch would not accept.
     """
     default = TorchOptions()
     interval = values.setting("--monitor-interval")

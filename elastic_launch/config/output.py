@@ -122,8 +122,8 @@ class Output:
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty for none.
         specs: such an object that a Python program created; None for none.
 
-        Raises:
-            UsageError: if a name in braces is unknown.
+    Raises:
+        UsageError: if a name in braces is unknown.
     """
 
     redirects: Streams = Streams()

@@ -6,6 +6,8 @@ has a valid MAC if the run has a token, and neither its term nor its round has d
 
 - The leader rewrites its record by compare-and-set if it last saw it within :data:`DOUBT` of ``dead_after``.
   Otherwise another node may have led before the value was spoiled, so the leader steps down and continues as a member.
+  One gap is known: a leader that its members cannot reach, while it still sees the store, may rewrite a value that was
+  spoiled within a second after another node took over, with the older term. The other leader then rewrites its own.
 - If two leaders have runs with the same id and both repair the record, the one with the lower run number ends its run
   once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
 - A member ignores a spoiled value and uses the newest record that it has seen. It repairs only a value that has stood

@@ -161,10 +161,12 @@ def test_whatever_befalls_leaders_at_length() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(1500, random=False))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="found by the search with another seed; the cause is not known yet"
-)
-def test_a_store_that_answers_late_and_is_spoiled_before_the_first_round() -> None:
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a leader repairs a record of the older term")
+def test_a_leader_that_was_succeeded_does_not_repair_what_is_spoiled_right_after() -> None:
+    """The known gap in ``elastic_launch.rendezvous.continuity``: a value is spoiled just after another node took over.
+
+    Here the simulation does not serve links that come before the leader does, so the others cannot reach it.
+    """
     state = TakeoverRun()
     state.begin(start=3, seconds=6.0, nodes="2:4", seed=212, max_restarts=100)
     state.store(index=0, leader=True, what="down")

@@ -121,7 +121,7 @@ def decoded(what: str, body: bytes) -> Any:
     Args:
         what: what the body is, for the error.
 
-        Raises:
+    Raises:
         Trouble: if it is not JSON.
     """
     try:

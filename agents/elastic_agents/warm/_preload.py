@@ -93,12 +93,12 @@ def plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
     Args:
         search: a worker's ``sys.path``, without the entry that comes first for its script.
 
-        Returns:
+    Returns:
         the plan, or why workers cannot be forked.
     """
     try:
         return _plan(settings, search)
-    except Exception as error:  # noqa: BLE001 - whatever a script has in store, nobody else is to fail of it
+    except Exception as error:  # noqa: BLE001 - a script that cannot be read must not end the server
         return f"the script cannot be read ahead ({type(error).__name__}: {error})"
 
 
