@@ -40,7 +40,7 @@ OF_TORCH = {
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
     "heartbeat_timeout": "a node is judged by dead_after",
-    "store_type": "the control record is in the leader's memory",
+    "store_type": "the control record is kept in the leader's memory or in etcd",
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 
@@ -149,7 +149,7 @@ def _tell_idle(settings: Mapping[str, Setting]) -> None:
             continue
         if key == "store_type" and setting.text != "tcp":
             raise UsageError(
-                f"{setting.asked}{setting.text}: {why}, not a file.",
+                f"{setting.asked}{setting.text}: {why}, not in a file.",
                 "Drop store_type, or run torchrun for a store in a file.",
             )
         if key != "store_type":

@@ -253,9 +253,7 @@ def test_a_copying_process_that_says_what_nobody_expects_is_ended(
     monkeypatch.setattr(sys, "executable", str(interpreter))
     node.store(1)
     assert node.copied() == []
-    assert [told.error for told in node.told] == [
-        r"The process that copies it said 'welcome\n', which is not for it to say."
-    ]
+    assert [told.error for told in node.told] == [r"The process that copies it said 'welcome\n', an unexpected reply."]
     monkeypatch.undo()
     node.store(2)
     assert node.copied() == [2]

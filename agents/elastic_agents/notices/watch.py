@@ -72,7 +72,7 @@ class NoticeWatch:
                 notices = source.poll()
             except Trouble as trouble:
                 if told.first(trouble.what) and not self._closing.is_set():
-                    _log.warning("%s (said once; it is asked again)", _troubled(source, trouble))
+                    _log.warning("%s (reported once; retrying)", _troubled(source, trouble))
             else:
                 if past is None:
                     past = {notice.key for notice in notices if notice.begun}

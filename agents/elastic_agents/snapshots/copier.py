@@ -159,7 +159,7 @@ class Copier:
         with suppress(ProtocolError):
             return codec.decode(Answer, codec.loads(line))
         if line:
-            how = f"said {line[:80].decode(errors='replace')!r}, which is not for it to say"
+            how = f"said {line[:80].decode(errors='replace')!r}, an unexpected reply"
         else:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_WITHIN)
