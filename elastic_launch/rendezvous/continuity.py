@@ -4,15 +4,14 @@ Any client with write access to the store can put anything there: garbage, nothi
 earlier run. A value is accepted only if it continues the run that the node has seen: it has the same run number, it
 has a valid MAC if the run has a token, and neither its term nor its round has decreased. Any other value is *spoiled*:
 
-- The leader rewrites its record by compare-and-set if it last saw it within :data:`DOUBT` of ``dead_after``.
-  Otherwise another node may have led before the value was spoiled, so the leader steps down and continues as a member.
-  One gap is known: a leader that its members cannot reach, while it still sees the store, may rewrite a value that was
-  spoiled within a second after another node took over, with the older term. The other leader then rewrites its own.
-- If two leaders have runs with the same id and both repair the record, the one with the lower run number ends its run
-  once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
+- The leader steps down and takes over again at once, with a higher term: another node may have led between its last
+  read and the foreign write. Only the end of the run is rewritten as it is, since no node takes over after the end.
+- If two leaders have runs with the same id, both rewrite the record with their own terms until the one with the lower
+  run number ends its run, once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
 - A member ignores a spoiled value and uses the newest record that it has seen. It repairs only a value that has stood
   for ``dead_after``, since a live leader would have replaced it, and only when it would take over from that record's
-  leader. It skips as many terms and round numbers as :func:`repairing` draws, and forms no round for another
+  leader.
+- A node that repairs skips as many terms and round numbers as :func:`repairing` draws, and forms no round for
   ``dead_after``; by then all live members have connected to it and reported what they know. So no term and no round
   number is used twice, the leader of a term that it did not know of is fenced like any other leader that was
   succeeded, and no two rounds train at once.
@@ -43,17 +42,13 @@ UNSEEN = 100
 """Terms and rounds that may have passed since the newest record that a member has seen: more than fit into the seconds
 for which the record was spoiled."""
 
-DOUBT = 0.5
-"""Fraction of ``dead_after`` within which a leader must have seen its record to repair it. Members that lose their link
-to it need all of ``dead_after`` to elect another leader."""
-
 SPREAD = 10_000
 """Range of the random gap between the first terms and rounds of two members that repair the same record without
 knowing of each other, because the network is partitioned."""
 
 
 def repairing(newest: ControlRecord, source: random.Random) -> ControlRecord:
-    """Return the record from which a member that repairs a spoiled one takes over."""
+    """Return the record from which a node that repairs a spoiled one takes over."""
     skipped = UNSEEN + source.randrange(SPREAD)
     floor = max(newest.floor, newest.round.number)
     return replace(newest, term=newest.term + skipped, floor=floor + skipped)
@@ -148,14 +143,12 @@ class Sight(Enum):
     - SUCCEEDED: a record of its run with another leader.
     - RIVAL: a record of another run that has not ended.
     - SPOILED: anything else.
-    - LOST: like SPOILED, but the leader last saw its own value so long ago that another node may have led since.
     """
 
     OWN = "own"
     SUCCEEDED = "succeeded"
     RIVAL = "rival"
     SPOILED = "spoiled"
-    LOST = "lost"
 
 
 class Claim:
@@ -166,30 +159,25 @@ class Claim:
         now: when it was written.
 
     Attributes:
+        record: the last record that the leader is known to have written.
         stored: the last value that the leader is known to have written.
         pending: a value that it may have written.
         sure: start of the last read or write in which the leader found or wrote its own value.
     """
 
-    def __init__(self, seal: ValueSeal, record: ControlRecord, dead_after: float, now: float) -> None:
+    def __init__(self, seal: ValueSeal, record: ControlRecord, now: float) -> None:
         self._seal = seal
-        self._doubts_after = DOUBT * dead_after
         self.record = record
         self.sure = now
         self.stored = seal.close(record.encode())
         self.pending: bytes | None = None
 
-    def look(self, stored: bytes | None, now: float) -> Sight:
-        """Classify what the store holds."""
-        sight = self._sight(stored)
-        lost = sight is Sight.SPOILED and now - self.sure > self._doubts_after
-        return Sight.LOST if lost else sight
-
     def seen(self, began: float) -> None:
         """Record that a read that began at that time found the leader's own value."""
         self.sure = max(self.sure, began)
 
-    def _sight(self, stored: bytes | None) -> Sight:
+    def look(self, stored: bytes | None) -> Sight:
+        """Classify what the store holds."""
         pending = self.pending  # read before `stored`: another thread may move it there
         if stored is not None and stored in (pending, self.stored):
             return Sight.OWN

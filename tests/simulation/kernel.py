@@ -121,6 +121,11 @@ class Mailbox:
         if self._waiting is not None:
             self._wake_after(self._kernel.soon(), self._waiting)
 
+    def take(self) -> list[Any]:
+        """Return all queued items, without waiting."""
+        items, self._items = self._items, []
+        return items
+
     def get(self, timeout: float | None = None) -> Wait:
         """Wait for items, at most timeout seconds; the outcome is the list of all queued items."""
 
@@ -137,7 +142,6 @@ class Mailbox:
         def wake() -> None:
             if self._waiting is waiting:
                 self._waiting = None
-                items, self._items = self._items, []
-                waiting(items)
+                waiting(self.take())
 
         self._kernel.call(delay, self._host, wake)

@@ -52,7 +52,7 @@ class SimLeader:
         self.over = False
         self._stopping = False
         self._numbers: dict[Connection, int] = {}
-        self._claim = Claim(SEAL, record, timing.dead_after, self.began)
+        self._claim = Claim(SEAL, record, self.began)
         self._writing = False
 
     @property
@@ -68,13 +68,25 @@ class SimLeader:
         """Seconds since its term was last seen in the record, or written there; infinite if it has ended."""
         return self.kernel.now - self._claim.sure if self.alive else math.inf
 
+    @property
+    def record(self) -> ControlRecord:
+        """The record as it is known to have been written last."""
+        return self._claim.record
+
+    @property
+    def _ended(self) -> bool:
+        return self._claim.record.end is not None
+
     def start(self) -> None:
+        while self.node.backlog:
+            self.accept(self.node.backlog.pop(0))
         self.kernel.spawn(self.node, self._serve())
         self.kernel.spawn(self.node, self._watch())
 
     def accept(self, connection: Connection) -> None:
         number = len(self._numbers) + 1
         self._numbers[connection], self.links[number] = number, connection
+        connection.accepted(self.mailbox)
 
     def depose(self) -> None:
         self.deposed = self._stopping = True
@@ -175,7 +187,7 @@ class SimLeader:
             if expected == value:
                 self._claim.wrote(record, began)
                 return True
-            if self._claim.look(expected, self.kernel.now) in (Sight.SUCCEEDED, Sight.LOST):
+            if self._claim.look(expected) is not Sight.OWN and not self._ended:
                 return False
         return False
 
@@ -190,13 +202,13 @@ class SimLeader:
             began = self.kernel.now
             try:
                 value = yield self.cluster.store.load(self.node, look)
-                sight = self._claim.look(value, self.kernel.now)
+                sight = self._claim.look(value)
                 if sight is not Sight.OWN and (yield self.cluster.store.load(self.node, look)) != value:
                     continue
             except StoreError:
                 yield self.kernel.sleep(self.node, WATCH)
                 continue
-            if sight in (Sight.SUCCEEDED, Sight.LOST):
+            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and not self._ended):
                 self.depose()
                 return
             if sight is not Sight.OWN and not self._writing:

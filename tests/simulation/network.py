@@ -68,6 +68,13 @@ class Connection:
         if self._sides[side].open:
             self._forward(side, message)
 
+    def accepted(self, mailbox: Mailbox) -> None:
+        """Deliver to this mailbox what side 1 receives, and has received so far."""
+        mine = self._sides[1]
+        for item in mine.mailbox.take():
+            mailbox.put(item)
+        mine.mailbox = mailbox
+
     def close(self, side: int, *, silently: bool = False) -> None:
         """Close a side; what was sent before still arrives, incoming data is lost."""
         mine = self._sides[side]

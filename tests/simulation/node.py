@@ -56,6 +56,7 @@ class SimNode(Host):
         self.reign: SimLeader | None = None
         self.port = 0  # where it listens for its lifetime, once it has tried to lead
         self.connections: list[tuple[Connection, int]] = []
+        self.backlog: list[Connection] = []  # not accepted yet
         self._wires = Mailbox(self.kernel, self)
         self._closing = self._answered = False
         self._hearing = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
@@ -244,12 +245,13 @@ class SimNode(Host):
                     return
                 if not host.alive or (host.incarnation, host.port) != (leader.incarnation, leader.port):
                     outcome = ConnectionRefusedError("refused")
-                elif there is None or not there.listening:
-                    outcome = Connection(network, ((self, self._wires), (host, Mailbox(kernel, host))))  # not served
                 else:
-                    outcome = Connection(network, ((self, self._wires), (there.node, there.mailbox)))
-                    there.accept(outcome)
-                    there.node.connections.append((outcome, 1))
+                    outcome = Connection(network, ((self, self._wires), (host, Mailbox(kernel, host))))
+                    host.connections.append((outcome, 1))
+                    if there is None or not there.listening:
+                        host.backlog.append(outcome)
+                    else:
+                        there.accept(outcome)
                 kernel.call(network.delay(), self, lambda: resume(outcome))
 
             kernel.call(network.delay(), kernel.outside, arrive)
@@ -327,19 +329,26 @@ class SimNode(Host):
                 if self._patience.stands(value, now):
                     raise RefusedError("the record is spoiled.") from spoiled
                 raise StoreError("waiting for the repair.") from spoiled
-            record = self._continuity.newest
+            record = self._newest()
             self._spoiled_at = now if self._spoiled_at is None else self._spoiled_at
         if record is None:
             first = ControlRecord("run", "digest", 1, me, limits=self.cluster.limits, run="01")
             return (yield from self._take_over(None, first, timeout, ""))
         leading = self.reign is not None and self.reign.alive
         takeover = self.succession.decide(record, now, leading=leading)
-        waits = self._spoiled_at is not None and now - self._spoiled_at < self.cluster.timing.dead_after
-        if takeover is None or waits:
+        stands = self._spoiled_at is None or now - self._spoiled_at >= self.cluster.timing.dead_after
+        if takeover is None or not (record.leader.incarnation == self.incarnation or stands):
             return record
         following = record if self._spoiled_at is None else repairing(record, self.kernel.random)
         following = replace(following, term=following.term + 1, leader=me)
         return (yield from self._take_over(value, following, timeout, takeover.dead))
+
+    def _newest(self) -> ControlRecord | None:
+        newest = self._continuity.newest
+        assert newest is not None
+        if newest.leader.incarnation == self.incarnation and self.reign is not None and not self.reign.alive:
+            return self.reign.record
+        return newest
 
     def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
         yield from self._end_reign()

@@ -112,8 +112,7 @@ class ElectedBackend:
         self._repair.over()
         if record.end is not None:
             return found_by(record)
-        leading = self._reign is not None and self._reign.alive
-        takeover = self._succession.decide(record, self._clock.now(), leading=leading)
+        takeover = self._succession.decide(record, self._clock.now(), leading=self._leads)
         if takeover is None:
             return found_by(record)
         self._check_same(record)
@@ -162,22 +161,35 @@ class ElectedBackend:
 
     def _without_record(self, stored: bytes | None, spoiled: SpoiledError, timeout: float) -> FoundLeader:
         """Use the newest record that this node has seen, if any; take over from it if no leader repairs the record."""
-        newest, now = self._continuity.newest, self._clock.now()
-        if newest is None or not self._continuity.member:
+        newest, now = self._newest(), self._clock.now()
+        if newest is None:
             refused = isinstance(spoiled.cause, RefusedError)
             if (self._patience if refused else self._repair).stands(stored, now):
                 raise spoiled.cause
             raise StoreError(f"{spoiled} Waiting for the run's leader to repair the record.", spoiled.cause.hint)
-        self._once.warn("spoiled", "%s It is not believed.", spoiled)
+        self._once.warn("spoiled", "%s It is ignored, and will be repaired.", spoiled)
         if self._spoiled_at is None:
             self._spoiled_at = now
-        leading = self._reign is not None and self._reign.alive
-        takeover = self._succession.decide(newest, now, leading=leading)
-        if takeover is None or now - self._spoiled_at < self._config.timing.dead_after:
+        takeover = self._succession.decide(newest, now, leading=self._leads)
+        led = newest.leader.incarnation == self._incarnation
+        if takeover is None or not (led or now - self._spoiled_at >= self._config.timing.dead_after):
             return found_by(newest)
         self._check_same(newest)
         following = self._following(repairing(newest, random.SystemRandom()))
         return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
+
+    @property
+    def _leads(self) -> bool:
+        return self._reign is not None and self._reign.alive
+
+    def _newest(self) -> ControlRecord | None:
+        """Return the newest record of this node's run that it has seen or written, or None if it is new."""
+        newest = self._continuity.newest
+        if newest is None or not self._continuity.member:
+            return None
+        if newest.leader.incarnation == self._incarnation and self._reign is not None and not self._leads:
+            return self._reign.record
+        return newest
 
     def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> FoundLeader:
         """Begin a new run in the place of an ended one, or return its end, unless a leader reverts that end."""
@@ -250,7 +262,7 @@ class ElectedBackend:
         self._continuity.wrote(record)
         self._spoiled_at = None
         timing = self._config.timing
-        claim = Claim(self._seal, record, timing.dead_after, self._clock.now())
+        claim = Claim(self._seal, record, self._clock.now())
         claimed = ClaimedStore(written, claim, self._clock, _log)
         service = LeaderService(
             links,
@@ -373,6 +385,11 @@ class _LeaderTerm:
     def restarts(self) -> int:
         return self._service.restarts
 
+    @property
+    def record(self) -> ControlRecord:
+        """The record as last written in this term; call this only once the term is over."""
+        return ControlRecord.parse(self._service.committed)
+
     def start(self) -> None:
         self._service.start()
         self._thread.start()
@@ -388,7 +405,7 @@ class _LeaderTerm:
         self._thread.join(3 * WATCH)
         leads = self.alive
         self._service.close(ACK_TIMEOUT)
-        standing = ControlRecord.parse(self._service.committed)
+        standing = self.record
         if leads and standing.end is None:
             resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
             with contextlib.suppress(StoreError):  # the other nodes detect it by themselves
@@ -419,7 +436,7 @@ class _LeaderTerm:
                 self._stop.wait(WATCH)
 
     def _judge(self, stored: bytes | None) -> bool:
-        """Check what the store holds, and repair it if it is spoiled; return whether this node still leads.
+        """Check what the store holds, and restore it if that is safe; return whether this node still leads.
 
         Raises:
             StoreError: if the store does not answer.
@@ -433,8 +450,8 @@ class _LeaderTerm:
         if sight is Sight.SUCCEEDED:
             self._service.depose("another node leads")
             return False
-        if sight is Sight.LOST:
-            self._service.depose("the record was overwritten while this node could not see it")
+        if sight is Sight.SPOILED and not self._claimed.ended:
+            self._service.depose("the control record was changed or deleted by another client; this node repairs it")
             return False
         if sight is Sight.RIVAL and not self._claimed.begun:
             self.yielded = True

@@ -1,4 +1,4 @@
-"""The leader's view of the control record in a store: it overwrites values that other clients have spoiled."""
+"""The leader's view of the control record in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 __all__ = ["ClaimedStore"]
 
 ATTEMPTS = 5
-"""Times that one write may find a spoiled value before it is given up."""
+"""Times that one write may find the record of another run before it is given up."""
 
 
 class ClaimedStore(ControlStore):
@@ -44,13 +44,18 @@ class ClaimedStore(ControlStore):
         return bool(self._claim.record.round.members)
 
     @property
+    def ended(self) -> bool:
+        """Whether the end of this run is recorded."""
+        return self._claim.record.end is not None
+
+    @property
     def sure(self) -> float:
         """Start of the last read or write in which the leader found or wrote its own value."""
         return self._claim.sure
 
     def look(self, stored: bytes | None) -> Sight:
         """Classify what the store holds."""
-        return self._claim.look(stored, self._clock.now())
+        return self._claim.look(stored)
 
     def rival(self, stored: bytes) -> ControlRecord:
         """Return the rival's record that :meth:`look` found."""
@@ -70,12 +75,14 @@ class ClaimedStore(ControlStore):
         return self._claim.record.encode()
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        """Replace the last record, or what other clients have put there, unless another node leads."""
+        """Replace the last record, or that of another run, unless other clients have put anything else there."""
         with self._writing:
             return self._write(self._claim.stored, ControlRecord.parse(value), timeout)
 
     def repair(self, spoiled: bytes | None, timeout: float) -> None:
         """Write the last record again in place of the value found, unless a record is being written anyway.
+
+        Only if the run has ended, or the value is the record of another run: see ``continuity``.
 
         Raises:
             StoreError: if the store does not answer.
@@ -105,7 +112,8 @@ class ClaimedStore(ControlStore):
             if expected == value:
                 self._claim.wrote(record, began)
                 return True
-            if self.look(expected) in (Sight.SUCCEEDED, Sight.LOST):
+            sight = self.look(expected)
+            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and not self.ended):
                 return False
             if expected != self._claim.stored:
                 self._tell()
