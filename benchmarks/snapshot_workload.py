@@ -41,7 +41,7 @@ def main() -> None:
         loader = el.ElasticLoader(data, el.GlobalBatch(args.global_batch, micro=args.micro_batch), seed=SEED)
         checkpoint = el.Checkpoint(args.url, every=args.every, keep=1) if args.url else None
         # Only this benchmark needs to disable snapshots, or to know when they are taken.
-        memory = run._saver._memory
+        memory = run._engine.saver._memory
         memory.writes = memory.writes and not args.no_snapshots
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba"):
             for sample, target in step:

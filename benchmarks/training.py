@@ -142,7 +142,7 @@ def worker(args: argparse.Namespace) -> None:
         turns = stack.enter_context((directory / f"{args.mode}.go").open("rb", buffering=0)) if first else None
         results = stack.enter_context((directory / f"{args.mode}.done").open("w")) if first else None
         # Only this benchmark needs to know when snapshots are taken.
-        memory = run._saver._memory
+        memory = run._engine.saver._memory
         for _ in range(args.blocks + 1):
             if turns is not None:
                 turns.read(1)
@@ -155,7 +155,7 @@ def worker(args: argparse.Namespace) -> None:
                 if memory is not None:
                     snapshots.add(memory.rhythm.last)
             if not plain:
-                run.settle()  # ongoing writes belong to these steps
+                run._engine.settle()  # ongoing writes belong to these steps
             if run.world_size > 1:
                 dist.barrier()
             if results is not None:

@@ -1,6 +1,7 @@
 """The worker's side: what a training script imports.
 
-``session``      joins and leaves the run; ``trainings`` keeps track of the trainings of one script
+``session``      joins and leaves the run
+``engine``       what happens between two steps; ``trainings`` keeps track of the trainings of one script
 ``loop``         ``run.steps``; ``steps`` is the step as a transaction
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
 ``dist``         ``elastic_launch.dist``, with Composer's names

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +20,7 @@ from elastic_launch.training.checkpoints.state import Stateful, TrainingState
 from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.durations import total_steps
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size
@@ -29,11 +29,9 @@ from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Step
 from elastic_launch.training.together import as_model, as_optimizer
-
-if TYPE_CHECKING:
-    from elastic_launch.training.session import Run
 
 __all__ = ["Loop", "LoopOptions"]
 
@@ -69,13 +67,13 @@ class Loop:
     """Iterates over the steps of one training.
 
     Args:
-        run: the run that the steps belong to.
+        engine: saves, restores and stops.
         loader, model, optimizer, until, checkpoint: see :meth:`elastic_launch.Run.steps`.
     """
 
     def __init__(
         self,
-        run: Run,
+        engine: Engine,
         loader: Loader,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
@@ -84,7 +82,8 @@ class Loop:
         checkpoint: Checkpoint | None,
         options: LoopOptions,
     ) -> None:
-        self._run = run
+        self._engine = engine
+        self._world = engine.world
         self._loader = loader
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer)
@@ -96,7 +95,7 @@ class Loop:
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
             self._parts[OWN] = own
-        self._state: TrainingState = run.state.extended(self._parts)
+        self._state: TrainingState = engine.state.extended(self._parts)
         self._step = options.start
         self._began_in_training_mode: bool | None = None
         if options.exact:
@@ -109,31 +108,31 @@ class Loop:
                 )
 
     def __iter__(self) -> Iterator[Step]:
-        with self._run.trainings.looping():
+        with self._engine.trainings.looping():
             if self._options.exact:
-                self._run.be_exact()
+                self._engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
-            self._state = self._run.state.extended(self._parts)
+            self._state = self._engine.state.extended(self._parts)
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
-        check_same(self._run.world, self._given())
+        check_same(self._world, self._given())
         resumed = self._resume()
         self._step = resumed.step
-        self._loader.batch = self._loader.batch.settled(self._run.world_size)
-        _warn_of_idle_ranks(self._run, self._loader.batch)
+        self._loader.batch = self._loader.batch.settled(self._world.world_size)
+        _warn_of_idle_ranks(self._world, self._loader.batch)
         if self._options.prepare is not None:
             self._options.prepare(self._step)
-        self._run.begin(self._step, self._end)
+        self._engine.begin(self._step, self._end)
         gradients = self._gradients()
-        if gradients.parameters.apart() and self._run.rank == 0:
+        if gradients.parameters.apart() and self._world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
-        self._run.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        self._engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         try:
-            stopped = self._run.stopped
+            stopped = self._engine.stopped
             while self._step < self._end and not stopped:
-                with closing(self._loader.epoch_from(self._step, self._run.world_size, self._run.rank)) as batches:
+                with closing(self._loader.epoch_from(self._step, self._world.world_size, self._world.rank)) as batches:
                     for step in self._steps_of_epoch(batches, gradients):
                         yield step
                         self._watch_mode(step)
@@ -150,13 +149,13 @@ class Loop:
                             break
         finally:
             gradients.close()
-            self._run.compare_replicas(None)
-        self._run.finish_training()
-        self._run.leave_if_draining()
+            self._engine.compare_replicas(None)
+        self._engine.finish_training()
+        self._engine.leave_if_draining()
 
     def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
         """Yield the steps from the current one to the end of its epoch or of the training."""
-        loader, world_size, rank = self._loader, self._run.world_size, self._run.rank
+        loader, world_size, rank = self._loader, self._world.world_size, self._world.rank
         first = self._step
         left = loader.steps_per_epoch - loader.position(first).step_in_epoch
         for number in range(first, min(self._end, first + left)):
@@ -171,16 +170,16 @@ class Loop:
                 samples=loader.samples_in(number),
                 scaler=self._options.scaler,
                 metrics=self._options.metrics,
-                settle=self._run.settle,
+                settle=self._engine.settle,
                 origin=self._origin,
-                agreement=self._run.agreement,
+                agreement=self._engine.agreement,
             )
 
     def _watch_mode(self, step: Step) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
         if self._began_in_training_mode is None:
             self._began_in_training_mode = step.in_training_mode
-        if self._began_in_training_mode and step.in_training_mode is False and self._run.rank == 0:
+        if self._began_in_training_mode and step.in_training_mode is False and self._world.rank == 0:
             self._began_in_training_mode = False
             _log.warning(
                 "step %d trained the model in evaluation mode, and those before in training mode: if that was not "
@@ -220,7 +219,7 @@ class Loop:
         }
 
     def _gradients(self) -> Gradients:
-        world_size, rank, buffers = self._run.world_size, self._run.rank, self._options.buffers
+        world_size, rank, buffers = self._world.world_size, self._world.rank, self._options.buffers
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
         overlap = not self._options.redo
@@ -229,9 +228,9 @@ class Loop:
         return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers)
 
     def _resume(self) -> Resumed:
-        if self._step and self._run.trainings.was_last(self._trained):
+        if self._step and self._engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._run.restore(self._checkpoint, self._loader.identity, self._state, self._trained)
+        resumed = self._engine.restore(self._checkpoint, self._loader.identity, self._state, self._trained)
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
@@ -243,13 +242,11 @@ class Loop:
         if gradients.parameters.extra and OWN not in self._parts:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
-            self._state = self._run.state.extended(self._parts)
+            self._state = self._engine.state.extended(self._parts)
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity
-        return self._run.step_boundary(
-            self._step, self._checkpoint, identity, self._state, end=end, stays=stays, by_step=True
-        )
+        return self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True)
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch
@@ -259,7 +256,7 @@ class Loop:
             raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if self._run.rank == 0:
+        if self._world.rank == 0:
             _log.warning(
                 "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
                 step.number,
@@ -268,9 +265,9 @@ class Loop:
             )
 
 
-def _warn_of_idle_ranks(run: Run, batch: GlobalBatch) -> None:
-    idle = batch.idle_ranks(run.world_size)
-    if idle and run.rank == 0:
-        advised = batch.micro_for(run.world_size)
+def _warn_of_idle_ranks(world: World, batch: GlobalBatch) -> None:
+    idle = batch.idle_ranks(world.world_size)
+    if idle and world.rank == 0:
+        advised = batch.micro_for(world.world_size)
         remedy = f"micro={advised} would use all" if advised else "the global batch has fewer samples than ranks"
-        _log.warning("%d of %d ranks have no micro-batch to compute; %s", idle, run.world_size, remedy)
+        _log.warning("%d of %d ranks have no micro-batch to compute; %s", idle, world.world_size, remedy)

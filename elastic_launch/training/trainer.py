@@ -157,7 +157,7 @@ class Trainer:
             NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
             MemoryError: if a micro-batch of one sample does not fit.
         """
-        with self.run.telling(self._on_checkpoint):
+        with self.run._engine.saver.telling(self._on_checkpoint):
             self._fit(until, total_steps(until, self.loader.steps_per_epoch))
 
     def _fit(self, until: int | str, end: int) -> None:
@@ -226,7 +226,7 @@ class Trainer:
             prepare=self._begin,
         )
         return Loop(
-            self.run,
+            self.run._engine,
             self.loader,
             self.model,
             self._optimizer,

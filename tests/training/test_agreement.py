@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import elastic_launch as el
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.agreement import NOTHING, Agreement, Wishes
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -35,8 +36,8 @@ def test_each_interval_is_saved_once_whatever_boundaries_lie_between_steps(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    run = Run(World(), torch.device("cpu"))
-    run._agreement = Late()  # type: ignore[assignment]
+    run = Run(Engine(World(), torch.device("cpu")))
+    run._engine._agreement = Late()  # type: ignore[assignment]
     run.register("model", nn.Linear(1, 1))
     checkpoint = el.Checkpoint(tmp_path, every="10s", keep=100)
     run.resume(checkpoint)

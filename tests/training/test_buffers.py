@@ -17,6 +17,7 @@ from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
 from elastic_launch.training.data.loader import ElasticLoader
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.buffers import BY_VALUE, Buffers
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -44,7 +45,7 @@ class Model(nn.Module):
 
 def _after(model: nn.Module, rules: Mapping[str, str] | None, exact: bool, micro: int = 2, steps: int = 1) -> nn.Module:
     """Train steps of 6 samples each."""
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     loader = ElasticLoader(TensorDataset(INPUTS), GlobalBatch(6, micro), shuffle=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in run.steps(loader, model, optimizer, until=f"{steps}ba", exact=exact, buffers=rules):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -32,7 +33,7 @@ class Drawing:
 
 @pytest.fixture
 def run() -> Run:
-    return Run(World(), torch.device("cpu"))
+    return Run(Engine(World(), torch.device("cpu")))
 
 
 def _given(**others: Any) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def test_a_loop_of_its_own_that_counts_the_steps_of_an_epoch(run: Run, tmp_path:
     run.boundary(2)
     with pytest.raises(UsageError, match=r"run\.boundary\(1\) came after step 2\.\n.*not in an epoch"):
         run.boundary(1)
-    run.close()
+    run._engine.close()
 
 
 def test_a_sampler_that_draws(run: Run) -> None:

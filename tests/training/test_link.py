@@ -19,6 +19,7 @@ import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -106,16 +107,16 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     agent, link = ends
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
     link._use = 0
-    run = Run(World(), torch.device("cpu"), link)
+    run = Run(Engine(World(), torch.device("cpu"), link))
     model = nn.Linear(2, 2)
     run.register("model", model)
     checkpoint = el.Checkpoint(tmp_path, every=1)
     run.resume(checkpoint)
     monkeypatch.setattr(os, "posix_fallocate", _no_room)
-    save = {"identity": {}, "state": run.state, "worlds": [1], "last": False, "draining": False, "stays": None}
-    run._saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
-    run._saver.settle()
-    run._saver.poll(1, checkpoint)
+    save = {"identity": {}, "state": run._engine.state, "worlds": [1], "last": False, "draining": False, "stays": None}
+    run._engine.saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
+    run._engine.saver.settle()
+    run._engine.saver.poll(1, checkpoint)
     assert "checkpoint of step 1: its snapshot is lost: there is no memory for them" in caplog.text
     assert any(
         isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
@@ -123,17 +124,17 @@ def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
     monkeypatch.undo()
     allowing = threading.Thread(target=_allow, args=(agent,))
     allowing.start()
-    run._saver.save(2, checkpoint, **save)
+    run._engine.saver.save(2, checkpoint, **save)
     began = time.monotonic()
-    run._saver.poll(2, checkpoint)
-    run._saver.finish(wait=True)
+    run._engine.saver.poll(2, checkpoint)
+    run._engine.saver.finish(wait=True)
     allowing.join()
     assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
     loaded = newest(tmp_path)
     assert loaded is not None
     assert loaded.step == 2
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
-    run.release()
+    run._engine.release()
 
 
 def test_a_copy_is_waited_for_as_long_as_the_agent_says_that_it_goes_on(ends: tuple[socket.socket, AgentLink]) -> None:
@@ -173,12 +174,12 @@ def saver(
     _, link = ends
     monkeypatch.setattr("elastic_launch.training.link.ANSWER_TIMEOUT", 0.1)
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
-    run = Run(World(), torch.device("cpu"), link)
+    run = Run(Engine(World(), torch.device("cpu"), link))
     run.register("model", nn.Linear(2, 2))
     checkpoint = el.Checkpoint(tmp_path / "checkpoints", every=1)
     run.resume(checkpoint)
     yield run, checkpoint
-    run.release()
+    run._engine.release()
 
 
 def _heard(agent: socket.socket, kind: type[c.Message]) -> list[c.Message]:
@@ -193,9 +194,9 @@ def _heard(agent: socket.socket, kind: type[c.Message]) -> list[c.Message]:
 
 
 def _save(run: Run, checkpoint: el.Checkpoint, step: int, *, last: bool = False) -> None:
-    options = {"identity": {}, "state": run.state, "worlds": [1], "draining": False, "stays": None}
-    run._saver.agree(run._saver.wishes(step, checkpoint))
-    run._saver.save(step, checkpoint, last=last, **options)
+    options = {"identity": {}, "state": run._engine.state, "worlds": [1], "draining": False, "stays": None}
+    run._engine.saver.agree(run._engine.saver.wishes(step, checkpoint))
+    run._engine.saver.save(step, checkpoint, last=last, **options)
 
 
 def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
@@ -250,7 +251,7 @@ def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
     monkeypatch.setattr("elastic_launch.training.link.COMMIT_TIMEOUT", 1.0 if allowed is None else 60.0)
     agent, _ = ends
     run, checkpoint = saver
-    run._saver._give_up_memory("there is none.")
+    run._engine.saver._give_up_memory("there is none.")
     _save(run, checkpoint, 1)
     asked = _asked(agent)
     assert newest(checkpoint.directory) is None

@@ -28,6 +28,7 @@ from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
 from elastic_launch.training.checkpoints import checkpoint as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following, within
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -62,13 +63,13 @@ class Node:
         with agent:
             link = AgentLink(worker)
             link.slots = [Slot(os.dup(slot.tensors), os.dup(slot.head)) for slot in self.slots]
-            run = Run(World(round=world_round), torch.device("cpu"), link)
+            run = Run(Engine(World(round=world_round), torch.device("cpu"), link))
             run.register("model", nn.Linear(2, 2))
             saving = el.Checkpoint(self.place, every=1000)
             try:
                 return run.resume(saving), saving.branch
             finally:
-                run.release()
+                run._engine.release()
 
 
 @pytest.fixture

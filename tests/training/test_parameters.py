@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.buckets import BucketedReduction
 from elastic_launch.training.gradients.reduction import ExactReduction
 from elastic_launch.training.ranks.world import World
@@ -97,7 +98,7 @@ def _weighted(directory: Path, until: int, *, poisoned: bool = False) -> list[fl
     optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
     data = TensorDataset(torch.arange(16.0).view(8, 2) / 16)
     loader = el.ElasticLoader(data, el.GlobalBatch(4, micro=2))
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     for step in run.steps(loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(directory)):
         for (x,) in step:
             step.backward((model(x) ** 2).mean() * torch.exp(-weight) + weight)
@@ -121,7 +122,7 @@ def _tempered(directory: Path, until: int, at: int) -> list[float]:
     model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = el.ElasticLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), el.GlobalBatch(4, micro=2))
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     if at == 0:
         optimizer.add_param_group({"params": [temperature]})
     for step in run.steps(loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(directory)):
@@ -156,7 +157,7 @@ def test_an_optimizer_of_another_model_is_warned_of(whose: str, caplog: pytest.L
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     chosen = {"its own": model.parameters(), "one of the model's": [model.bias], "another model's": other.parameters()}
     loader = el.ElasticLoader(TensorDataset(torch.zeros(4, 2)), el.GlobalBatch(4, micro=2))
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     for step in run.steps(loader, model, torch.optim.SGD(chosen[whose], lr=0.1), until="1ba"):
         for (x,) in step:
             step.backward(model(x).mean())
@@ -218,14 +219,14 @@ def test_an_optimizer_that_wraps_another_is_trained_and_resumed(tmp_path: Path) 
         model = nn.Linear(3, 1)
         optimizer = Wrapping(torch.optim.Adam(model.parameters(), lr=0.1))
         loader = el.ElasticLoader(torch.arange(24.0).view(8, 3), el.GlobalBatch(2, 1))
-        run = Run(World(), torch.device("cpu"))
+        run = Run(Engine(World(), torch.device("cpu")))
         for step in run.steps(
             loader, model, optimizer, until=f"{until}ba", checkpoint=el.Checkpoint(tmp_path / directory)
         ):
             for x in step:
                 step.backward(model(x).square().mean())
             step.update()
-        run.close()
+        run._engine.close()
         return el.weights_sha256(model)
 
     undisturbed = train(6, "a")
@@ -238,7 +239,7 @@ def test_a_generator_of_the_models_own_is_refused_in_exact_mode() -> None:
     model[1].noise = torch.Generator()  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = el.ElasticLoader(torch.ones(8, 3), el.GlobalBatch(2, 1))
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     with pytest.raises(UsageError, match=r"the model has a generator of its own.*: 1\.noise \(torch\.Generator\)"):
         list(run.steps(loader, model, optimizer, until=1, exact=True))
     model[1].noise = torch.default_generator
@@ -250,7 +251,7 @@ def test_a_model_that_stays_in_evaluation_mode_is_reported(caplog: pytest.LogCap
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = el.ElasticLoader(torch.ones(8, 3), el.GlobalBatch(2, 1))
-    for step in Run(World(), torch.device("cpu")).steps(loader, model, optimizer, until="4ba"):
+    for step in Run(Engine(World(), torch.device("cpu"))).steps(loader, model, optimizer, until="4ba"):
         if not forgotten:
             model.train()
         for x in step:

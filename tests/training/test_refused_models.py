@@ -11,6 +11,7 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -19,7 +20,7 @@ REFUSED = str(SCRIPTS / "guards" / "refused.py")
 
 @pytest.fixture
 def run() -> Run:
-    return Run(World(), torch.device("cpu"))
+    return Run(Engine(World(), torch.device("cpu")))
 
 
 def _steps(run: Run, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.small_values import UnknownMember
 from elastic_launch.training.checkpoints.matching import differences
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -46,7 +47,7 @@ def _train(
     schedule: Callable[[Any], Any] | None = None,
     size: int = 8,
 ) -> str:
-    run, model = Run(World(), torch.device("cpu")), make()
+    run, model = Run(Engine(World(), torch.device("cpu"))), make()
     made = optimizer(model)
     scheduler = schedule(made) if schedule is not None else None
     loader = el.ElasticLoader(TensorDataset(DATA, DATA.sum(1, keepdim=True)), el.GlobalBatch(size, 4), shuffle=False)
@@ -130,11 +131,11 @@ def test_what_a_part_of_the_scripts_own_raises_is_named_with_the_checkpoint(tmp_
             state["b"]
 
     def resume() -> int:
-        run = Run(World(), torch.device("cpu"))
+        run = Run(Engine(World(), torch.device("cpu")))
         run.register("part", Part())
         step = run.resume(el.Checkpoint(tmp_path, every=1))
         run.boundary(step + 1, end=True)
-        run.finish_training()
+        run._engine.finish_training()
         return step
 
     assert resume() == 0
@@ -146,7 +147,7 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
     def train(*names: str) -> None:
         models = {name: nn.Linear(3, 1) for name in names}
         optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
-        run, loader = Run(World(), torch.device("cpu")), el.ElasticLoader(DATA, el.GlobalBatch(8, 4))
+        run, loader = Run(Engine(World(), torch.device("cpu"))), el.ElasticLoader(DATA, el.GlobalBatch(8, 4))
         for step in run.steps(loader, models, optimizers, until="1ba", checkpoint=el.Checkpoint(tmp_path)):
             for x in step:
                 step.backward(sum(model(x) for model in models.values()).mean())

@@ -16,6 +16,7 @@ from torch import nn
 import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch.snapshot import newest
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import LONGEST_ERROR, AgentLink
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -30,7 +31,7 @@ class Asking:
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()
         self.link = AgentLink(worker)
-        self.run = Run(World(), torch.device("cpu"), self.link)
+        self.run = Run(Engine(World(), torch.device("cpu"), self.link))
 
     def resume(self, checkpoint: el.Checkpoint) -> None:
         self.run.register("model", nn.Linear(1, 1))
@@ -53,7 +54,7 @@ class Asking:
                         self._said.append(saved)
 
     def close(self) -> None:
-        self.run.release()
+        self.run._engine.release()
         self._agent.shutdown(socket.SHUT_RDWR)
         self._thread.join(30)
 
@@ -81,7 +82,7 @@ def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_to
     assert not asking.run.boundary()
     assert not asking.run.boundary(2)
     assert not asking.run.boundary(3)
-    asking.run.finish_training()
+    asking.run._engine.finish_training()
     assert step_of(tmp_path) == 2
     assert asking.saved() == [c.Saved(2, "")]
 
@@ -95,12 +96,12 @@ def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: 
             asking.ask()
         asking.run.boundary(step)
         due += [step] if not checkpoint.needs(step) else []
-    asking.run.finish_training()
+    asking.run._engine.finish_training()
     assert due == [2, 5, 8]
 
 
 def test_where_nothing_is_saved_the_agent_is_told_at_once(asking: Asking) -> None:
-    asking.run.begin(0)
+    asking.run._engine.begin(0)
     asking.ask()
     asking.run.boundary(1)
     assert asking.saved() == [c.Saved(1, "the script saves no checkpoints")]
@@ -113,7 +114,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Aski
     directory.write_text("no directory")
     asking.ask()
     asking.run.boundary(1)
-    asking.run.finish_training()
+    asking.run._engine.finish_training()
     (saved,) = asking.saved()
     assert saved.step == 1
     assert 0 < len(saved.error) <= LONGEST_ERROR

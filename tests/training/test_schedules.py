@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import elastic_launch as el
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import Group
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -87,20 +88,20 @@ def test_an_average_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest
     averaged = AveragedModel(model)
     loader = el.ElasticLoader(torch.ones(8, 1), el.GlobalBatch(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(World(), torch.device("cpu"))
+    run = Run(Engine(World(), torch.device("cpu")))
     for step in run.steps(loader, model, optimizer, until=1, checkpoint=el.Checkpoint(tmp_path)):
         for x in step:
             step.backward(model(x).mean())
         step.update()
         averaged.update_parameters(model)
-    run.close()
+    run._engine.close()
     assert [text for text in caplog.messages if "an AveragedModel is not saved" in text and "run.register" in text]
 
 
 @pytest.mark.parametrize("when", ["before", "in the first step"])
 def test_it_is_said_once_where_something_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str) -> None:
     def train(saving: el.Checkpoint | None, **options: Any) -> None:
-        run, model = Run(World(), torch.device("cpu")), nn.Linear(4, 4)
+        run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = StepLR(optimizer, 2) if when == "before" or options else None
         if options:
@@ -124,7 +125,7 @@ def test_it_is_said_once_where_something_is_saved(tmp_path: Path, caplog: pytest
 
 def test_random_numbers_of_a_step_are_the_same_after_a_restart(tmp_path: Path) -> None:
     def draw(until: str, directory: str) -> list[tuple[float, ...]]:
-        run, model, drawn = Run(World(), torch.device("cpu")), nn.Linear(4, 4), []
+        run, model, drawn = Run(Engine(World(), torch.device("cpu"))), nn.Linear(4, 4), []
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = el.ElasticLoader(torch.randn(16, 4), el.GlobalBatch(8, 4), seed=3)
         checkpoint = el.Checkpoint(tmp_path / directory, every=100)

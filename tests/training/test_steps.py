@@ -16,6 +16,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
 from elastic_launch.training.checkpoints.checkpoint import weights_sha256
 from elastic_launch.training.data.loader import ElasticLoader
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -41,7 +42,7 @@ def _mse(step: Step, sample: tuple[Tensor, Tensor]) -> Tensor:
 def _train(
     micro: int, exact: bool, backward: Callable[[Step, Any], None], until: str = "1ep", model: nn.Module | None = None
 ) -> tuple[nn.Module, list[float]]:
-    run, model = Run(World(), torch.device("cpu")), model or _model()
+    run, model = Run(Engine(World(), torch.device("cpu"))), model or _model()
     losses = []
     for step in run.steps(_loader(micro), model, torch.optim.SGD(model.parameters(), lr=0.1), until=until, exact=exact):
         for sample in step:
@@ -163,7 +164,7 @@ def test_a_backward_pass_that_other_ranks_wait_for_is_not_tried_again(monkeypatc
 
 def test_a_step_without_update_is_an_error() -> None:
     model = _model()
-    steps = Run(World(), torch.device("cpu")).steps(
+    steps = Run(Engine(World(), torch.device("cpu"))).steps(
         _loader(8), model, torch.optim.SGD(model.parameters(), lr=0.1), until="2ba"
     )
     next(steps)
@@ -363,7 +364,7 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
 
 
 def test_a_stop_holds_for_the_next_training_too() -> None:
-    run, model = Run(World(), torch.device("cpu")), _model()
+    run, model = Run(Engine(World(), torch.device("cpu"))), _model()
     optimizer = torch.optim.SGD(model.parameters())
     done = 0
     for _ in range(2):

@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -28,7 +29,7 @@ REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2
 
 
 def _run() -> Run:
-    return Run(World(), torch.device("cpu"))
+    return Run(Engine(World(), torch.device("cpu")))
 
 
 def _loader(micro: int = 4) -> el.ElasticLoader:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -63,7 +64,7 @@ class Case:
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
-        self.run = Run(World(), torch.device("cpu"))
+        self.run = Run(Engine(World(), torch.device("cpu")))
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
@@ -214,7 +215,7 @@ def test_a_micro_batch_that_is_no_pair_needs_forward() -> None:
             return {"x": INPUTS[index], "y": TARGETS[index]}
 
     def train(**options: Any) -> float:
-        run = Run(World(), torch.device("cpu"))
+        run = Run(Engine(World(), torch.device("cpu")))
         model = nn.Linear(6, 3)
         loader = el.ElasticLoader(Named(), el.GlobalBatch(4, 2))
         trainer = el.Trainer(
@@ -289,7 +290,7 @@ def little_memory() -> Iterator[Callable[[int], None]]:
 
 def _greedy(checkpoint: el.Checkpoint | None, micro: int | str = "auto") -> tuple[el.Trainer, Recorder]:
     torch.manual_seed(0)
-    run, model, seen = Run(World(), torch.device("cpu")), Greedy(), Recorder()
+    run, model, seen = Run(Engine(World(), torch.device("cpu"))), Greedy(), Recorder()
     loader = el.ElasticLoader(_data(0, 32), el.GlobalBatch(16, micro), seed=5)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = el.Trainer(
@@ -335,4 +336,4 @@ def test_the_loop_form_does_not_know_auto() -> None:
     model = nn.Linear(6, 3)
     loader = el.ElasticLoader(_data(), el.GlobalBatch(16, "auto"))
     with pytest.raises(ValueError, match=r"only el\.Trainer finds out"):
-        Run(World(), torch.device("cpu")).steps(loader, model, torch.optim.SGD(model.parameters()), until=1)
+        Run(Engine(World(), torch.device("cpu"))).steps(loader, model, torch.optim.SGD(model.parameters()), until=1)

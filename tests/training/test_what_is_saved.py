@@ -15,6 +15,7 @@ from torch import nn
 import elastic_launch as el
 from elastic_launch.snapshot import UnsupportedStateError
 from elastic_launch.training.checkpoints.checkpoint import _copied
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -36,7 +37,7 @@ class Extra:
 
 
 def _train(directory: Path, extra: Extra, until: int, lr: Any = 0.1, late: Any = None) -> list[int]:
-    run, model = Run(World(), torch.device("cpu")), nn.Linear(4, 4)
+    run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(4, 4)
     done: list[int] = []
     run.register("extra", extra)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -52,7 +53,7 @@ def _train(directory: Path, extra: Extra, until: int, lr: Any = 0.1, late: Any =
                 extra.state = late[1]
     except UnsupportedStateError as error:
         error.add_note(str(done[-1] if done else 0))
-        run.abandon()
+        run._engine.abandon()
         raise
     return done
 
@@ -95,7 +96,7 @@ def test_what_comes_to_be_later_fails_at_a_save_and_not_at_the_end(tmp_path: Pat
 
 
 def test_a_run_that_saves_nothing_may_have_any_state() -> None:
-    run, model = Run(World(), torch.device("cpu")), nn.Linear(4, 4)
+    run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(4, 4)
     run.register("extra", Extra(object()))
     steps = run.steps(el.ElasticLoader(DATA, el.GlobalBatch(8, 4)), model, torch.optim.SGD(model.parameters()), until=1)
     assert next(steps).number == 1

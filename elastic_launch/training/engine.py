@@ -1,0 +1,297 @@
+"""A process' part in a run: what happens between two steps.
+
+All ranks agree on whether to save, compare or stop, and then do it after the same step. Scripts use it through
+:class:`elastic_launch.Run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch import faults
+from elastic_launch.error_file import do_not_retry
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.checkpoints.saving import Saver
+from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.agreement import Agreement, Wishes
+from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World
+from elastic_launch.training.stopping import Drained, Stop, Termination
+from elastic_launch.training.trainings import Trainings
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Restores, agrees, saves and stops for one process of a run.
+
+    Attributes:
+        world: this process' ranks and the world's sizes.
+        device: the ``torch.device`` to train on.
+        step: optimizer steps done at the last boundary.
+        resumed_step: optimizer steps that were done when this process began; set once steps have begun.
+        worlds: world sizes of all rounds of the training so far; the last one is this round's.
+        state: what checkpoints hold besides model and optimizer.
+        stopped: whether all ranks have agreed to stop before the training's end.
+        checkpoint: where to save to, once a state was restored.
+        saver: saves and restores.
+        trainings: the training that is running, and those before it.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        link: AgentLink | None = None,
+        *,
+        settings: Determinism | None = None,
+        timeout: float = GROUP_TIMEOUT,
+    ) -> None:
+        self.world = world
+        self.device = device
+        self.step = 0
+        self.resumed_step = 0
+        self.worlds: list[int] = [world.world_size]
+        self.state = TrainingState()
+        self.stopped = False
+        self.checkpoint: Checkpoint | None = None
+        self.saver = Saver(world, link)
+        self.trainings = Trainings()
+        self._link = link
+        self._termination = Termination()
+        self._begun = False
+        self._stop_wanted = Stop.NO
+        self._stop_agreed = Stop.NO
+        self._ended = False
+        self._restore_seconds = 0.0
+        self._agreement: Agreement | None = None
+        self._replicas: ReplicaCheck | None = None
+        self._warned = self._warned_of_average = False
+        self._settings = settings
+        self._timeout = timeout
+        self._unchecked = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether all ranks stopped so that other processes can continue the training: no results follow here."""
+        return self._stop_agreed.drains and not self._ended
+
+    def restore(
+        self,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        trained: Sequence[object],
+    ) -> Resumed:
+        """Restore a state from the node's memory, else from a checkpoint; called by all ranks.
+
+        Args:
+            identity: what must be equal in the saved state and in this training.
+            trained: the models trained.
+        """
+        self.trainings.begin(trained, checkpoint)
+        self.checkpoint = checkpoint
+        began = time.monotonic()
+        resumed = self.saver.restore(checkpoint, dict(identity), state)
+        self.step = self.resumed_step = resumed.step
+        self.worlds = [*resumed.worlds, self.world.world_size]
+        self._restore_seconds += time.monotonic() - began
+        # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
+        self._check(state)
+        self._unchecked = True
+        return resumed
+
+    def step_boundary(
+        self,
+        step: int,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        *,
+        end: bool,
+        stays: Callable[[Tensor], bool] | None = None,
+        by_step: bool = False,
+    ) -> bool:
+        """Save a state if it is due or the training stops; return whether it stops.
+
+        Args:
+            stays: whether a tensor keeps its values until :meth:`settle` is called; None: :meth:`settle` is not called.
+            by_step: whether wishes are sent together with the next step's losses.
+        """
+        self.step, self._ended = step, end
+        if self._unchecked:
+            self._unchecked = False
+            self._check(state)
+        if self._link is not None:
+            self._link.step(step)
+        faults.reached("step", step)
+        self.saver.poll(step, self.checkpoint)
+        wishes = self.saver.wishes(step, self.checkpoint)
+        if self._replicas is not None:
+            compare, checksum = self._replicas.wanted(), self._replicas.to_post(step)
+            if compare or checksum is not None:
+                wishes = replace(wishes, compare=compare, checksum=checksum)
+        self._exchange(wishes, by_step=by_step)
+        last, draining = self.stopped or end, self.draining
+        if draining:
+            faults.reached("drain", step)
+        if self._replicas is not None and (last or self.saver.is_durable(step, self.checkpoint)):
+            with self._none_differs(self._replicas):
+                self._replicas.compare(step)
+        self.saver.save(step, self.checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
+        return self.stopped
+
+    def request_stop(self) -> None:
+        """Make all ranks stop after the same step: the next one, or the one after it."""
+        self._stop_wanted = max(self._stop_wanted, Stop.SCRIPT)
+
+    def ask_whether_to_stop(self) -> bool:
+        """Exchange wishes with all ranks outside of a step boundary; return whether all have agreed to stop."""
+        self._exchange(Wishes())
+        return self.stopped
+
+    def begin(self, step: int, total: int = 0) -> None:
+        """Mark the training as begun or resumed; from now on it can be stopped.
+
+        Args:
+            step: optimizer steps done.
+            total: steps of the whole training; 0: not known.
+        """
+        if self._begun:
+            return
+        self._begun, self.step = True, step
+        self._termination.watch()
+        if self._link is not None:
+            self._link.ready(step, total, self._restore_seconds)
+
+    def be_exact(self) -> None:
+        """Make torch's results reproducible to the bit until the session ends."""
+        if self._settings is not None:
+            self._settings.exact()
+
+    def leave_if_draining(self) -> None:
+        """End the process, through the end of the session, if the training continues in other processes.
+
+        Raises:
+            Drained: if :attr:`draining` is set.
+        """
+        if self.draining:
+            self.stopped = True
+            # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
+            raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
+
+    def finish_training(self) -> None:
+        """Wait until the saved state is written, unless the agent writes it after a drain."""
+        self.saver.finish(wait=not self.draining or self._link is None)
+
+    def settle(self) -> None:
+        """Wait until parameters and the optimizer's state, which may be being copied, may change."""
+        self.saver.settle()
+
+    def compare_replicas(self, named: Named | None) -> None:
+        """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""
+        self._replicas = None
+        if named is not None and self.world.world_size > 1:
+            self.saver.compares = True
+            group = self.agreement.group
+            assert group is not None
+            self._replicas = ReplicaCheck(self.world.world_size, self.world.rank, group, named)
+
+    @property
+    def agreement(self) -> Agreement:
+        """The exchange of wishes among all ranks. All ranks must make the first access together."""
+        if self._agreement is None:
+            self._agreement = Agreement(self.world.world_size, self._timeout)
+        return self._agreement
+
+    def close(self) -> None:
+        """Wait for the last checkpoint and for outstanding messages to other ranks.
+
+        Raises:
+            CheckpointError: if no checkpoint at all could be saved. It is raised only here, so that the script reaches
+                its results.
+            SystemExit: instead, under an agent of this project: with 93, which ends the run.
+        """
+        self.finish_training()
+        if self._agreement is not None:
+            self._agreement.settle()
+        if self.saver.failure is not None:
+            if self.world.round:
+                # Another start would resume from the state in memory, and could not save it either.
+                do_not_retry(f"{self.saver.failure.message} {self.saver.failure.hint}".strip())
+            raise self.saver.failure
+        if self.draining and self._link is not None:
+            faults.reached("leave", self.step)
+            self._link.drained(self.step, self.saver.seconds)
+
+    def release(self) -> None:
+        """Restore the signal handler, and release the memory and the agent's socket."""
+        self._termination.close()
+        self.saver.close()
+        if self._link is not None:
+            self._link.close()
+
+    def abandon(self) -> None:
+        """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
+        self.saver.abandon()
+
+    def _check(self, state: TrainingState) -> None:
+        if self.checkpoint is None and self._link is None:
+            return
+        state.check()
+        if self.world.rank == 0 and not self._warned_of_average and has_forgotten_average(state.parts):
+            self._warned_of_average = True
+            _log.warning(
+                "an AveragedModel is not saved: after a restart it would begin anew; give it to "
+                'run.register("average", averaged) before the loop'
+            )
+        if self.world.rank == 0 and not self._warned and forgotten(state.parts):
+            self._warned = True
+            _log.warning(
+                "the learning-rate scheduler of the optimizer is not saved: after a restart it would begin anew; "
+                "give it to run.steps(scheduler=...), Trainer(scheduler=...) or run.register()"
+            )
+
+    def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
+        """Send this rank's wishes, and receive what all ranks agreed on."""
+        if (stop := self._wanted()) is not Stop.NO:
+            wishes = replace(wishes, stop=stop)
+        agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
+        self._stop_agreed = max(self._stop_agreed, agreed.stop)
+        self.stopped = self._stop_agreed is not Stop.NO
+        self.saver.agree(agreed)
+        if self._replicas is not None:
+            with self._none_differs(self._replicas):
+                self._replicas.heard(agreed=agreed.compare, differs=agreed.differs)
+
+    @contextmanager
+    def _none_differs(self, replicas: ReplicaCheck) -> Iterator[None]:
+        """If the ranks differ, drop the snapshots in memory that were taken since they were last equal."""
+        try:
+            yield
+        except ReplicasDifferError:
+            self.saver.drop_unequal()
+            with suppress(RuntimeError):  # A rank that is gone has its own error.
+                # When the first process fails, the agent ends the others.
+                dist.barrier(group=self._agreement.group if self._agreement is not None else None)
+            raise
+        if replicas.good is not None:
+            self.saver.equal_after(replicas.good)
+
+    def _wanted(self) -> Stop:
+        asked = self._link is not None and bool(self._link.stop_asked())
+        signalled = Stop.SIGNAL if self._termination.asked else Stop.NO
+        return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)
