@@ -15,6 +15,7 @@
 ``rendezvous/``      nodes form rounds of workers
 ``snapshot/``        checkpoints and snapshots
 ``events/``          typed events; ``observe/`` builds the ledger from them
+``codec``            bounded JSON for messages and records
 ``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
 ``secret``           the run's token
 ``clock``            time as a dependency; ``testing`` has fakes

@@ -6,12 +6,13 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``N
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from elastic_launch.codec import Messages
+from elastic_launch.errors import ProtocolError
 
 __all__ = [
     "ENV_LOCAL_RANK",
@@ -64,27 +65,59 @@ MAX_LINE = 64 * 1024
 SLOTS = 3
 """Slots per node: one with a complete snapshot, one being written, one being copied."""
 
-# Types of message fields; _CHECKS has the values that each type allows.
-Count = int
-Positive = int
-SlotNumber = int
-SlotOrNone = int
-Seconds = float
-Text = str
-OsText = str
-Nonce = str
-ExitStatus = int
+_MOST = 2**53
+"""From here on, numbers are not exact in other readers' JSON, and are not valid counts."""
+
+_NONCE = re.compile(r"[0-9a-f]{0,64}")
+
+
+def _between(low: int, end: int, allowed: str) -> Callable[[float], float]:
+    def rule(value: float) -> float:
+        if not low <= value < end:
+            raise ValueError(allowed)
+        return value
+
+    return rule
+
+
+def _printable(value: str) -> str:
+    """Return text with everything escaped that cannot be printed, such as a file name in an error."""
+    return value.encode(errors="backslashreplace").decode().replace("\0", r"\x00")
+
+
+def _of_system(value: str) -> str:
+    """Paths and environment variables may contain bytes that are not UTF-8 (PEP 383), but no zero bytes."""
+    try:
+        if b"\0" not in value.encode(errors="surrogateescape"):
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise ValueError("a path")
+
+
+def _hexadecimal(value: str) -> str:
+    if not _NONCE.fullmatch(value):
+        raise ValueError("hexadecimal digits")
+    return value
+
+
+Count = Annotated[int, _between(0, _MOST, "a number from 0 to 2**53")]
+Positive = Annotated[int, _between(1, _MOST, "a number from 1 to 2**53")]
+SlotNumber = Annotated[int, _between(0, SLOTS, "the number of a slot")]
+SlotOrNone = Annotated[int, _between(-1, SLOTS, "the number of a slot, or -1")]
+Seconds = Annotated[float, _between(0, _MOST, "a number of seconds")]
+ExitStatus = Annotated[int, _between(-64, 256, "an exit code")]
+Text = Annotated[str, _printable]
+OsText = Annotated[str, _of_system]
+Nonce = Annotated[str, _hexadecimal]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 
-    A worker runs the user's code, so the agent does not trust its messages: :func:`unpack` checks every field by the
-    name of its type, and is the only place that does.
+    A worker runs the user's code, so the agent does not trust its messages: ``unpack`` checks every field.
     """
-
-    TYPES: ClassVar[dict[str, type[Message]]] = {}
 
 
 # Worker to agent.
@@ -142,7 +175,7 @@ class Stored(Message):
 
     def __post_init__(self) -> None:
         if self.share >= self.shares:
-            raise ValueError(f"Stored.share is {self.share} of {self.shares}")
+            raise ProtocolError(f"Stored.share is {self.share} of {self.shares}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,92 +316,10 @@ class Noted(Message):
 FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved, Ended})
 """The messages that a worker may send to its agent."""
 
-_FROM_AGENTS = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
+_FROM_AGENTS: frozenset[type[Message]] = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
 
-Message.TYPES.update({kind.__name__.lower(): kind for kind in FROM_WORKERS | _FROM_AGENTS})
-
-
-def pack(message: Message) -> bytes:
-    """Encode a message as one line. Invalid text in it, such as a file name in an error, is escaped."""
-    value: dict[str, object] = {"type": type(message).__name__.lower(), **asdict(message)}
-    for item in fields(message):
-        if item.type == "Text":
-            value[item.name] = str(value[item.name]).encode(errors="backslashreplace").decode().replace("\0", r"\x00")
-    return json.dumps(value).encode() + b"\n"
-
-
-def unpack(line: bytes, kinds: Collection[type[Message]] = frozenset(Message.TYPES.values())) -> Message:
-    """Parse one untrusted line.
-
-    Args:
-        kinds: the message classes that are expected.
-
-    Raises:
-        ValueError: if it is not a message of these classes, or a field is missing or invalid for its type.
-    """
-    if len(line) > MAX_LINE:
-        raise ValueError(f"a line of {len(line)} bytes, the limit is {MAX_LINE}")
-    try:
-        value = _DECODER.decode(line.decode())
-    except RecursionError:
-        raise ValueError(f"JSON that is nested too deeply: {line[:100]!r}") from None
-    name = value.get("type") if isinstance(value, dict) else None
-    kind = Message.TYPES.get(name) if isinstance(name, str) else None
-    if kind is None or kind not in kinds:
-        raise ValueError(f"no message that is known: {line[:100]!r}")
-    found: dict[str, Any] = {}
-    for item in fields(kind):
-        one = value.get(item.name)
-        check, admitted = _CHECKS[str(item.type)]
-        if not check(one):
-            shown = str(one)[:100] if isinstance(one, str | int | float | None) else type(one).__name__
-            raise ValueError(f"{kind.__name__}.{item.name} is {shown!r}, not {admitted}")
-        found[item.name] = float(one) if item.type == "Seconds" and one is not None else one
-    return kind(**found)
-
-
-_MOST = 2**53
-"""From here on, numbers are not exact in other readers' JSON, and are not valid counts."""
-
-_NONCE = re.compile(r"[0-9a-f]{0,64}")
-
-
-def _whole(value: object, low: int, end: int = _MOST) -> bool:
-    return type(value) is int and low <= value < end
-
-
-def _is_text(value: object, admitted: str = "strict") -> bool:
-    """Whether a value is encodable text without a zero byte."""
-    try:
-        return isinstance(value, str) and b"\0" not in value.encode(errors=admitted)
-    except UnicodeEncodeError:
-        return False
-
-
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < _MOST and math.isfinite(value)  # type: ignore[operator,arg-type]
-
-
-_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "bool": (lambda value: type(value) is bool, "true or false"),
-    "Count": (lambda value: _whole(value, 0), "a number from 0 to 2**53"),
-    "Positive": (lambda value: _whole(value, 1), "a number from 1 to 2**53"),
-    "SlotNumber": (lambda value: _whole(value, 0, SLOTS), "the number of a slot"),
-    "SlotOrNone": (lambda value: _whole(value, -1, SLOTS), "the number of a slot, or -1"),
-    "Seconds": (_is_seconds, "a number of seconds"),
-    "Text": (_is_text, "text"),
-    # Paths and environment variables may contain bytes that are not UTF-8 (PEP 383).
-    "OsText": (lambda value: _is_text(value, "surrogateescape"), "a path"),
-    "ExitStatus": (lambda value: _whole(value, -64, 256), "an exit code"),
-    "Nonce": (lambda value: isinstance(value, str) and bool(_NONCE.fullmatch(value)), "hexadecimal digits"),
-}
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)
+pack, unpack = _MESSAGES.pack, _MESSAGES.unpack
 
 
 @dataclass(frozen=True, slots=True)

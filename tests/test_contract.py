@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from elastic_launch import contract as c
 from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.errors import ProtocolError
 
 PLACEMENT = Placement(
     rank=5,
@@ -142,54 +143,52 @@ def test_a_message_survives_its_line(message: c.Message) -> None:
 
 
 def test_every_message_has_an_example() -> None:
-    assert {type(message) for message in MESSAGES} == set(c.Message.TYPES.values())
+    assert {type(message) for message in MESSAGES} == c.FROM_WORKERS | c._FROM_AGENTS
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         (b"", "Expecting value"),
-        (b"[]", "no message that is known"),
-        (b"{}", "no message that is known"),
-        (b'{"type": "explode"}', "no message that is known"),
-        (b'{"type": ["stop"]}', "no message that is known"),
-        (b'{"type": "stepdone"}', "StepDone.step is 'None', not a number from 0"),
-        (b'{"type": "stepdone", "step": "9"}', "StepDone.step is '9', not a number from 0"),
-        (b'{"type": "stepdone", "step": true}', "StepDone.step is 'True', not a number from 0"),
-        (b'{"type": "stepdone", "step": 1.0}', "StepDone.step is '1.0', not a number from 0"),
+        (b"[]", "A JSON object was expected"),
+        (b"{}", "unexpected type"),
+        (b'{"type": "explode"}', "unexpected type"),
+        (b'{"type": ["stop"]}', "unexpected type"),
+        (b'{"type": "stepdone"}', "StepDone.step is missing"),
+        (b'{"type": "stepdone", "step": "9"}', "StepDone.step: int was expected, found str"),
+        (b'{"type": "stepdone", "step": true}', "StepDone.step: int was expected, found bool"),
+        (b'{"type": "stepdone", "step": 1.0}', "StepDone.step: int was expected, found float"),
         (b'{"type": "stepdone", "step": -1}', "StepDone.step is '-1', not a number from 0"),
-        (b'{"type": "stepdone", "step": [1]}', "StepDone.step is 'list', not a number from 0"),
+        (b'{"type": "stepdone", "step": [1]}', "StepDone.step: int was expected, found list"),
         (b'{"type": "ready", "step": 1, "total": 1%s, "restore_s": 0.0}' % (b"0" * 400), "Ready.total is '1000"),
         (b'{"type": "stepdone", "step": 1%s}' % (b"0" * 5000), "digits"),
-        (b'{"type": "drained", "step": 1, "seconds": "x"}', "Drained.seconds is 'x', not a number of seconds"),
+        (b'{"type": "drained", "step": 1, "seconds": "x"}', "Drained.seconds: float was expected, found str"),
         (b'{"type": "drained", "step": 1, "seconds": -0.5}', "Drained.seconds is '-0.5', not a number of seconds"),
-        (b'{"type": "drained", "step": 1, "seconds": true}', "Drained.seconds is 'True', not a number of seconds"),
-        (b'{"type": "drained", "step": 1, "seconds": NaN}', "NaN is no number"),
+        (b'{"type": "drained", "step": 1, "seconds": true}', "Drained.seconds: float was expected, found bool"),
+        (b'{"type": "drained", "step": 1, "seconds": NaN}', "Drained.seconds is 'nan', not a number of seconds"),
         (b'{"type": "drained", "step": 1, "seconds": 1e400}', "Drained.seconds is 'inf', not a number of seconds"),
-        (b'{"type": "drained", "step": 1, "seconds": 1%s}' % (b"0" * 400), "Drained.seconds is '1000"),
-        (b'{"type": "saved", "step": 1, "error": "\\u0000"}', "not text"),
-        (b'{"type": "saved", "step": 1, "error": "\\udcff"}', "not text"),
+        (b'{"type": "drained", "step": 1, "seconds": 1%s}' % (b"0" * 400), "Drained.seconds: the number is too large"),
         (b'{"type": "saved", "step": 1, "error": "\xff"}', "can't decode byte"),
         (stored(slot=c.SLOTS), "Stored.slot is '3', not the number of a slot"),
         (stored(slot=-1), "Stored.slot is '-1', not the number of a slot"),
         (stored(keep=0), "Stored.keep is '0', not a number from 1"),
         (stored(shares=2, share=2), "Stored.share is 2 of 2"),
-        (stored(durable=1), "Stored.durable is '1', not true or false"),
+        (stored(durable=1), "Stored.durable: bool was expected, found int"),
         (stored(directory="/a\0b"), "not a path"),
         (stored(directory="/\ud800"), "not a path"),
         (stored(nonce="../../x"), "Stored.nonce is '../../x', not hexadecimal"),
-        (b"[" * 50_000, "nested too deeply" if sys.version_info < (3, 14) else "Expecting value"),
-        (b" " * (c.MAX_LINE + 1), "a line of 65537 bytes"),
+        (b"[" * 50_000, "recursion" if sys.version_info < (3, 14) else "Expecting value"),
+        (b" " * (c.MAX_LINE + 1), "A value of 65537 bytes exceeds the limit"),
     ],
     ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
 def test_a_line_that_is_no_message_is_refused(line: bytes, complaint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(complaint)):
+    with pytest.raises(ProtocolError, match=re.escape(complaint)):
         c.unpack(line)
 
 
 def test_what_only_agents_say_is_refused_from_a_worker() -> None:
-    with pytest.raises(ValueError, match="no message that is known"):
+    with pytest.raises(ProtocolError, match="unexpected type"):
         c.unpack(c.pack(c.Use(1)), c.FROM_WORKERS)
     assert c.unpack(c.pack(c.StepDone(1)), c.FROM_WORKERS) == c.StepDone(1)
 
@@ -222,7 +221,7 @@ _LINES = st.one_of(
         lambda message, odd: json.dumps({**json.loads(c.pack(message)), **odd}).encode(),
         st.sampled_from(MESSAGES),
         st.dictionaries(
-            st.sampled_from(sorted({field.name for kind in c.Message.TYPES.values() for field in fields(kind)})),
+            st.sampled_from(sorted({field.name for kind in c.FROM_WORKERS | c._FROM_AGENTS for field in fields(kind)})),
             _ODD,
             max_size=4,
         ),
@@ -231,10 +230,10 @@ _LINES = st.one_of(
 
 
 def _read(line: bytes) -> None:
-    """A line is refused with a ValueError, or is a message whose every field can be computed with and encoded."""
+    """A line is refused with a ProtocolError, or is a message whose every field can be computed with and encoded."""
     try:
         message = c.unpack(line)
-    except ValueError:
+    except ProtocolError:
         return
     for value in asdict(message).values():
         if isinstance(value, str):

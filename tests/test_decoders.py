@@ -35,6 +35,7 @@ from elastic_agents.notices.types import Trouble
 from elastic_agents.probes.http_server import Request, _parse
 from elastic_agents.snapshots.copier import Answer
 from elastic_agents.workers.watchdog import read_request
+from elastic_launch import codec
 from elastic_launch import contract as c
 from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
@@ -46,7 +47,6 @@ from elastic_launch.observe import reading
 from elastic_launch.rendezvous import run_file as w
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.seal import ValueSeal
@@ -320,7 +320,7 @@ TARGETS = {
     "timer": Target(
         (b'{"pid": 7, "scope_id": "a", "expiration_time": 1.5, "signal": 9}',), read_request, (ValueError,)
     ),
-    "worker": Target(tuple(c.pack(one) for one in WORKERS), c.unpack, (ValueError,), c.pack),
+    "worker": Target(tuple(c.pack(one) for one in WORKERS), c.unpack, (ProtocolError,), c.pack),
     "manifest": Target(
         (MANIFEST, SPLIT), manifest, (MalformedError, UnknownFormatError), lambda found: found.dumps()[0]
     ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field, replace
 
+from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
-from elastic_launch.rendezvous.wire import codec
 
 __all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round"]
 

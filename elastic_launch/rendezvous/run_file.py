@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.secret import Token, read_token
 from elastic_launch.system.private_files import make_private, open_private, read_small
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import (
     AuthenticationError,

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.record import SCHEMA, ControlRecord, End, Leader, Member, Round
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.testing import MemoryStore
 
 MEMBERS = (Member("a", "a1", 8, "10.0.0.1", 7000), Member("b", "b1", 4, "fd00::1", 7001))

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from elastic_agents.helpers import helper_command, helper_environment
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.wire import codec
 
 __all__ = ["Answer", "Copier"]
 

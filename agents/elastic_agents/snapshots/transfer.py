@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES
 from elastic_launch.snapshot.memory.slot import Header, Slot

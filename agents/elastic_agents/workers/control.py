@@ -23,6 +23,7 @@ from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
+from elastic_launch.errors import ProtocolError
 from elastic_launch.events.types import EventSink
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
@@ -229,9 +230,9 @@ class Control:
             for line in lines:
                 self._hear(peer, c.unpack(line, c.FROM_WORKERS))
             if len(peer.pending) > c.MAX_LINE:
-                raise ValueError(f"a line of more than {c.MAX_LINE} bytes")
-        except ValueError as error:
-            _log.warning("a worker's connection is closed: it sent %s", error)
+                raise ProtocolError(f"A line of more than {c.MAX_LINE} bytes.")
+        except ProtocolError as error:
+            _log.warning("a worker's connection is closed: %s", error)
             data = b""
         if not data:
             with self._lock:
@@ -245,14 +246,14 @@ class Control:
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
             if peer.hello is not None or message.local_rank >= self._workers:
-                raise ValueError(f"{message} where {self._workers} workers are expected to say so once")
+                raise ProtocolError(f"{message} is not the one Hello of one of {self._workers} workers.")
             self._offer(peer, message)
             return
         if isinstance(message, c.Ended):
             self._say(ScriptEnded(peer.pid, message.exit_code))
             return
         if peer.hello is None:
-            raise ValueError(f"{type(message).__name__} before Hello")
+            raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
         match message:
             case c.Ready(step=step):

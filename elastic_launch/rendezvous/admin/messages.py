@@ -7,10 +7,8 @@ sender never counts as a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = [
-    "NAMES",
     "Answer",
     "AskDrain",
     "AskResize",
@@ -153,15 +151,3 @@ class LeaderFound:
 
     term: int
     status: Status
-
-
-NAMES: dict[str, type[Any]] = {
-    "caller": Caller,
-    "ask status": AskStatus,
-    "ask drain": AskDrain,
-    "ask save": AskSave,
-    "ask resize": AskResize,
-    "answer": Answer,
-    "found": LeaderFound,
-}
-"""The messages by the value of their ``type`` field."""

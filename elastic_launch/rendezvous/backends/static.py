@@ -12,6 +12,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
+from elastic_launch import codec
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, StoreError
@@ -20,7 +21,6 @@ from elastic_launch.rendezvous.backends.c10d import C10dBackend, FoundLeader
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import MemoryStore
 from elastic_launch.rendezvous.stores.static_store import NotAStoreError, StaticStore, connect_store, host_store
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire.addresses import ANY_ADDRESS, listen, listen_anywhere, try_listen
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal

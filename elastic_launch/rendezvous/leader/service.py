@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import deque
 
+from elastic_launch import codec
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Timing
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
@@ -21,7 +22,6 @@ from elastic_launch.rendezvous.leader.link import Link
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import ControlStore
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenError, UnexpectedTokenError
 from elastic_launch.rendezvous.wire.log_once import LogOnce

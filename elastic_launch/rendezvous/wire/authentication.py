@@ -22,8 +22,8 @@ import json
 import secrets
 from typing import Protocol
 
+from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.secret import Token, keyed
 
 __all__ = [

@@ -6,43 +6,13 @@ lower term than it has seen, so that a leader that was paused and wakes up has n
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
 
-from elastic_launch.errors import ProtocolError
+from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
+from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, Released, SnapshotSource
-from elastic_launch.rendezvous.wire import codec
-from elastic_launch.rendezvous.wire.orders import (
-    Break,
-    Depart,
-    Drain,
-    Evicted,
-    Form,
-    Notice,
-    Order,
-    PeerDone,
-    Pulse,
-    Refused,
-    RunEnd,
-    SaveNow,
-    ToNode,
-    Welcome,
-)
-from elastic_launch.rendezvous.wire.reports import (
-    Beat,
-    Done,
-    Failed,
-    Failure,
-    Hello,
-    Imported,
-    Joined,
-    Leaving,
-    Progress,
-    Ready,
-    Report,
-    Saved,
-    Stopped,
-)
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -82,7 +52,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(Protocol):
@@ -91,55 +61,360 @@ class Message(Protocol):
     __dataclass_fields__: Any
 
 
-_REPORTS: dict[str, type[Any]] = {
-    "hello": Hello,
-    "beat": Beat,
-    "progress": Progress,
-    "saved": Saved,
-    "joined": Joined,
-    "ready": Ready,
-    "imported": Imported,
-    "failed": Failed,
-    "stopped": Stopped,
-    "done": Done,
-    "leaving": Leaving,
-}
-_ORDERS: dict[str, type[Any]] = {
-    "welcome": Welcome,
-    "refused": Refused,
-    "pulse": Pulse,
-    "form": Form,
-    "drain": Drain,
-    "break": Break,
-    "depart": Depart,
-    "released": Released,
-    "save": SaveNow,
-    "peer_done": PeerDone,
-    "evicted": Evicted,
-    "notice": Notice,
-    "end": RunEnd,
-}
-_KINDS = {**_REPORTS, **_ORDERS, **asking.NAMES}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+# From a node to its leader.
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's failure, as its node saw it.
+
+    Attributes:
+        kind: ``crash``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
+        exit_code: as in ``subprocess``: -N for signal N.
+        message: one line: the exception, or the signal's name.
+        detail: the traceback, or the last lines of stderr.
+        ran: seconds from the worker's start to its end.
+        ago: seconds from the failure to this report, by the node's clock. The time of failure is when its exception
+            reached the top level, or else when it exited.
+        log: the location of its log files on its node.
+        host: the name of the node's host.
+        symptom: evidence that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
+        trained: optimizer steps that the round had done, as far as the node knows; -1 if it knows of none.
+        supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
+            that of a handled exception.
+        repeats: where it failed, if a restart computes the same numbers there again; else empty.
+    """
+
+    node_id: str
+    kind: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    message: str
+    detail: tuple[str, ...] = ()
+    ran: float = 0.0
+    ago: float = 0.0
+    log: str = ""
+    round: int = 0
+    host: str = ""
+    symptom: str = ""
+    trained: int = -1
+    supposed: bool = False
+    repeats: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message on a link.
+
+    Attributes:
+        command, limits: this node's command and limits as text, so that differences can be shown.
+        wanted_rank: the rank that the node asks for, or None.
+        holding: number of the round whose workers it still has, or 0.
+        joined, ready, done: whether all of these workers are started; can be drained; have finished.
+        importing: whether its workers could not begin at once, because their imports are not loaded yet.
+        leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
+        seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
+        held: see :class:`Stopped`.
+        role: the role of its workers.
+        shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
+    """
+
+    version: int
+    run_id: str
+    digest: str
+    command: str
+    limits: str
+    node_id: str
+    incarnation: str
+    workers: int
+    address: str
+    store_port: int
+    wanted_rank: int | None = None
+    holding: int = 0
+    joined: bool = False
+    ready: bool = False
+    done: bool = False
+    leaving: str = ""
+    seen_term: int = 0
+    seen_round: int = 0
+    seen_restarts: int = 0
+    importing: bool = False
+    held: HeldSnapshot | None = None
+    shutdown_timeout: float = 0.0
+    role: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Heartbeat of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Heartbeat with the number of optimizer steps that the round's workers have done. Sent instead of a beat.
+
+    Attributes:
+        snapshot: steps in the newest snapshot in this node's memory; None if there is none.
+    """
+
+    round: int
+    step: int
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of the round's training was written, or could not be.
+
+    Attributes:
+        step: optimizer steps in it.
+        error: why it was not written; empty if it was.
+        asked: whether it is at least as new as the last :class:`SaveNow`.
+    """
+
+    round: int
+    step: int
+    error: str = ""
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The workers of the round are started."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The workers of the round train with this project's library: they can be drained.
+
+    The round's first member repeats it from time to time with a new estimate.
+
+    Attributes:
+        remaining_s: seconds until the training ends at the current pace; -1 if unknown.
+        step: optimizer steps done when they began; -1 if unknown.
+    """
+
+    round: int
+    remaining_s: float = -1.0
+    step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker of the round failed; this node stops its other workers."""
+
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The workers of the round are reaped; the node is ready for the next one.
+
+    Attributes:
+        store_port: where its next worker store listens.
+        drained: optimizer steps done, if they stopped together with all others after the same step, else -1.
+        held: the newest snapshot in its memory.
+        saved: whether this node has already committed the drained state to durable storage.
+        unsaved: why not, if it waited for that; empty if that was not this node's task, or it did not wait.
+    """
+
+    round: int
+    store_port: int
+    drained: int = -1
+    held: HeldSnapshot | None = None
+    saved: bool = False
+    unsaved: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All workers of the round finished with exit code 0."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """This node leaves the run; no node waits for it.
+
+    Attributes:
+        seconds: time that it has left and in which its workers can be drained; 0 if they cannot.
+    """
+
+    reason: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """This node's workers can begin at once from now on."""
+
+
+Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Done | Leaving
+
+
+# From the leader to its nodes.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hello was accepted.
+
+    Attributes:
+        run: see the control record.
+        max_nodes: the run's current limit, which may differ from this node's; 0 if not given.
+    """
+
+    term: int
+    node_id: str
+    beat: float
+    dead_after: float
+    run: str = ""
+    max_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node does not fit the run and must not reconnect."""
+
+    term: int
+    reason: str
+    hint: str = ""
+    code: int = 95
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Heartbeat of the leader.
+
+    Attributes:
+        round, restarts: the last round's number, and the restarts charged.
+        max_nodes: see :class:`Welcome`.
+    """
+
+    term: int
+    round: int = 0
+    restarts: int = 0
+    max_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The round is formed and recorded: start its workers.
+
+    Attributes:
+        restarts: restarts charged so far.
+        cause: why the last round ended; ``first`` for the first one.
+        sources: which nodes serve the newest snapshot, if no member has it.
+        max_restarts: the run's limit, which may differ from the node's.
+    """
+
+    term: int
+    round: Round
+    restarts: int
+    cause: str
+    sources: tuple[SnapshotSource, ...] = ()
+    max_restarts: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have the round's workers stop after the same step, save and exit; then report them as stopped.
+
+    Attributes:
+        kind: see :class:`Break`.
+        seconds: time after which the round is broken; None for no limit.
+        final: the run ends with this drain: each node saves its part before it reports.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+    seconds: float | None = None
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The round is over: stop its workers and report.
+
+    Attributes:
+        kind: see :class:`elastic_launch.rendezvous.leader.verdict.Kind`.
+    """
+
+    term: int
+    round: int
+    kind: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """This node must leave the run after a drain, within the given seconds."""
+
+    term: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNow:
+    """Have the round's ranks write a durable checkpoint; sent only to the first member, whose rank informs all."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """This node is no longer a member: kill its workers. ``final``: another agent replaced it, do not reconnect."""
+
+    term: int
+    reason: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Information for the node's user, such as what the run waits for."""
+
+    term: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDone:
+    """All workers of another node finished the round with exit code 0: workers of this node that hang may be killed."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The run is over and recorded as such: stop and exit with the code.
+
+    Attributes:
+        failure: the root cause, if a worker's failure ended the run.
+    """
+
+    term: int
+    code: int
+    cause: str
+    restarts: int = 0
+    failure: Failure | None = None
+
+
+ToNode = Form | Drain | Break | Depart | Released | SaveNow | PeerDone | Evicted | Notice | RunEnd
+Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound
 
 Spoken = Report | Order | asking.Caller | asking.Request
 
-
-def pack(message: Spoken) -> bytes:
-    """Encode a message as one line."""
-    return codec.dumps(message, type=_NAMES[type(message)]) + b"\n"
-
-
-def unpack(line: bytes) -> Spoken:
-    """Read one line.
-
-    Raises:
-        ProtocolError: if it is not a message that this version knows.
-    """
-    value = codec.loads(line)
-    name = value.get("type")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ProtocolError(f"A message of the unknown type {str(name)[:50]!r} came over a link.")
-    message: Spoken = codec.decode(kind, value)
-    return message
+_MESSAGES: Messages[Spoken] = Messages(get_args(Spoken))
+pack, unpack = _MESSAGES.pack, _MESSAGES.unpack

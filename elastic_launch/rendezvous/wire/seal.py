@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hmac
 
+from elastic_launch import codec
 from elastic_launch.errors import RefusedError, StoreError
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN, Token, keyed
 
 __all__ = ["Patience", "ValueSeal"]

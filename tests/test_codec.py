@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.record import ControlRecord, Member, Round
-from elastic_launch.rendezvous.wire import codec
 from elastic_launch.rendezvous.wire import messages as m
 
 STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -207,7 +207,7 @@ def test_what_is_no_message_is_a_protocol_error(data: bytes) -> None:
     [b"{}", b'{"type":null}', b'{"type":3}', b'{"type":["hello"]}', b'{"type":"__class__"}', b'{"type":"Hello"}'],
 )
 def test_an_unknown_type_is_a_protocol_error(line: bytes) -> None:
-    with pytest.raises(ProtocolError, match="unknown type"):
+    with pytest.raises(ProtocolError, match="unexpected type"):
         m.unpack(line)
 
 

@@ -1,6 +1,8 @@
 """Versionable JSON for frozen dataclasses: strict on types, bounded in size, never a pickle.
 
-Unknown fields are ignored and missing ones take their defaults, so the output of a newer version can be read.
+All messages and records of this project are encoded here. Unknown fields are ignored and missing ones take their
+defaults, so the output of a newer version can be read. The bounds of a field are part of its type:
+``Annotated[int, rule]``, where the rule returns the value to use, or raises ValueError with the values it allows.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Collection, Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["MAX_BYTES", "LineReader", "decode", "dumps", "loads"]
+__all__ = ["MAX_BYTES", "LineReader", "Messages", "decode", "dumps", "loads"]
 
 MAX_BYTES = 4 * 1024 * 1024
 """Size limit of a value or line when reading, in bytes; about 16,000 members of 250 bytes."""
@@ -27,14 +30,14 @@ def dumps(value: Any, **extra: str) -> bytes:
     return json.dumps({**extra, **_shallow(value)}, separators=(",", ":"), default=_shallow).encode()
 
 
-def loads(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object.
+def loads(data: bytes, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """Parse one JSON object of at most ``limit`` bytes.
 
     Raises:
         ProtocolError: if data is too large, not JSON, or not an object.
     """
-    if len(data) > MAX_BYTES:
-        raise ProtocolError(f"A value of {len(data)} bytes exceeds the limit of {MAX_BYTES}.")
+    if len(data) > limit:
+        raise ProtocolError(f"A value of {len(data)} bytes exceeds the limit of {limit}.")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -71,7 +74,7 @@ def _shallow(value: Any) -> dict[str, Any]:
 
 @cache
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     missing = dataclasses.MISSING
     return tuple(
         (item.name, hints[item.name], item.default is missing and item.default_factory is missing)
@@ -81,6 +84,13 @@ def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
+    if origin is Annotated:
+        inner, rule = typing.get_args(hint)
+        value = _convert(inner, value, where)
+        try:
+            return rule(value)
+        except ValueError as error:
+            raise ProtocolError(f"{where} is {str(value)[:100]!r}, not {error}.") from None
     if origin is types.UnionType:
         if value is None:
             return None
@@ -102,6 +112,39 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint:
         raise ProtocolError(f"{where}: {hint.__name__} was expected, found {type(value).__name__}.")
     return value
+
+
+class Messages(Generic[T]):
+    """Messages of several classes, one per line; each begins with a ``type``, the name of its class in lower case.
+
+    Args:
+        kinds: the classes.
+        limit: longest line in bytes.
+    """
+
+    def __init__(self, kinds: Iterable[type[T]], limit: int = MAX_BYTES) -> None:
+        self._kinds = {kind.__name__.lower(): kind for kind in kinds}
+        self._limit = limit
+
+    def pack(self, message: T) -> bytes:
+        """Encode a message as one line."""
+        return dumps(message, type=type(message).__name__.lower()) + b"\n"
+
+    def unpack(self, line: bytes, kinds: Collection[type[T]] = ()) -> T:
+        """Read one untrusted line.
+
+        Args:
+            kinds: the classes that are expected; all if empty.
+
+        Raises:
+            ProtocolError: if it is not a message of these classes; it names the field that is wrong.
+        """
+        value = loads(line, self._limit)
+        name = value.get("type")
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None or (kinds and kind not in kinds):
+            raise ProtocolError(f"A message of the unexpected type {str(name)[:50]!r} arrived.")
+        return decode(kind, value)
 
 
 class LineReader:
