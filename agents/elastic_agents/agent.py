@@ -392,8 +392,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._workers.kill(local_ranks)
             case v.Hold(round=number, local_rank=local_rank):
                 self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
-            case v.ReportFailed(local_rank=local_rank, preempted=preempted):
-                if failure := self._workers.failure(local_rank, preempted, self._control.pace):
+            case v.ReportFailed(local_rank=local_rank):
+                if failure := self._workers.failure(local_rank, self._control.pace):
                     self._membership.failed(failure)
             case v.ReportReady(round=number):
                 self._ready(number)
@@ -419,7 +419,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _had_failed(self, reaped: Reaped) -> None:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
-        if failure := self._workers.failure(reaped.placement.local_rank, False, self._control.pace):
+        if failure := self._workers.failure(reaped.placement.local_rank, self._control.pace):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
             report_late(failure)

@@ -62,7 +62,7 @@ Decision = tuple[View, list[Action]]
 
 UNKNOWN = "the workers of this node have finished; whether all others have could not be learned"
 
-_PREEMPTING = (-signal.SIGTERM, -signal.SIGINT)
+_STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
 
 def decide(view: View, event: Event, nproc: int) -> Decision:
@@ -99,7 +99,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case HoldOver(round=number, local_rank=local_rank):
             if number != view.round or local_rank not in view.held:
                 return view, []
-            return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank, preempted=True)])
+            return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank)])
         case StartFailed(cause=cause, started=started, code=code):
             view, actions = _end(replace(view, alive=started), code, cause)
             return view, [ReportLeaving(cause), *actions]
@@ -179,7 +179,7 @@ def _stop(view: View, number: int = signal.SIGTERM) -> Decision:
         number: the signal that the other workers get.
     """
     # Without these reports the leader would charge the crashes that these workers caused elsewhere.
-    held: list[Action] = [ReportFailed(local_rank, preempted=True) for local_rank in sorted(view.held)]
+    held: list[Action] = [ReportFailed(local_rank) for local_rank in sorted(view.held)]
     view = replace(view, held=frozenset())
     match view.phase:
         case Phase.RUNNING | Phase.DRAINING if view.alive:
@@ -302,7 +302,7 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
         return (view, []) if view.alive else _settle(view)
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
-        if event.exit_code in _PREEMPTING:
+        if event.exit_code in _STOPPED:
             return replace(view, held=view.held | {event.local_rank}), [Hold(event.round, event.local_rank)]
         return _fail(view, [ReportFailed(event.local_rank)])
     if view.alive or view.held:

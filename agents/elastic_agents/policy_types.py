@@ -316,7 +316,6 @@ class ReportFailed:
     """Report a worker's failure to the leader."""
 
     local_rank: int
-    preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,6 @@ def failed(error_file: Path, **arguments: Any) -> m.Failure:
         "error": read_error_file(error_file),
         "log": error_file.parent,
         "stderr": (),
-        "preempted": False,
         "stopped": False,
         "out_of_memory": False,
         "trained": -1,
@@ -389,8 +388,10 @@ def test_a_progress_bar_shows_what_it_showed_last(error_file: Path) -> None:
         ({"exit_code": -9}, "crash"),
         ({"exit_code": -9, "out_of_memory": True}, "out of memory"),
         ({"exit_code": -11, "out_of_memory": True}, "crash"),
-        ({"exit_code": -15, "preempted": True}, "preemption"),
-        ({"exit_code": -9, "preempted": True, "out_of_memory": True}, "preemption"),
+        ({"exit_code": -15}, "preemption"),
+        ({"exit_code": -15, "only_crashes": True}, "crash"),
+        ({"exit_code": -15, "stopped": True}, "crash"),
+        ({"exit_code": -2}, "crash"),
     ],
 )
 def test_kinds(error_file: Path, arguments: dict[str, Any], kind: str) -> None:

@@ -181,7 +181,7 @@ def test_an_exit_by_a_stop_signal_waits_for_the_agents_own(code: int) -> None:
 
 def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
     held = view(gone(0, TERM_CODE))
-    assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailed(0, preempted=True), v.Terminate(1)])
+    assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailed(0), v.Terminate(1)])
 
 
 def test_with_the_agents_own_signal_it_is_none() -> None:
@@ -197,7 +197,7 @@ def test_all_workers_ended_by_a_stop_signal() -> None:
     phase, actions = after(held, v.HoldOver(1, 0))
     assert phase is Phase.WAITING
     assert sorted(map(str, actions[:-1])) == sorted(
-        map(str, [v.ReportFailed(0, preempted=True), v.ReportFailed(1, preempted=True)])
+        map(str, [v.ReportFailed(0), v.ReportFailed(1)])
     )
     assert actions[-1] == v.ReportStopped(1)
 
@@ -207,7 +207,7 @@ def test_a_held_worker_is_no_finished_one() -> None:
     assert held.phase is Phase.RUNNING
     assert after(held, v.HoldOver(1, 0)) == (
         Phase.WAITING,
-        [v.ReportFailed(0, preempted=True), v.ReportStopped(1)],
+        [v.ReportFailed(0), v.ReportStopped(1)],
     )
 
 
@@ -215,7 +215,7 @@ def test_a_failure_beside_a_held_worker_reports_the_preemption_first() -> None:
     held = view(gone(0, TERM_CODE))
     assert after(held, gone(1, 1)) == (
         Phase.WAITING,
-        [v.ReportFailed(0, preempted=True), v.ReportFailed(1), v.ReportStopped(1)],
+        [v.ReportFailed(0), v.ReportFailed(1), v.ReportStopped(1)],
     )
 
 
@@ -223,8 +223,8 @@ def test_a_break_during_the_hold_does_not_swallow_the_preemption() -> None:
     """Workers elsewhere crash at once; without this report the leader would charge these crashes."""
     held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
     _, actions = decide(held, brk(1), 2)
-    assert v.ReportFailed(0, preempted=True) in actions
-    assert v.ReportFailed(1, preempted=True) in actions
+    assert v.ReportFailed(0) in actions
+    assert v.ReportFailed(1) in actions
     assert actions[-1] == v.ReportStopped(1)
 
 

@@ -96,10 +96,9 @@ class AgentLife(RuleBasedStateMachine):
                 assert number == self.round
                 assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
                 self.holds.append((number, local_rank))
-            case v.ReportFailed(local_rank=local_rank, preempted=preempted):
+            case v.ReportFailed(local_rank=local_rank):
                 assert self.codes[local_rank] != 0
                 assert local_rank not in self.reported, "a failure is reported twice"
-                assert preempted == (self.codes[local_rank] in (TERM_CODE, INT_CODE))
                 self.reported.add(local_rank)
             case v.ReportStopped(round=number, drained=step):
                 assert not self.workers, "stopped, but workers live"

@@ -34,7 +34,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ConnectionResetError("Connection reset by peer")
 """
 
-INTERRUPTED = "raise KeyboardInterrupt\n"
+INTERRUPTED = "import torch\nraise KeyboardInterrupt('enough')\n"
 
 ODD = """
 import os
@@ -95,12 +95,16 @@ def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tm
     assert agent.output.count("a round forms") == 1, "the first"
 
 
-def test_workers_that_interrupt_themselves_do_not_restart_without_end(job: Job, tmp_path: Path) -> None:
-    agent = job.launch("--standalone", "--max-restarts", "0", command=script(tmp_path, INTERRUPTED))
-    assert agent.wait(60) == 92
-    assert "exit code 92: no progress in 5 rounds, no restart allowed (--max-restarts 0)" in agent.output
-    assert "signal 2 (SIGINT)" in agent.output.split("root cause")[-1]
-    assert len(job.events("round_formed")) == 5
+@pytest.mark.parametrize("flags", [(), ("--no-warm",)], ids=["forked", "executed"])
+def test_a_keyboard_interrupt_that_a_script_raises_costs_a_restart(
+    job: Job, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As under torchrun. It is a failure of the script's own, not a signal from a scheduler."""
+    agent = job.launch("--standalone", "--max-restarts", "1", *flags, command=script(tmp_path, INTERRUPTED))
+    assert agent.wait(60) == 91
+    assert "signal 2 (SIGINT): KeyboardInterrupt: enough" in agent.output.split("root cause")[-1]
+    assert [charged["kind"] for charged in job.events("restart_charged")] == ["crash"]
+    assert len(job.events("round_formed")) == 2
 
 
 def test_whatever_an_exception_says_it_costs_one_restart_and_goes_on(job: Job, tmp_path: Path) -> None:

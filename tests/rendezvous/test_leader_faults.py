@@ -127,7 +127,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
     for number in range(1, FREE + 3):
         assert run.number == number
         run.join("a")
-        run.fail("a", kind="preemption", exit_code=-2, message="signal 2 (SIGINT)", ran=1.0)
+        run.fail("a", kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)", ran=1.0)
         run.stop("a")
         run.advance(3)
     assert run.code == 92
@@ -136,7 +136,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
     assert "since the training has not advanced in 5 restarts" in charged.line()
     (order,) = run.orders("a", m.RunEnd)
     assert order.failure is not None
-    assert order.failure.message == "signal 2 (SIGINT)"
+    assert order.failure.message == "signal 15 (SIGTERM)"
 
 
 def test_preemptions_stay_free_while_training_advances() -> None:

@@ -120,9 +120,8 @@ class SimNode(Host):
                 self.workers.kill()
             case v.Hold(local_rank=rank):
                 self.kernel.call(v.HOLD, self, lambda: self.inbox.put(v.HoldOver(number, rank)))
-            case v.ReportFailed(preempted=preempted):
-                kind = "preemption" if preempted else "crash"
-                failure = m.Failure(self.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=60.0, round=number)
+            case v.ReportFailed():
+                failure = m.Failure(self.node_id, "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, round=number)
                 self._say(m.Failed(number, failure))
             case v.ReportStopped(round=stopped):
                 self._say(m.Stopped(stopped, 1))

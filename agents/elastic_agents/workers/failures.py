@@ -90,7 +90,6 @@ def report(
     error: ErrorFile | None,
     log: Path | None,
     stderr: Sequence[str],
-    preempted: bool,
     only_crashes: bool = False,
     stopped: bool,
     out_of_memory: bool,
@@ -114,7 +113,7 @@ def report(
     asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
     if asks or (not supposed and FINAL_NOTE in notes):
         kind = "fatal"
-    elif preempted and not only_crashes:
+    elif exit_code == -signal.SIGTERM and not only_crashes:
         kind = "preemption"
     elif out_of_memory and exit_code == -signal.SIGKILL:
         kind = "out of memory"
@@ -188,7 +187,8 @@ def _last_words(
         return error.message, error.traceback, error.traceback[places[-1] + 1 if places else 0 :]
     if supposed and (last := printed_last(stderr)) is not None:
         return stderr[last], tuple(stderr), ()
-    index = raised_in(stderr, stopped=stopped) if exit_code > 0 or stopped else None
+    raised = exit_code > 0 or exit_code == -signal.SIGINT or stopped  # Python ends by SIGINT on a KeyboardInterrupt
+    index = raised_in(stderr, stopped=stopped) if raised else None
     if index is None:
         return "", tuple(stderr), ()
     return _RANK.sub("", stderr[index]), tuple(stderr), tuple(_RANK.sub("", line) for line in stderr[index + 1 :])

@@ -168,7 +168,7 @@ class RoundWorkers:
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
 
-    def failure(self, local_rank: int, preempted: bool, pace: StepTimer) -> Failure | None:
+    def failure(self, local_rank: int, pace: StepTimer) -> Failure | None:
         """Build the report on a reaped worker.
 
         Returns:
@@ -209,7 +209,6 @@ class RoundWorkers:
             error=error,
             log=worker.logs.directory if self._pump.kept.useful else None,
             stderr=lines,
-            preempted=preempted,
             only_crashes=self._only_crashes,
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
