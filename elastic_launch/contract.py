@@ -139,11 +139,13 @@ class Ready(Message):
     Attributes:
         total: steps of the whole training; 0 if unknown.
         restore_s: seconds that restoring the state took.
+        uncompared: number of the last of these steps after which the ranks' states were not compared.
     """
 
     step: Count
     total: Count = 0
     restore_s: Seconds = 0.0
+    uncompared: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class StepEvents:
             self._round = who.round
             self._first = self._last = ready.step
             self._began = self._at = self._clock.now()
-            self._events.emit(TrainingBegun(who.round, who.rank, ready.step, ready.total, round(ready.restore_s, 6)))
+            took = round(ready.restore_s, 6)
+            self._events.emit(TrainingBegun(who.round, who.rank, ready.step, ready.total, took, ready.uncompared))
         self._open += 1
 
     def step(self, round_number: int, step: int, at: float) -> None:

@@ -105,6 +105,8 @@ class TrainingBegun(Event):
         step: optimizer steps done before.
         total: steps of the whole training; 0 if unknown.
         restore_s: seconds that it took to restore the state.
+        uncompared: steps between the last comparison of the ranks' states and the restored snapshot; 0 if that snapshot
+            was compared, or if this training's states are not compared.
     """
 
     round: int
@@ -112,6 +114,7 @@ class TrainingBegun(Event):
     step: int
     total: int
     restore_s: float
+    uncompared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

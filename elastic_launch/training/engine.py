@@ -78,6 +78,7 @@ class Engine:
         self._stop_agreed = Stop.NO
         self._ended = False
         self._restore_seconds = 0.0
+        self._uncompared = 0
         self._agreement: Agreement | None = None
         self._replicas: ReplicaCheck | None = None
         self._warned = self._warned_of_average = False
@@ -110,6 +111,7 @@ class Engine:
         self.step = self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world.world_size]
         self._restore_seconds += time.monotonic() - began
+        self._uncompared = resumed.uncompared
         # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
         self._check(state)
         self._unchecked = True
@@ -175,7 +177,7 @@ class Engine:
         self._begun, self.step = True, step
         self._termination.watch()
         if self._link is not None:
-            self._link.ready(step, total, self._restore_seconds)
+            self._link.ready(step, total, self._restore_seconds, self._uncompared)
 
     def be_exact(self) -> None:
         """Make torch's results reproducible to the bit until the session ends."""

@@ -104,15 +104,16 @@ class AgentLink:
         link._take_slots()
         return link
 
-    def ready(self, step: int, total: int, restore_s: float) -> None:
+    def ready(self, step: int, total: int, restore_s: float, uncompared: int = 0) -> None:
         """Report that training begins.
 
         Args:
             step: optimizer steps done.
             total: steps of the whole training; 0: not known.
             restore_s: seconds that restoring the state took.
+            uncompared: number of the last of these steps after which the ranks' states were not compared.
         """
-        self._say(c.Ready(step, total, restore_s))
+        self._say(c.Ready(step, total, restore_s, uncompared))
 
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""

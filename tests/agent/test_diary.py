@@ -20,7 +20,7 @@ class Book:
         self.events.append(event)
 
     def ready(self, number: int, *, local_rank: int = 0, step: int = 0) -> None:
-        self.diary.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25))
+        self.diary.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25, 3))
 
     def step(self, number: int, step: int, after: float = 1.0) -> None:
         self.clock.advance(after)
@@ -36,7 +36,7 @@ def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -
         book.diary.step(3, step, book.clock.now() + 1)
     book.clock.advance(7)
     book.diary.hung_up(3)
-    assert book.events == [TrainingBegun(3, 5, 10, 90, 0.25), FirstStep(3, 11)]
+    assert book.events == [TrainingBegun(3, 5, 10, 90, 0.25, 3), FirstStep(3, 11)]
     book.diary.hung_up(3)
     assert book.events[2:] == [RoundSteps(3, 10, 30, 20.0)]
     book.diary.close()

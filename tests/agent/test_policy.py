@@ -196,9 +196,7 @@ def test_all_workers_ended_by_a_stop_signal() -> None:
     assert (held.phase, held.held) == (Phase.RUNNING, {0, 1})
     phase, actions = after(held, v.HoldOver(1, 0))
     assert phase is Phase.WAITING
-    assert sorted(map(str, actions[:-1])) == sorted(
-        map(str, [v.ReportFailed(0), v.ReportFailed(1)])
-    )
+    assert sorted(map(str, actions[:-1])) == sorted(map(str, [v.ReportFailed(0), v.ReportFailed(1)]))
     assert actions[-1] == v.ReportStopped(1)
 
 

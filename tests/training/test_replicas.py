@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ from elastic_launch import snapshot
 from elastic_launch.training.checkpoints import saving
 from elastic_launch.training.checkpoints.memory import Newest
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.engine import Engine
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks import checksum
 from elastic_launch.training.ranks.checksum import checksums, combined
 from elastic_launch.training.ranks.replicas import replicated
@@ -109,17 +113,25 @@ def test_ranks_that_always_differ_end_the_run_and_nothing_wrong_is_saved(job: Jo
 
 
 @pytest.mark.parametrize(("compared", "equal"), [(False, 7), (True, 9)])
-def test_a_restart_from_a_snapshot_that_was_not_compared_says_so(
+def test_a_restart_from_a_snapshot_that_was_not_compared_is_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compared: bool, equal: int
 ) -> None:
-    """A difference between ranks of one node is lost by it."""
+    """A difference between ranks of one node is lost by it. It is usual after a fault, and thus not a warning."""
     meta = {"worlds": [2], "identity": {}, "equal": (1, equal), "compared": compared}
     monkeypatch.setattr(saving, "newest", lambda *_: Newest((1, 9), None, 0, True))
     monkeypatch.setattr(saving, "restore", lambda *_: ({}, meta))
-    resumed = saving.Saver(World(round=2), None).restore(None, {}, TrainingState())
-    assert resumed.step == 9
+    agent, worker = socket.socketpair()
+    with agent, worker, caplog.at_level("INFO", "elastic_launch"):
+        run = Engine(World(round=2), torch.device("cpu"), AgentLink(worker))
+        assert run.restore(None, {}, TrainingState(), ()).step == 9
+        run.begin(9)
+        run.release()
+        ready = json.loads(agent.makefile().readlines()[-1])
+    assert (ready["type"], ready["uncompared"]) == ("ready", 0 if compared else 2)
     said = "training resumes from the snapshot of step 9 in memory; the ranks were last compared after step 7, and"
-    assert [said in text for text in caplog.messages] == ([] if compared else [True])
+    assert [(said in record.message, record.levelname) for record in caplog.records] == (
+        [] if compared else [(True, "INFO")]
+    )
 
 
 @pytest.mark.slow

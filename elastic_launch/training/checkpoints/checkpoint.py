@@ -87,6 +87,11 @@ class Resumed:
     equal: int = 0
     orders: dict[str, list[list[str]]] = field(default_factory=dict)
 
+    @property
+    def uncompared(self) -> int:
+        """Number of the last steps after which the ranks were not compared."""
+        return 0 if self.compared else self.step - self.equal
+
     @staticmethod
     def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
         """Make a ``Resumed`` from a state and its meta."""

@@ -118,7 +118,8 @@ class Saver:
         if self._equal == kept.position:
             self.equal_after(step)  # in this branch, too
         elif not resumed.compared and self._world.rank == 0:
-            _log.warning(
+            # Usual after a fault, and no reason to act: the event training_begun has it, too.
+            _log.info(
                 "training resumes from the snapshot of step %d in memory; the ranks were last compared after step %d, "
                 "and a difference that began later would not be detected",
                 step,
