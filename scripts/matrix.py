@@ -4,7 +4,8 @@
 
 A pair is 3.12:2.13, or path/to/python:2.13. Without arguments MATRIX names the pairs; without it they are all pairs.
 Each pair gets an environment of its own, which is removed when its tests have run. The tests are those of single parts,
-of one node and of exactness. A pair that cannot be installed is reported as such; one that is installed must pass.
+of one node, of exactness, and of torch's launcher and its API. A pair that cannot be installed is reported as such;
+one that is installed must pass.
 
 The standard library only. PIP_ARGS, PYTEST_ARGS and JOBS have the same meaning as for make.
 """
@@ -41,8 +42,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDS = {2: "it was interrupted, and not all tests were run", 3: "an error of pytest itself", 4: "it could not begin"}
 """The exit codes of pytest with which the counts do not cover all tests."""
 
-ONE_NODE = ("test_front_ends.py", "test_kills_exact.py", "test_one_node.py", "test_options.py")
-"""The tests of one node and of exactness, among those that start a whole run."""
+WHOLE_RUNS = (
+    "test_api.py",
+    "test_front_ends.py",
+    "test_kills_exact.py",
+    "test_losses_exact.py",
+    "test_one_node.py",
+    "test_options.py",
+    "test_planned_exact.py",
+    "test_torchrun_handler.py",
+    "test_torchrun_mode.py",
+)
+"""Of the tests that start a whole run: those of one node, of exactness, and of torch's launcher and its API."""
 
 MARKS = "not system and not slow and not soak and not gpu"
 
@@ -211,7 +222,7 @@ def tests() -> list[str]:
     """The test files that are run for each pair."""
     folder = ROOT / "tests"
     parts = [path for path in folder.rglob("test_*.py") if folder / "integration" not in path.parents]
-    return [str(path.relative_to(ROOT)) for path in sorted([*parts, *(folder / "integration" / n for n in ONE_NODE)])]
+    return [str(path.relative_to(ROOT)) for path in sorted([*parts, *(folder / "integration" / n for n in WHOLE_RUNS)])]
 
 
 def judged(code: int, report: Path) -> tuple[bool, str]:
