@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch.distributed.elastic import metrics
@@ -259,7 +260,11 @@ def _run_foreign(
         "snapshots, elasticctl and a restart budget of the run",
         config.rdzv_backend,
     )
-    # Older versions of torch do not have this parameter.
+    if health_check_server is not None and "health_check_server" not in signature(launch_torchs_agent).parameters:
+        raise ValueError(
+            f"health_check_server: torch's own launcher runs rdzv_backend {config.rdzv_backend}, and has this "
+            "argument only since torch 2.13. Install a newer torch, or leave it out."
+        )
     more = () if health_check_server is None else (health_check_server,)
     try:
         found: dict[int, Any] = launch_torchs_agent(config, entrypoint, args, *more)

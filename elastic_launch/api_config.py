@@ -47,9 +47,11 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
         "--nproc": [str(config.nproc_per_node)],
         "--max-restarts": [str(config.max_restarts)],
         "--rdzv-backend": [config.rdzv_backend],
-        "--shutdown-timeout": [str(config.shutdown_timeout)],
         "--no-python": [""],
     }
+    # torch 2.11 does not have this field. Without it, TORCH_ELASTIC_SHUTDOWN_TIMEOUT counts, as in later versions.
+    if (shutdown_timeout := getattr(config, "shutdown_timeout", None)) is not None:
+        given["--shutdown-timeout"] = [str(shutdown_timeout)]
     endpoint = config.rdzv_endpoint
     if not endpoint and config.rdzv_backend == "c10d" and config.max_nodes > 1:
         endpoint = "localhost"  # torch's default; processes of one host can meet there

@@ -6,13 +6,22 @@ import argparse
 import logging
 import os
 from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, make_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher import api as launcher
 from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
+from elastic_agents.torch_agent import torch_config
+from elastic_launch import api
+from elastic_launch.api_config import from_torch
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
@@ -49,7 +58,7 @@ def refused(parse: Parse, line: str, **environ: str) -> UsageError:
 
 
 def test_the_list_of_torchruns_names_is_that_of_its_parser() -> None:
-    assert set(LONG) in (TORCHRUN, TORCHRUN_2_14)
+    assert set(LONG) in (TORCHRUN - {"--shutdown-timeout"}, TORCHRUN, TORCHRUN_2_14)  # the first is torch 2.11's
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
@@ -265,3 +274,42 @@ def test_virtual_local_rank_is_a_switch_of_the_environment_too(parse: Parse, cap
     with caplog.at_level(logging.WARNING):
         assert parse("train.py", PET_VIRTUAL_LOCAL_RANK="1").options.virtual_local_rank
     assert not caplog.records
+
+
+# Older versions of torch.
+
+
+@pytest.fixture
+def older() -> Callable[..., Any]:
+    """torch 2.11's ``LaunchConfig``: that of the installed torch without the field that 2.12 adds."""
+    kept = [(field.name, Any, copy(field)) for field in fields(launcher.LaunchConfig)]
+    return make_dataclass("LaunchConfig", [field for field in kept if field[0] != "shutdown_timeout"])
+
+
+def test_a_configuration_of_torch_2_11_has_no_shutdown_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+    options = {"logs_specs": DefaultLogsSpecs(log_dir=str(tmp_path)), "rdzv_backend": "c10d"}
+    assert from_torch(older(1, 1, 1, **options)).shutdown_timeout == 5
+
+
+def test_nor_is_it_given_to_the_agent_of_torch_2_11(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, older: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(launcher, "LaunchConfig", older)
+    line = "--rdzv-backend etcd-v2 --rdzv-endpoint e:1 train.py"
+    assert torch_config(parse(line)).rdzv_backend == "etcd-v2"
+    assert not caplog.records
+    torch_config(parse(f"--shutdown-timeout 5 {line}"))
+    assert "--shutdown-timeout has no effect: torch's own agent waits 30 s before torch 2.12" in caplog.text
+
+
+def test_a_health_check_server_is_refused_by_torchs_launcher_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch_agent(config: object, entrypoint: object, args: object) -> None:
+        pytest.fail("torch's launcher was called")
+
+    monkeypatch.setattr(api, "launch_torchs_agent", launch_agent)
+    config = api.LaunchConfig(1, 1, 1, rdzv_backend="etcd-v2", rdzv_endpoint="localhost:1")
+    with pytest.raises(ValueError, match=r"health_check_server: .* torch 2\.13"):
+        api.elastic_launch(config, "train.py", HealthCheckServer(lambda: 0, 1, 1))()

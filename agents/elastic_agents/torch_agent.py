@@ -11,7 +11,8 @@ import math
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ExitCode, RendezvousError, UsageError
@@ -72,6 +73,11 @@ def torch_config(config: LaunchConfig) -> TorchConfig:
 
     foreign, options = config.foreign, config.options
     assert foreign is not None
+    of_version: dict[str, Any] = {}
+    if "shutdown_timeout" in signature(TorchConfig).parameters:
+        of_version["shutdown_timeout"] = math.ceil(config.shutdown_timeout)
+    elif config.shutdown_timeout != LaunchConfig.shutdown_timeout:
+        _log.warning("--shutdown-timeout has no effect: torch's own agent waits 30 s before torch 2.12.")
     return TorchConfig(
         min_nodes=config.limits.min_nodes,
         max_nodes=config.limits.max_nodes,
@@ -94,7 +100,7 @@ def torch_config(config: LaunchConfig) -> TorchConfig:
         numa_options=NumaOptions(AffinityMode(options.numa_binding)) if options.numa_binding else None,
         signals_to_handle=",".join(number.name for number in config.signals.leave),
         virtual_local_rank=options.virtual_local_rank,
-        shutdown_timeout=math.ceil(config.shutdown_timeout),
+        **of_version,
     )
 
 
