@@ -4,8 +4,10 @@ Any client with write access to the store can put anything there: garbage, nothi
 earlier run. A value is accepted only if it continues the run that the node has seen: it has the same run number, it
 has a valid MAC if the run has a token, and neither its term nor its round has decreased. Any other value is *spoiled*:
 
-- The leader steps down and takes over again at once, with a higher term: another node may have led between its last
-  read and the foreign write. Only the end of the run is rewritten as it is, since no node takes over after the end.
+- The leader steps down and takes over again with a higher term, since another node may have led between its last read
+  and the foreign write. It does so at once if it last saw its own value within ``dead_after``: another node that has
+  repaired the record since then forms no round so soon. Otherwise it waits like a member.
+  Only the end of the run is rewritten as it is, since no node takes over after the end.
 - If two leaders have runs with the same id, both rewrite the record with their own terms until the one with the lower
   run number ends its run, once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
 - A member ignores a spoiled value and uses the newest record that it has seen. It repairs only a value that has stood
@@ -39,7 +41,7 @@ REPAIR = 4.0
 detect that the leader is gone, one for which the value has to stand, and the time between their reads."""
 
 UNSEEN = 100
-"""Terms and rounds that may have passed since the newest record that a member has seen: more than fit into the seconds
+"""Terms and rounds that may have passed since the newest record that a node has seen: more than fit into the seconds
 for which the record was spoiled."""
 
 SPREAD = 10_000
@@ -47,11 +49,15 @@ SPREAD = 10_000
 knowing of each other, because the network is partitioned."""
 
 
-def repairing(newest: ControlRecord, source: random.Random) -> ControlRecord:
-    """Return the record from which a node that repairs a spoiled one takes over."""
-    skipped = UNSEEN + source.randrange(SPREAD)
-    floor = max(newest.floor, newest.round.number)
-    return replace(newest, term=newest.term + skipped, floor=floor + skipped)
+def repairing(newest: ControlRecord, source: random.Random | None) -> ControlRecord:
+    """Return the record from which a node that repairs a spoiled one takes over.
+
+    Args:
+        source: of a member's random gap; None if the node led and wrote the newest record.
+    """
+    # A member's gap is larger than that of a leader whose repair it has not seen.
+    skip = UNSEEN if source is None else 2 * UNSEEN + source.randrange(SPREAD)
+    return replace(newest, term=newest.term + skip, floor=max(newest.floor, newest.round.number) + skip)
 
 
 class SpoiledError(Exception):
@@ -111,9 +117,11 @@ class Continuity:
     def heard(self, term: int, formed: Round, restarts: int) -> None:
         """Record the round that the leader announced; without members if it announced only the number."""
         newest = self.newest
-        if self.member and newest is not None and newest.term == term and newest.round.number < formed.number:
-            self.newest = replace(newest, round=formed, restarts=max(newest.restarts, restarts))
-            self._begun = True
+        if self.member and newest is not None and _order(newest) < (term, formed.number):
+            # A higher term: the leader took over again, and this node found it without reading its record.
+            self._begun = self._begun or formed.number > newest.round.number
+            later = formed if formed.number > newest.round.number else newest.round
+            self.newest = replace(newest, term=term, round=later, restarts=max(newest.restarts, restarts))
 
     def wrote(self, record: ControlRecord) -> None:
         """Record that this node wrote the record, and so leads."""

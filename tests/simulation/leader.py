@@ -74,6 +74,11 @@ class SimLeader:
         return self._claim.record
 
     @property
+    def sure(self) -> float:
+        """When the last read or write began in which it found or wrote its own value."""
+        return self._claim.sure
+
+    @property
     def _ended(self) -> bool:
         return self._claim.record.end is not None
 

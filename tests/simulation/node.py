@@ -335,10 +335,13 @@ class SimNode(Host):
             return (yield from self._take_over(None, first, timeout, ""))
         leading = self.reign is not None and self.reign.alive
         takeover = self.succession.decide(record, now, leading=leading)
-        stands = self._spoiled_at is None or now - self._spoiled_at >= self.cluster.timing.dead_after
-        if takeover is None or not (record.leader.incarnation == self.incarnation or stands):
+        dead_after = self.cluster.timing.dead_after
+        stands = self._spoiled_at is None or now - self._spoiled_at >= dead_after
+        reign = self.reign if record.leader.incarnation == self.incarnation else None
+        led = reign is not None and now - reign.sure <= dead_after
+        if takeover is None or not (led or stands):
             return record
-        following = record if self._spoiled_at is None else repairing(record, self.kernel.random)
+        following = record if self._spoiled_at is None else repairing(record, None if led else self.kernel.random)
         following = replace(following, term=following.term + 1, leader=me)
         return (yield from self._take_over(value, following, timeout, takeover.dead))
 

@@ -171,11 +171,13 @@ class ElectedBackend:
         if self._spoiled_at is None:
             self._spoiled_at = now
         takeover = self._succession.decide(newest, now, leading=self._leads)
-        led = newest.leader.incarnation == self._incarnation
-        if takeover is None or not (led or now - self._spoiled_at >= self._config.timing.dead_after):
+        dead_after = self._config.timing.dead_after
+        reign = self._reign if newest.leader.incarnation == self._incarnation else None
+        led = reign is not None and now - reign.sure <= dead_after
+        if takeover is None or not (led or now - self._spoiled_at >= dead_after):
             return found_by(newest)
         self._check_same(newest)
-        following = self._following(repairing(newest, random.SystemRandom()))
+        following = self._following(repairing(newest, None if led else random.SystemRandom()))
         return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
 
     @property
@@ -384,6 +386,11 @@ class _LeaderTerm:
     @property
     def restarts(self) -> int:
         return self._service.restarts
+
+    @property
+    def sure(self) -> float:
+        """When the last read or write began in which this leader found or wrote its own value."""
+        return self._claimed.sure
 
     @property
     def record(self) -> ControlRecord:
