@@ -287,6 +287,10 @@ def _run(
             check_directory()
             if isinstance(entrypoint, str):
                 command = of_strings(entrypoint, args)
+            elif not callable(entrypoint):
+                raise UsageError(
+                    f"entrypoint {entrypoint!r} is neither a function nor a str.", "Give a function, or str(path)."
+                )
             else:
                 call = _call(config, entrypoint, args)
                 command = call.command

@@ -42,12 +42,30 @@ def end_with(how: str) -> None:
         sys.exit(0)
     if how == "os._exit(0)":
         os._exit(0)
+    if how == "KeyboardInterrupt":
+        raise KeyboardInterrupt
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lock_of_pickles() -> object:
-    """Return something that cannot be pickled."""
+def lock_of_pickles(calls: str) -> object:
+    """Return something that cannot be pickled; each call appends the number of restarts to a file."""
+    with open(calls, "a") as file:
+        file.write(os.environ["TORCHELASTIC_RESTART_COUNT"])
     return open(os.devnull)
+
+
+class _OnlyPickled:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, ()
+
+
+def _unpickled() -> None:
+    raise RuntimeError("not here")
+
+
+def only_pickled() -> object:
+    """Return something that cannot be unpickled."""
+    return _OnlyPickled()
 
 
 def put(queue: Any, value: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from typing import Any
 
 import called
 import pytest
+import torch
 from called_logs import OwnSpecs
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, SLOWNESS, alive, free_port, tree, wait_for
@@ -28,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from elastic_agents.calls import caller as calling
 from elastic_launch.api import LaunchConfig, LocalElasticAgent, elastic_launch
 from elastic_launch.config.launch_config import LaunchConfig as OwnConfig
 from elastic_launch.config.launch_config import Limits
@@ -116,6 +121,71 @@ def test_forked_workers_have_what_the_caller_has(tmp_path: Path) -> None:
     assert found == {rank: (shared, 3, "1", signal.getsignal(signal.SIGTERM)) for rank in (0, 1)}
 
 
+def reap(number: int, frame: object) -> None:
+    """Wait for every child, as some programs do on SIGCHLD."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("on_child", [signal.SIG_IGN, pytest.param(reap, marks=pytest.mark.slow)])
+def test_what_the_caller_has_set_up_does_not_disturb_forked_workers(
+    tmp_path: Path, on_child: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    threads = torch.get_num_threads()
+    fails = tmp_path / "failed"
+
+    def work() -> tuple[object, ...]:
+        if os.environ["RANK"] == "1" and not fails.exists():
+            fails.touch()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise ValueError("once")
+        print("computed", float(torch.ones(600, 600).mm(torch.ones(600, 600)).sum()))
+        return torch.get_num_threads(), signal.getsignal(signal.SIGCHLD) is on_child
+
+    mine, theirs = socket.socketpair()
+    with mine, theirs, contextlib.ExitStack() as undo:
+        for end in (mine, theirs):
+            end.setblocking(False)
+        undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, on_child))
+        undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: None))
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(theirs.fileno()))
+        undo.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(2)
+        torch.ones(600, 600).mm(torch.ones(600, 600))  # OpenMP's threads exist from now on
+        found = elastic_launch(configured(tmp_path, start_method="fork", max_restarts=1), work)()
+        told = mine.recv(4096) if on_child is reap else b""
+        with pytest.raises(BlockingIOError):
+            mine.recv(4096)
+    assert found == {0: (1, True), 1: (1, True)}
+    assert set(told) <= {signal.SIGCHLD}  # a worker's signals are not the caller's
+    assert set(capfd.readouterr().out.splitlines()) == {"computed 216000000.0"}
+
+
+def test_an_exception_while_the_agent_starts_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(number: int, frame: object) -> None:
+        raise Enough
+
+    def execute(*args: Any) -> Any:
+        process = executed(*args)
+        os.kill(os.getpid(), signal.SIGALRM)
+        return process
+
+    executed = calling._executed
+    monkeypatch.setattr(calling, "_executed", execute)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(Enough):
+            elastic_launch(configured(tmp_path), "sleep")("600")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.slow
 def test_a_forked_worker_fails_and_ends_as_a_spawned_one(tmp_path: Path) -> None:
     there = tmp_path / "there"
@@ -126,6 +196,9 @@ def test_a_forked_worker_fails_and_ends_as_a_spawned_one(tmp_path: Path) -> None
     message: Any = caught.value.failures[1].message
     assert message["message"] == "ValueError: no way"
     assert "elastic_agents" not in message["extraInfo"]["py_callstack"]
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config, called.end_with)("KeyboardInterrupt")
+    assert {failure.exitcode for failure in caught.value.failures.values()} == {-signal.SIGINT}
     watch = threading.Thread(target=lambda: (lingering(there), os.kill(os.getpid(), signal.SIGTERM)))
     watch.start()
     with pytest.raises(SignalException):
@@ -146,8 +219,13 @@ def test_ways_to_end_without_a_result(tmp_path: Path) -> None:
     assert elastic_launch(config, called.end_with)("SystemExit(0)") == {0: None}
     with pytest.raises(RuntimeError, match="exit code 0 before end_with returned"):
         elastic_launch(config, called.end_with)("os._exit(0)")
-    with pytest.raises(ChildFailedError, match="cannot pickle"):
-        elastic_launch(config, called.lock_of_pickles)()
+    config = configured(tmp_path, nproc_per_node=1, max_restarts=3)  # none of which is used
+    with pytest.raises(ChildFailedError, match="a TextIOWrapper that cannot be pickled for the caller: cannot pickle"):
+        elastic_launch(config, called.lock_of_pickles)(str(tmp_path / "calls"))
+    assert (tmp_path / "calls").read_text() == "0"
+    with pytest.raises(RuntimeError, match="not here") as caught:
+        elastic_launch(config, called.only_pickled)()
+    assert caught.value.__notes__ == ["This was raised while the result of local rank 0 was unpickled."]
 
 
 @pytest.mark.slow
@@ -344,6 +422,8 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
         return re.sub(r"\s+", " ", str(caught.value))
 
     assert "There is no entry point" in refused(None)
+    assert refused(7) == "entrypoint 7 is neither a function nor a str. Give a function, or str(path)."
+    assert "entrypoint PosixPath('train.py') is neither a function nor a str." in refused(Path("train.py"))
     assert "monitor_interval 0 is not a time to wait" in refused(called.describe, monitor_interval=0)
     assert "is not supported" in refused(called.describe, rdzv_backend="carrier-pigeon")
     missing = refused(called.describe, rdzv_backend="etcd-v2", rdzv_endpoint="localhost:1")

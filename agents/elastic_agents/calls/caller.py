@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -76,12 +76,16 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
             pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level(), tell), file)
-        # Before signal handlers are installed: a forked worker keeps the handlers that the caller has set.
         inherit = [order, report] if tell is None else [order, report, tell]
+        # An exception that a handler raises, such as KeyboardInterrupt, would leave the process without an owner.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        blocked = stack.enter_context(ExitStack())
+        blocked.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        # Before signal handlers are installed: a forked worker keeps the handlers that the caller has set.
         if forked is None:
             process = _executed([*inherit, *config.command.inherit], order, report)
         else:
-            process = _forked(forked, inherit, order, report)
+            process = _forked(forked, inherit, mask, order, report)
 
         def catch(number: int, frame: FrameType | None) -> None:
             caught.append(number)
@@ -90,6 +94,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         try:
             with _handling(config.signals.leave, catch):
                 try:
+                    blocked.close()
                     _await(process, monitor)
                 finally:
                     process.end(config.shutdown_timeout + MARGIN)
@@ -202,9 +207,9 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
     return _Process(started.pid)
 
 
-def _forked(forked: ForkedCall, inherit: Sequence[int], order: int, report: int) -> _Process:
+def _forked(forked: ForkedCall, inherit: Sequence[int], mask: Collection[int], order: int, report: int) -> _Process:
     command = partial(_command, order, report)
-    return _Process(fork_agent(command, _environment(), inherit, forked.function, forked.args, forked.results))
+    return _Process(fork_agent(command, _environment(), inherit, mask, forked.function, forked.args, forked.results))
 
 
 def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:

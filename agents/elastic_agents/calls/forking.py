@@ -13,32 +13,40 @@ import os
 import signal
 import socket
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import get_context
 from typing import NoReturn
 
 from elastic_agents.calls.worker import call
-from elastic_agents.warm.run_script import BLOCKED, await_orders, die_with_parent
+from elastic_agents.warm.run_script import await_orders, die_with_parent
 from elastic_agents.warm.server import fork_on_demand
 
 __all__ = ["fork_agent"]
+
+_forking = threading.Lock()
+"""Held while warnings are suppressed, which are those of the whole process."""
 
 
 def fork_agent(
     command: Callable[[int, int, int], list[str]],
     env: Mapping[str, str],
     inherit: Sequence[int],
+    mask: Collection[int],
     function: Callable[..., object],
     args: tuple[object, ...],
     results: Sequence[int],
 ) -> int:
     """Fork the agent's process, and from it the process that forks the workers; return the pid of the first.
 
+    All signals must be blocked.
+
     Args:
         command: builds the agent's command from the pid of the second process and the descriptors of the socket to it
             and of the pipe from it.
         inherit: descriptors for the agent alone.
+        mask: the signals that are blocked in a worker at its start.
         results: by local rank, descriptors for what a worker's function returns.
 
     Raises:
@@ -52,23 +60,21 @@ def fork_agent(
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # otherwise each worker would write what is buffered
-        with warnings.catch_warnings():  # about other threads: that is the caller's own choice
+        with _forking, warnings.catch_warnings():  # about other threads: that is the caller's own choice
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
             return pid
         try:  # must never return into the caller's code
             os.setsid()
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
             if server := os.fork():
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 for descriptor in (*inherit, orders.fileno(), source):
                     os.set_inheritable(descriptor, True)
                 argv = command(server, orders.fileno(), source)
                 os.execve(argv[0], argv, dict(env))
             for descriptor in (*inherit, orders.detach(), source):
                 os.close(descriptor)
-            _serve(theirs, tell, sorted(mask), function, args, results)
+            _serve(theirs, tell, mask, function, args, results)
         finally:
             os._exit(127)
 
@@ -76,7 +82,7 @@ def fork_agent(
 def _serve(
     theirs: socket.socket,
     tell: int,
-    mask: Sequence[int],
+    mask: Collection[int],
     function: Callable[..., object],
     args: tuple[object, ...],
     results: Sequence[int],
@@ -84,17 +90,50 @@ def _serve(
     """Fork workers until the agent hangs up; in each worker, wait for orders and call the function."""
     os.setsid()
     die_with_parent()
+    # What the caller has set up must not act in this process: its handler might wait for the processes forked here, and
+    # its streams may be locked by a thread that does not exist here. The name keeps those streams from being flushed.
+    _streams, on_child = (sys.stdout, sys.stderr), signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    signal.set_wakeup_fd(-1)
     os.write(tell, json.dumps({"ready": []}).encode() + b"\n")
     agent = fork_on_demand(theirs)
     theirs.close()
     os.close(tell)
     orders = await_orders(agent)
     orders.take_place({})
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _limit_threads()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if on_child is None else on_child)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     local_rank = orders.argv[-1]
     mine = results[int(local_rank)]
     for descriptor in results:
         if descriptor != mine:
             os.close(descriptor)
-    worker = get_context("fork").Process(target=call, args=(lambda: (function, args), local_rank, mine))
-    os._exit(worker._bootstrap())  # type: ignore[attr-defined]
+    interrupted = False
+
+    def act() -> None:
+        nonlocal interrupted
+        try:
+            call(lambda: (function, args), local_rank, mine)
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
+
+    code = get_context("fork").Process(target=act)._bootstrap()  # type: ignore[attr-defined]
+    if interrupted:  # ended by the signal, like an interpreter
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def _limit_threads() -> None:
+    """Let torch compute with as many threads as the environment says, or one.
+
+    After a fork there are none of OpenMP's threads, which the caller may have used, and GNU OpenMP would wait for them.
+    """
+    limit = getattr(sys.modules.get("torch"), "set_num_threads", None)
+    if limit is not None:
+        wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        limit(max(1, int(wanted)) if wanted.isdecimal() else 1)

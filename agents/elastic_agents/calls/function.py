@@ -13,14 +13,11 @@ from multiprocessing import context, reduction, resource_tracker, spawn
 from multiprocessing.popen_spawn_posix import Popen as _SpawnPopen
 from typing import Any
 
-from elastic_agents.calls.worker import HEADER
+from elastic_agents.calls.worker import HEADER, UNPICKLABLE
 from elastic_agents.warm.server import entered
 from elastic_launch.config.launch_config import Command
 
 __all__ = ["ForkedCall", "FunctionCall", "Results", "name_of"]
-
-UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
-"""What pickling raises for an object that cannot be pickled."""
 
 
 class Results:
@@ -50,7 +47,11 @@ class Results:
             )
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
             data.seek(HEADER.size)
-            return pickle.load(data)
+            try:
+                return pickle.load(data)
+            except BaseException as error:
+                error.add_note(f"This was raised while the result of local rank {local_rank} was unpickled.")
+                raise
 
 
 class ForkedCall(Results):

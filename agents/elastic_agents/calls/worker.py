@@ -19,10 +19,13 @@ from typing import Any
 
 from elastic_agents.warm.ending import ERROR_FILE, record
 
-__all__ = ["HEADER", "call", "main"]
+__all__ = ["HEADER", "UNPICKLABLE", "call", "main"]
 
 HEADER = struct.Struct("<Q")
 """Precedes a pickled result: the number of the round."""
+
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
+"""What pickling raises for an object that cannot be pickled."""
 
 ROUND = "ELASTIC_LAUNCH_ROUND"
 """The variable with the round's number (elastic_launch.contract.ENV_ROUND)."""
@@ -88,7 +91,7 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
         function, args = load()
         # As in torch: in strings, a placeholder stands for the local rank.
         filled = [x.replace("${local_rank}", local_rank) if isinstance(x, str) else x for x in args]
-        _leave(_returned(function, filled), result)
+        _leave(_pickled(_returned(function, filled)), result)
     except BaseException as error:
         while (tb := error.__traceback__) is not None and tb.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = tb.tb_next
@@ -105,8 +108,19 @@ def _returned(function: Callable[..., object], args: list[Any]) -> object:
         return None
 
 
-def _leave(value: object, descriptor: int) -> None:
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except UNPICKLABLE as error:
+        from elastic_launch.errors import UsageError  # such a failure is not restarted
+
+        raise UsageError(
+            f"the function returned a {type(value).__name__} that cannot be pickled for the caller: {error}.",
+            "Return something else, for example a state_dict().",
+        ) from error
+
+
+def _leave(data: bytes, descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
     with open(descriptor, "wb") as file:
