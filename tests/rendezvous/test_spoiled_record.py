@@ -277,8 +277,8 @@ def _crash(nodes: Nodes, name: str, then: object) -> None:
     reign._thread.join(10)
     assert callable(then)
     then()
-    reign._service.depose("killed by the test")
     node.membership._closing.set()
+    reign._service.depose("killed by the test")
     assert backend._links is not None
     node.membership.close()
 
