@@ -27,7 +27,6 @@ from elastic_launch.rendezvous.wire.addresses import (
     source_address,
     try_listen,
 )
-from elastic_launch.rendezvous.wire.authentication import link_key
 
 __all__ = ["Backend", "C10dBackend", "FoundLeader", "NodeAddress"]
 
@@ -182,16 +181,7 @@ class C10dBackend:
         leader = Leader(config.node_id, incarnation, address, port)
         record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
         store.compare_and_set(None, record.encode(), config.timing.read_timeout)
-        self._service = LeaderService(
-            links,
-            store,
-            record,
-            config.timing,
-            str(config.command),
-            self._clock,
-            self._events,
-            key=link_key(config.token, config.run_id),
-        )
+        self._service = LeaderService.of(config, links, store, record, self._clock, self._events)
         self._hosted = FoundLeader(host, port, "this node's own leader", incarnation)
         self._service.start()
 

@@ -36,7 +36,6 @@ from elastic_launch.rendezvous.stores.claimed_store import ClaimedStore
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen, source_address
-from elastic_launch.rendezvous.wire.authentication import link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal
 from elastic_launch.system.threads import ThreadDied, VitalThread
@@ -263,23 +262,13 @@ class ElectedBackend:
             self._reign.close()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        timing = self._config.timing
         claim = Claim(self._seal, record, self._clock.now())
         claimed = ClaimedStore(written, claim, self._clock, _log)
-        service = LeaderService(
-            links,
-            claimed,
-            record,
-            timing,
-            str(self._config.command),
-            self._clock,
-            self._events,
-            dead=frozenset({dead} - {""}),
-            key=link_key(self._config.token, self._config.run_id),
-        )
+        gone = frozenset({dead} - {""})
+        service = LeaderService.of(self._config, links, claimed, record, self._clock, self._events, gone)
         self._succession.reached()
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
-        look = min(WATCH, timing.dead_after / 5)
+        look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
         self._reign = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))

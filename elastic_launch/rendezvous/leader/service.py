@@ -12,7 +12,7 @@ from collections import deque
 
 from elastic_launch import codec
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Timing
+from elastic_launch.config.launch_config import LaunchConfig, Timing
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.admin import messages as asking
@@ -23,7 +23,7 @@ from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenError, UnexpectedTokenError
+from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenError, UnexpectedTokenError, link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
@@ -98,6 +98,21 @@ class LeaderService:
         self._given_way = ""
         self._died: ThreadDied | None = None
         self._thread = VitalThread(self._run, "leader", owner=self._failed)
+
+    @classmethod
+    def of(
+        cls,
+        config: LaunchConfig,
+        listener: socket.socket,
+        store: ControlStore,
+        record: ControlRecord,
+        clock: Clock,
+        events: EventSink,
+        dead: frozenset[str] = frozenset(),
+    ) -> LeaderService:
+        """Return the leader of a launch's run, with the launch's times, command and token."""
+        key = link_key(config.token, config.run_id)
+        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, key)
 
     def start(self) -> None:
         """Begin to lead."""
