@@ -116,7 +116,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._logs: dict[int, WorkerLogs] = {}  # by local rank
-        self._whereabouts: RunAddress | None = None
+        self._run_address: RunAddress | None = None
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said that the run is over
@@ -252,8 +252,8 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case LinkUp(leader=leader):
                 self._member = True
-                assert self._whereabouts is not None
-                self._of_run_file(partial(self._run_file.write, replace(self._whereabouts, leader=leader)))
+                assert self._run_address is not None
+                self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
                 return None
             case LinkDown(reason=reason) | CutOff(reason=reason):
@@ -334,7 +334,7 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = hosting
         where = ",".join(map(str, config.endpoints)) or endpoint
         # Written only once the run has accepted this node: before, the file may belong to other nodes.
-        self._whereabouts = RunAddress(config.run_id, config.backend, where, config.node_id)
+        self._run_address = RunAddress(config.run_id, config.backend, where, config.node_id)
         report_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:

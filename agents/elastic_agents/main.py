@@ -184,7 +184,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             result = agent.run()
             # The user may still use the remaining time to save what is not saved.
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:
-                watch.farewell(agent.notice)
+                watch.acknowledge(agent.notice)
         if watcher is not None:
             watcher.ended(agent, result)
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)

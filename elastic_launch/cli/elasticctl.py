@@ -184,21 +184,21 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
 
 def _status(options: argparse.Namespace, address: Address) -> int:
     if not options.watch:
-        with AdminClient(address) as inquiry:
-            _show(inquiry.status(), address, as_json=options.json)
+        with AdminClient(address) as client:
+            _show(client.status(), address, as_json=options.json)
         return ExitCode.DONE
     lost_at: float | None = None
     seen = False
     while True:
         try:
-            with AdminClient(address) as inquiry:
+            with AdminClient(address) as client:
                 while True:
-                    status = inquiry.status()
+                    status = client.status()
                     seen, lost_at = True, None
                     if sys.stdout.isatty():
                         sys.stdout.write("\x1b[H\x1b[2J")
                     _show(status, address, as_json=options.json)
-                    inquiry.pause(WATCH)
+                    client.pause(WATCH)
         except RunEndedError as error:
             if not seen:
                 raise
@@ -222,18 +222,18 @@ def _ended(error: RunEndedError, *, as_json: bool) -> int:
 
 def _drain(options: argparse.Namespace, address: Address) -> int:
     seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
-    with AdminClient(address) as inquiry:
-        if options.node and not kind_of(address.backend).elected and options.node == inquiry.status().leader:
+    with AdminClient(address) as client:
+        if options.node and not kind_of(address.backend).elected and options.node == client.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, and says whether its state is saved.",
             )
-        return _tell(inquiry.ask(a.AskDrain(options.node, seconds)))
+        return _tell(client.ask(a.AskDrain(options.node, seconds)))
 
 
 def _checkpoint(options: argparse.Namespace, address: Address) -> int:
-    with AdminClient(address) as inquiry:
-        return _tell(inquiry.ask(a.AskSave()))
+    with AdminClient(address) as client:
+        return _tell(client.ask(a.AskSave()))
 
 
 def _resize(options: argparse.Namespace, address: Address) -> int:
@@ -243,8 +243,8 @@ def _resize(options: argparse.Namespace, address: Address) -> int:
         raise UsageError(f"resize {options.nnodes!r} is not a number of nodes.", "Write N or MIN:MAX.") from None
     if not 1 <= low <= high:
         raise UsageError(f"resize {low}:{high} is no range of nodes.", "Write MIN:MAX with 1 <= MIN <= MAX.")
-    with AdminClient(address) as inquiry:
-        return _tell(inquiry.ask(a.AskResize(low, high)))
+    with AdminClient(address) as client:
+        return _tell(client.ask(a.AskResize(low, high)))
 
 
 def _tell(answer: a.Answer) -> int:

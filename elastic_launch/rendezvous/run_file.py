@@ -72,9 +72,9 @@ class RunFile:
         self._written: RunAddress | None = None
         self._unwritable = False
 
-    def write(self, whereabouts: RunAddress) -> None:
+    def write(self, run_address: RunAddress) -> None:
         """Write the file atomically and locked, unless it already has this content."""
-        if self._unwritable or whereabouts == self._written:
+        if self._unwritable or run_address == self._written:
             return
         self.close()
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
@@ -85,9 +85,9 @@ class RunFile:
             self._lock = open_private(new, os.O_WRONLY | os.O_EXCL)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.write(self._lock, json.dumps(asdict(whereabouts)).encode() + b"\n")
+            os.write(self._lock, json.dumps(asdict(run_address)).encode() + b"\n")
             os.rename(new, self._path)
-            self._written = whereabouts
+            self._written = run_address
         except OSError as error:
             self._unwritable = True
             then = "elasticctl needs the run's endpoint" if self._token is None else "elasticctl cannot reach this run"

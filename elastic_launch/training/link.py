@@ -67,7 +67,7 @@ class AgentLink:
         sock.settimeout(BUSY_TIMEOUT)
         self._sock: socket.socket | None = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
-        self._hearing = threading.Lock()  # held while reading
+        self._detector = threading.Lock()  # held while reading
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
@@ -302,7 +302,7 @@ class AgentLink:
         arrivals.register(number, select.POLLIN)
         if not arrivals.poll(max(0.0, timeout) * 1000):
             return
-        with self._hearing:
+        with self._detector:
             if self._sock is None or not arrivals.poll(0):
                 return  # another thread has read it
             try:

@@ -231,7 +231,7 @@ def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: 
         command = [str(SCRIPTS / "loop.py"), str(job.work)]
         agent = Agent(["--standalone", "--rdzv-id", name, *command], job.directory, name, env)
         job.agents.append(agent)
-        wait_for(f"the whereabouts of {name}", lambda: list((job.directory / "state").glob(f"*/*/{name}/run.json")))
+        wait_for(f"the run file of {name}", lambda: list((job.directory / "state").glob(f"*/*/{name}/run.json")))
         return agent
 
     nothing = ctl("status", env=env)

@@ -166,7 +166,7 @@ class Scripted:
             return []
         return self._polls.pop(0)
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         return ""
 
     def close(self) -> None:
@@ -265,9 +265,9 @@ def test_on_azure_the_event_is_approved_if_it_concerns_this_machine_only(service
     (notice,) = source.poll()
     watch = NoticeWatch([source], lambda notice: None)
     with watch:
-        watch.farewell(notice)
+        watch.acknowledge(notice)
     (post,) = service.asked("POST")
     assert json.loads(post["body"]) == {"StartRequests": [{"EventId": "E-1"}]}
     assert post["path"] == f"{AZURE}?api-version=2020-07-01"
-    assert source.farewell(Notice("Azure", "maintenance", "Reboot", id="E-2", alone=False)) == ""
+    assert source.acknowledge(Notice("Azure", "maintenance", "Reboot", id="E-2", alone=False)) == ""
     assert len(service.asked("POST")) == 1

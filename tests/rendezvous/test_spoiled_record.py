@@ -197,15 +197,15 @@ def test_another_run_that_began_on_a_deleted_key_yields(nodes: Nodes) -> None:
     """The node came between the deletion and the repair: of the two runs the older goes on."""
     nodes.start("a", "b")
     nodes.together("a", "b")
-    reign = nodes.nodes[nodes.leader()].backend._reign
-    assert reign is not None
+    leader_term = nodes.nodes[nodes.leader()].backend._leader_term
+    assert leader_term is not None
     config, _ = backend_for("c", nodes.store, nodes.events, Limits(1, 4, 3))
     other = ControlRecord(
         config.run_id, config.digest(), 1, Leader("c", "c1", "127.0.0.1", 1), Round(1, _members("c")), run="other"
     ).renewed()
     _spoil(nodes, other.encode())
     nodes.until("the older run to have its record again", lambda: nodes.record.run != "other")
-    assert reign.alive
+    assert leader_term.alive
 
 
 def test_a_run_without_a_round_yields_to_another() -> None:
@@ -271,14 +271,14 @@ def _crash(nodes: Nodes, name: str, then: object) -> None:
     """End a leader as a kill does: it sends no message, and its port refuses connections."""
     node = nodes.nodes.pop(name)
     backend: ElectedBackend = node.backend
-    reign = backend._reign
-    assert reign is not None
-    reign._stop.set()
-    reign._thread.join(10)
+    leader_term = backend._leader_term
+    assert leader_term is not None
+    leader_term._stop.set()
+    leader_term._thread.join(10)
     assert callable(then)
     then()
     node.membership._closing.set()
-    reign._service.depose("killed by the test")
+    leader_term._service.depose("killed by the test")
     assert backend._links is not None
     node.membership.close()
 

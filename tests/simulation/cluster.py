@@ -63,9 +63,9 @@ class Cluster:
         return next(self._ports)
 
     def leader_at(self, leader: Leader) -> SimLeader | None:
-        for reign in reversed(self.leaders):
-            if reign.port == leader.port and reign.node.incarnation == leader.incarnation and reign.node.alive:
-                return reign
+        for leading in reversed(self.leaders):
+            if leading.port == leader.port and leading.node.incarnation == leader.incarnation and leading.node.alive:
+                return leading
         return None
 
     @property
@@ -159,8 +159,8 @@ class Cluster:
     def describe(self) -> str:
         lines = [f"at {self.kernel.now:.2f} the record is {self.record}"]
         for node in self.nodes:
-            reign = node.reign
-            leads = f" leads term {reign.machine.record.term} alive={reign.alive}" if reign is not None else ""
+            leading = node.leading
+            leads = f" leads term {leading.machine.record.term} alive={leading.alive}" if leading is not None else ""
             lines.append(f"{node.incarnation}: {node.view} trains {node.workers.training} {node.side.hello}{leads}")
         return "\n".join(lines)
 

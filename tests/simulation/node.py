@@ -53,13 +53,13 @@ class SimNode(Host):
         self.inbox = Mailbox(self.kernel, self)
         self.side = NodeMachine()
         self.succession = Succession(incarnation, cluster.timing.dead_after)
-        self.reign: SimLeader | None = None
+        self.leading: SimLeader | None = None
         self.port = 0  # where it listens for its lifetime, once it has tried to lead
         self.connections: list[tuple[Connection, int]] = []
         self.backlog: list[Connection] = []  # not accepted yet
         self._wires = Mailbox(self.kernel, self)
         self._closing = self._answered = False
-        self._hearing = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
+        self._detector = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
         self._continuity = Continuity(SEAL)
@@ -78,8 +78,8 @@ class SimNode(Host):
         """Kill its process, upon which the guard kills the workers; or switch its host off without a trace."""
         self.alive, self.lost_power = False, power
         self.workers.die()
-        if self.reign is not None:
-            self.reign.over = True
+        if self.leading is not None:
+            self.leading.over = True
         for connection, side in self.connections:
             connection.close(side, silently=power)
 
@@ -152,7 +152,7 @@ class SimNode(Host):
             self.inbox.put(RendezvousLost(error))
         while not self._closing:
             yield self._wires.get(1.0)
-        yield from self._end_reign()
+        yield from self._end_leading()
         self.die(power=False)
 
     def _stay(self) -> Task:
@@ -160,7 +160,7 @@ class SimNode(Host):
         search = Search(timing, self.kernel.now)
         while not self._closing:
             try:
-                connection = yield from self._connect(search.attempt(self._hearing, self.kernel.now))
+                connection = yield from self._connect(search.attempt(self._detector, self.kernel.now))
             except (StoreError, OSError) as error:
                 self._judge()
                 if search.failed(self.kernel.now):
@@ -205,8 +205,8 @@ class SimNode(Host):
         if self.cluster.limits.max_nodes == 1 or self._record is None:
             return
         leads = self._record.leader.incarnation == self.incarnation
-        unsure = (self.reign.unsure_for() if self.reign is not None else math.inf) if leads else None
-        if cut_off := self._hearing.judge(self.kernel.now, gap, unsure):
+        unsure = (self.leading.unsure_for() if self.leading is not None else math.inf) if leads else None
+        if cut_off := self._detector.judge(self.kernel.now, gap, unsure):
             self.inbox.put(cut_off)
 
     def _connect(self, timeout: float) -> Task:
@@ -258,21 +258,21 @@ class SimNode(Host):
         return wait
 
     def _converse(self, connection: Connection) -> Task:
-        kernel, hearing = self.kernel, self._hearing
+        kernel, detector = self.kernel, self._detector
         now = kernel.now
-        next_beat = now + hearing.beat
-        hearing.linked(now)
-        while not hearing.leader_lost:
+        next_beat = now + detector.beat
+        detector.linked(now)
+        while not detector.leader_lost:
             if now >= next_beat:
-                next_beat = now + hearing.beat
+                next_beat = now + detector.beat
                 connection.send(0, m.Beat())
             for report in self.side.take():
                 connection.send(0, report)
             if self._closing:
                 return False
-            messages = yield self._wires.get(hearing.wait(now, next_beat - now))
+            messages = yield self._wires.get(detector.wait(now, next_beat - now))
             now = kernel.now
-            self._judge(hearing.turn(now))
+            self._judge(detector.turn(now))
             for source, order in messages:
                 if source is not connection:
                     continue
@@ -282,7 +282,7 @@ class SimNode(Host):
                 if self.side.obey(order):
                     self._learn(order)
                     self._notice(order)
-                hearing.heard(kernel.now)
+                detector.heard(kernel.now)
         return True
 
     def _learn(self, order: m.Order) -> None:
@@ -304,7 +304,7 @@ class SimNode(Host):
                 raise RefusedError(reason)
             case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
                 if isinstance(order, m.Form):
-                    self._hearing.formed()
+                    self._detector.formed()
                 self.inbox.put(order)
 
     # Leading.
@@ -333,12 +333,12 @@ class SimNode(Host):
         if record is None:
             first = ControlRecord("run", "digest", 1, me, limits=self.cluster.limits, run="01")
             return (yield from self._take_over(None, first, timeout, ""))
-        leading = self.reign is not None and self.reign.alive
+        leading = self.leading is not None and self.leading.alive
         takeover = self.succession.decide(record, now, leading=leading)
         dead_after = self.cluster.timing.dead_after
         stands = self._spoiled_at is None or now - self._spoiled_at >= dead_after
-        reign = self.reign if record.leader.incarnation == self.incarnation else None
-        led = reign is not None and now - reign.sure <= dead_after
+        leading = self.leading if record.leader.incarnation == self.incarnation else None
+        led = leading is not None and now - leading.sure <= dead_after
         if takeover is None or not (led or stands):
             return record
         following = record if self._spoiled_at is None else repairing(record, None if led else self.kernel.random)
@@ -348,12 +348,12 @@ class SimNode(Host):
     def _newest(self) -> ControlRecord | None:
         newest = self._continuity.newest
         assert newest is not None
-        if newest.leader.incarnation == self.incarnation and self.reign is not None and not self.reign.alive:
-            return self.reign.record
+        if newest.leader.incarnation == self.incarnation and self.leading is not None and not self.leading.alive:
+            return self.leading.record
         return newest
 
     def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
-        yield from self._end_reign()
+        yield from self._end_leading()
         store = self.cluster.store
         self.port = self.port or self.cluster.next_port()
         record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
@@ -366,15 +366,15 @@ class SimNode(Host):
         self.succession.reached()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        self.reign = SimLeader(self, record, frozenset({dead} - {""}))
-        self.cluster.leaders.append(self.reign)
-        self.reign.start()
+        self.leading = SimLeader(self, record, frozenset({dead} - {""}))
+        self.cluster.leaders.append(self.leading)
+        self.leading.start()
         return record
 
-    def _end_reign(self) -> Task:
-        if self.reign is None:
+    def _end_leading(self) -> Task:
+        if self.leading is None:
             return
-        self.reign.close()
-        while not self.reign.over:
+        self.leading.close()
+        while not self.leading.over:
             yield self.kernel.sleep(self, 0.01)
-        self.reign = None
+        self.leading = None

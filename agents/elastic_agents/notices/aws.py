@@ -150,7 +150,7 @@ class Aws:
         reply = self._get("events/recommendations/rebalance")
         return [rebalance(reply.body, leaves=self._early)] if reply else []
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         return ""
 
     def close(self) -> None:

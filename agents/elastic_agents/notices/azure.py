@@ -34,7 +34,7 @@ FIRST = 150.0
 DEADLINE = 10.0
 """Seconds for each later request."""
 
-FAREWELL = 2.0
+ACKNOWLEDGE = 2.0
 """Seconds for the approval; the exit waits for it."""
 
 
@@ -114,12 +114,12 @@ class Azure:
             raise Trouble("the metadata service does not tell this machine's name", repr(name[:60]))
         return name
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         if not self._approves or not notice.id or not notice.alone:
             return ""  # an approved event begins for every machine that it names
         asked = json.dumps({"StartRequests": [{"EventId": notice.id}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}
-        reply = Http(self._base).ask("POST", EVENTS, headers, deadline=FAREWELL, body=asked)
+        reply = Http(self._base).ask("POST", EVENTS, headers, deadline=ACKNOWLEDGE, body=asked)
         if reply.status != 200:
             raise Trouble(f"the approval of {notice.why} was answered by {reply.status}")
         return f"{notice.why} approved: the machine may go now"

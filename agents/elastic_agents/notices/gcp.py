@@ -80,7 +80,7 @@ class Gcp:
         notice = self._preempted(wait=WAIT if self._etag else 0)
         return [] if notice is None else [notice]
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         return ""
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class File:
             return []
         return [Notice(self.name, "request", f"{self._path} is there", seconds_in(text))]
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         return ""
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Slurm:
             return []
         return [Notice(self.name, "time limit", f"the end of job {self._job}", max(0.0, left))]
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         return ""
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Source(Protocol):
         """
         ...
 
-    def farewell(self, notice: Notice) -> str:
+    def acknowledge(self, notice: Notice) -> str:
         """The node has left because of the notice and needs no more of its time; return what was done, in words.
 
         Raises:

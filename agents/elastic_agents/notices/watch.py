@@ -52,13 +52,13 @@ class NoticeWatch:
         for thread in self._threads:
             thread.join(1.0)
 
-    def farewell(self, notice: Notice) -> None:
+    def acknowledge(self, notice: Notice) -> None:
         """Tell the source of the notice that the node has left because of it."""
         self.close()
         for source in self._sources:
             if source.name == notice.source:
                 try:
-                    if done := source.farewell(notice):
+                    if done := source.acknowledge(notice):
                         _log.info("%s: %s", source.name, done)
                 except Trouble as trouble:
                     _log.warning("%s", _troubled(source, trouble))

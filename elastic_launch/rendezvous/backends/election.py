@@ -79,7 +79,7 @@ class ElectedBackend:
         self._repair = Patience(REPAIR * config.timing.dead_after)
         self._spoiled_at: float | None = None
         self._once = LogOnce(_log)
-        self._reign: _LeaderTerm | None = None
+        self._leader_term: _LeaderTerm | None = None
         self._deaths = 0
 
     def open(self) -> NodeAddress:
@@ -133,12 +133,12 @@ class ElectedBackend:
                 self._continuity.heard(term, Round(number), restarts)
 
     def unsure_for(self) -> float:
-        return self._reign.unsure_for() if self._reign is not None else math.inf
+        return self._leader_term.unsure_for() if self._leader_term is not None else math.inf
 
     def close(self) -> None:
-        if self._reign is not None:
-            self._reign.close()
-            self._reign = None
+        if self._leader_term is not None:
+            self._leader_term.close()
+            self._leader_term = None
         if self._links is not None:
             self._links.close()
             self._links = None
@@ -171,8 +171,8 @@ class ElectedBackend:
             self._spoiled_at = now
         takeover = self._succession.decide(newest, now, leading=self._leads)
         dead_after = self._config.timing.dead_after
-        reign = self._reign if newest.leader.incarnation == self._incarnation else None
-        led = reign is not None and now - reign.sure <= dead_after
+        leader_term = self._leader_term if newest.leader.incarnation == self._incarnation else None
+        led = leader_term is not None and now - leader_term.sure <= dead_after
         if takeover is None or not (led or now - self._spoiled_at >= dead_after):
             return found_by(newest)
         self._check_same(newest)
@@ -181,15 +181,15 @@ class ElectedBackend:
 
     @property
     def _leads(self) -> bool:
-        return self._reign is not None and self._reign.alive
+        return self._leader_term is not None and self._leader_term.alive
 
     def _newest(self) -> ControlRecord | None:
         """Return the newest record of this node's run that it has seen or written, or None if it is new."""
         newest = self._continuity.newest
         if newest is None or not self._continuity.member:
             return None
-        if newest.leader.incarnation == self._incarnation and self._reign is not None and not self._leads:
-            return self._reign.record
+        if newest.leader.incarnation == self._incarnation and self._leader_term is not None and not self._leads:
+            return self._leader_term.record
         return newest
 
     def _come_late(self, stored: bytes | None, ended: ControlRecord, timeout: float) -> FoundLeader:
@@ -220,8 +220,8 @@ class ElectedBackend:
 
     def _following(self, record: ControlRecord) -> ControlRecord:
         """Return the record with which this node takes over."""
-        if record.leader.incarnation == self._incarnation and self._reign is not None:
-            record = replace(record, restarts=max(record.restarts, self._reign.restarts))
+        if record.leader.incarnation == self._incarnation and self._leader_term is not None:
+            record = replace(record, restarts=max(record.restarts, self._leader_term.restarts))
         return replace(record, term=record.term + 1, leader=self._candidate())
 
     def _check_same(self, record: ControlRecord) -> None:
@@ -258,8 +258,8 @@ class ElectedBackend:
             if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
                 return self._beaten(timeout)
             undo.pop_all()
-        if self._reign is not None:
-            self._reign.close()
+        if self._leader_term is not None:
+            self._leader_term.close()
         self._continuity.wrote(record)
         self._spoiled_at = None
         claim = Claim(self._seal, record, self._clock.now())
@@ -270,9 +270,9 @@ class ElectedBackend:
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
-        self._reign = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
+        self._leader_term = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
-        self._reign.start()
+        self._leader_term.start()
         return found_by(record)
 
     def _beaten(self, timeout: float) -> FoundLeader:
@@ -292,16 +292,16 @@ class ElectedBackend:
         Raises:
             InternalError: if its leader has died of internal errors too often: another node may do better.
         """
-        reign = self._reign
-        if reign is None or reign.counted:
+        leader_term = self._leader_term
+        if leader_term is None or leader_term.counted:
             return
-        if reign.died is not None:
-            reign.counted = True
+        if leader_term.died is not None:
+            leader_term.counted = True
             self._deaths += 1
             if self._deaths >= MOST_DEATHS:
-                raise InternalError(f"the leader's thread has ended by {reign.died.error}")
-        if reign.yielded:
-            reign.counted = True
+                raise InternalError(f"the leader's thread has ended by {leader_term.died.error}")
+        if leader_term.yielded:
+            leader_term.counted = True
             self._continuity.forget()
 
 

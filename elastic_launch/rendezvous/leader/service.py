@@ -198,7 +198,7 @@ class LeaderService:
                 # Do not wait for strangers: they are not part of the run.
                 alone = len(self._strangers) == len(self._links)
                 if settled or now >= give_up or alone or self._deposed:
-                    self._hear_last_words()
+                    self._read_the_rest()
                     self._flush_all()
                     return
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
@@ -416,7 +416,7 @@ class LeaderService:
         if self._selector.get_key(link.sock).events != wanted:
             self._selector.modify(link.sock, wanted, number)
 
-    def _hear_last_words(self) -> None:
+    def _read_the_rest(self) -> None:
         """Process what has been received: other nodes may wait for what this node's own agent said before it closed."""
         if not self._deposed:
             for key, _ in self._selector.select(0):

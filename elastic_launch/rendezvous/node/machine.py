@@ -106,9 +106,9 @@ class Search:
         self._told = False
         self._quiet = False
 
-    def attempt(self, hearing: FailureDetector, now: float) -> float:
+    def attempt(self, detector: FailureDetector, now: float) -> float:
         """Seconds that each of the calls of one attempt may take."""
-        return FIRST_ATTEMPT if self._lost_at is None else hearing.patience(now, NEXT_ATTEMPT)
+        return FIRST_ATTEMPT if self._lost_at is None else detector.patience(now, NEXT_ATTEMPT)
 
     @property
     def gone(self) -> bool:

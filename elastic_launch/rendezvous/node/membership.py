@@ -99,7 +99,7 @@ class Membership:
         self._found: FoundLeader | None = None
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         timing = config.timing
-        self._hearing = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
+        self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -141,7 +141,7 @@ class Membership:
     @property
     def cut_off(self) -> bool:
         """Whether the others may continue without this node by now."""
-        return self._replaceable and self._hearing.cut_off(self._clock.now())
+        return self._replaceable and self._detector.cut_off(self._clock.now())
 
     @property
     def _replaceable(self) -> bool:
@@ -239,12 +239,12 @@ class Membership:
 
     def _stay(self) -> None:
         """Maintain a link to the leader until closed."""
-        timing, clock, hearing = self._config.timing, self._clock, self._hearing
+        timing, clock, detector = self._config.timing, self._clock, self._detector
         search = Search(timing, clock.now())
         until = "a leader can be elected" if self._config.kind.elected else AT_ENDPOINT
         while not self._closing.is_set():
             try:
-                sock = self._connect(search.attempt(hearing, clock.now()))
+                sock = self._connect(search.attempt(detector, clock.now()))
             except (EndpointError, StoreError, OSError) as error:
                 now = clock.now()
                 self._judge(now)
@@ -283,7 +283,7 @@ class Membership:
         if found is None or not self._replaceable:
             return
         leads = found.incarnation == self._side.hello.incarnation
-        if cut_off := self._hearing.judge(now, gap, self._backend.unsure_for() if leads else None):
+        if cut_off := self._detector.judge(now, gap, self._backend.unsure_for() if leads else None):
             self._notify(cut_off)
 
     def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
@@ -345,18 +345,18 @@ class Membership:
 
     def _converse(self, sock: socket.socket) -> bool:
         """Exchange messages until the link ends; return whether it ended by silence."""
-        clock, hearing = self._clock, self._hearing
+        clock, detector = self._clock, self._detector
         channel = Channel.of_node(self._key)
         unsent = channel.unsent
         now = clock.now()
-        next_beat = now + hearing.beat
-        hearing.linked(now)
+        next_beat = now + detector.beat
+        detector.linked(now)
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
-            while not hearing.leader_lost:
+            while not detector.leader_lost:
                 if now >= next_beat:
-                    next_beat = now + hearing.beat
+                    next_beat = now + detector.beat
                     channel.send(m.pack(self._beat()))
                 closing = self._closing.is_set()  # read first: reports made before closing must be sent
                 for report in self._take():
@@ -373,10 +373,10 @@ class Membership:
                     return False
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 selector.modify(sock, wanted)
-                ready = selector.select(hearing.wait(now, next_beat - now))
+                ready = selector.select(detector.wait(now, next_beat - now))
                 now = clock.now()
                 # Before reading: messages that arrived while this node was frozen say nothing about now.
-                self._judge(now, hearing.turn(now))
+                self._judge(now, detector.turn(now))
                 for key, events in ready:
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
@@ -385,7 +385,7 @@ class Membership:
                         if heard is None:
                             return False
                         if heard:
-                            hearing.heard(clock.now())
+                            detector.heard(clock.now())
         return True
 
     def _take(self) -> list[m.Report]:
@@ -451,7 +451,7 @@ class Membership:
                 self._notify(replace(order, cause=self._end_cause(cause)))
             case _:
                 if isinstance(order, m.Form):
-                    self._hearing.formed()
+                    self._detector.formed()
                 self._notify(order)
 
 

@@ -13,30 +13,30 @@ from elastic_launch.rendezvous.run_file import FILE, TOKEN_FILE, FoundRun, RunAd
 from elastic_launch.secret import Token
 
 
-def whereabouts(run_id: str, node_id: str = "a") -> RunAddress:
+def run_address(run_id: str, node_id: str = "a") -> RunAddress:
     return RunAddress(run_id, "c10d", "10.0.0.1:29400", node_id)
 
 
 def led() -> RunAddress:
-    return replace(whereabouts("one"), leader="10.0.0.1:4000")
+    return replace(run_address("one"), leader="10.0.0.1:4000")
 
 
 def test_a_run_is_alive_as_long_as_its_file_is_held(tmp_path: Path) -> None:
     files = {name: RunFile(tmp_path / name) for name in ("one", "two")}
     for name, file in files.items():
-        file.write(whereabouts(name))
+        file.write(run_address(name))
     runs, alive = find(tmp_path, None, depth=1)
     assert ({run.run_id for run, _ in runs}, alive) == ({"one", "two"}, True)
     files["one"].close()
-    assert find(tmp_path, None, depth=1) == ([FoundRun(whereabouts("two"), tmp_path / "two")], True)
-    assert find(tmp_path, "one", depth=1) == ([FoundRun(whereabouts("one"), tmp_path / "one")], False)
+    assert find(tmp_path, None, depth=1) == ([FoundRun(run_address("two"), tmp_path / "two")], True)
+    assert find(tmp_path, "one", depth=1) == ([FoundRun(run_address("one"), tmp_path / "one")], False)
     files["two"].close()
     assert find(tmp_path, None, depth=1)[1] is False
 
 
 def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
     file = RunFile(tmp_path)
-    file.write(whereabouts("one"))
+    file.write(run_address("one"))
     file.write(led())
     assert find(tmp_path, None, depth=0)[0][0].run.leader == "10.0.0.1:4000"
     file.end(91, "all 3 restarts spent")
@@ -49,7 +49,7 @@ def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_ru
     path.write_text("left by an agent that was killed")
     path.chmod(0o644)
     file = RunFile(tmp_path, token)
-    file.write(whereabouts("one"))
+    file.write(run_address("one"))
     file.write(led())
     ((found,), _) = find(tmp_path, None, depth=0)
     assert found.token() == token
@@ -63,7 +63,7 @@ def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_ru
 def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
     """Network file systems may say only then that there was no room."""
     file = RunFile(tmp_path)
-    file.write(whereabouts("one"))
+    file.write(run_address("one"))
     os.close(file._lock)
     file.write(led())
     os.close(file._lock)
@@ -73,17 +73,17 @@ def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
 
 def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None:
     first, second = RunFile(tmp_path), RunFile(tmp_path)
-    first.write(whereabouts("one", "a"))
-    second.write(whereabouts("one", "b"))
+    first.write(run_address("one", "a"))
+    second.write(run_address("one", "b"))
     first.end(143, "stopped by SIGTERM")
-    assert find(tmp_path, None, depth=0) == ([FoundRun(whereabouts("one", "b"), tmp_path)], True)
+    assert find(tmp_path, None, depth=0) == ([FoundRun(run_address("one", "b"), tmp_path)], True)
     second.close()
 
 
 def test_several_agents_of_one_run_are_one_run(tmp_path: Path) -> None:
     files = [RunFile(tmp_path / stamp / "one") for stamp in ("first", "second")]
     for file, node_id in zip(files, "ab", strict=True):
-        file.write(whereabouts("one", node_id))
+        file.write(run_address("one", node_id))
     runs, alive = find(tmp_path, None, depth=2)
     assert (len(runs), alive) == (1, True)
     for file in files:
@@ -100,7 +100,7 @@ def test_what_is_no_such_file_is_passed_over(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     file = RunFile(tmp_path / "file" / "run")
-    file.write(whereabouts("one"))
+    file.write(run_address("one"))
     file.write(led())
     file.end(0, "all workers finished")
     assert "cannot be written" in caplog.text
