@@ -23,10 +23,10 @@ import slow_storage
 import torch
 
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_launch.contract import Copied, Save
+from elastic_launch.contract import Copied, CopyJob, Save, Stored
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
-from elastic_launch.training.checkpoints.memory import Target
+from elastic_launch.snapshot.storage.shares import nonce_of
 
 TENSORS = 64
 TIMEOUT = 600.0
@@ -41,14 +41,13 @@ class Node:
         self.keeper = SnapshotStore(lambda: True, self._tell)
         self.keeper.start()
 
-    def fill(self, state: dict[str, torch.Tensor]) -> int:
-        """Write a state into its first slot; return the bytes of its tensors."""
+    def fill(self, state: dict[str, torch.Tensor]) -> None:
+        """Write a state into its first slot."""
         _, descriptors = self.keeper.offer()
         draft = SlotDraft(state, {}, lambda tensor: True)
         writer = SlotWriter(Slot(*descriptors[:2]))
         writer.write(draft, sequence=1, round=1, step=1, training=0)
         writer.close()
-        return draft.layout.size
 
     def _tell(self, told: Copied | Save | None) -> None:
         self.copied = told if isinstance(told, Copied) else None
@@ -59,11 +58,12 @@ def measure(url: str, count: int, state: dict[str, torch.Tensor]) -> float:
     """Return the seconds that one copy takes."""
     nodes = [Node() for _ in range(count)]
     try:
-        sizes = [node.fill(state) for node in nodes]
+        for node in nodes:
+            node.fill(state)
         began = time.monotonic()
         for rank, node in enumerate(nodes):
-            target = Target(url, 1, True, "", nodes=count, node=rank, split=1, drawn=int(began * 1e6))
-            node.keeper.stored(target.stored(0, 1, 1, 1, sizes[rank]))
+            job = CopyJob(1, 1, 1, url, now=True, shares=count, share=rank, nonce=nonce_of(int(began * 1e6), 1, 1))
+            node.keeper.stored(Stored(0, job))
         if not nodes[0].ended.wait(TIMEOUT):
             raise TimeoutError(f"no copy within {TIMEOUT:g} s")
         took = time.monotonic() - began

@@ -24,6 +24,7 @@ __all__ = [
     "SLOTS",
     "Commit",
     "Copied",
+    "CopyJob",
     "Copying",
     "Drained",
     "Ended",
@@ -149,35 +150,46 @@ class Ready(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Message):
-    """A snapshot is in a slot.
+class CopyJob:
+    """How a snapshot in memory goes to durable storage. A worker makes it, and the copying process carries it out.
 
     Attributes:
-        sequence: its number.
-        durable: whether to copy it to durable storage.
-        directory: destination of the copy; empty if this worker's node writes no durable checkpoints.
+        sequence: the snapshot's number, which increases with every snapshot of the node.
+        directory: directory or URL of the checkpoints; empty if this node writes none.
         keep: number of newest checkpoints to keep there.
-        owner: the required last owner of the directory, which the copier checks; empty for any.
+        now: whether to copy this snapshot, even if it is not the last one.
+        owner: the required last owner of the directory; empty for any.
         shares: number of nodes that copy it together, one share each; 1 for this node alone.
         share: this node's share, from 0; only the first node commits, and has failed shares of others repeated.
         nonce: part of the copy's name, the same on all these nodes.
+        last: this is the final copy, which is not needed if this snapshot or a newer one is stored already.
+        take: whether a directory that another run has left may be taken over.
     """
 
-    slot: SlotNumber
     sequence: Count
     step: Count
     round: Count
-    durable: bool
-    directory: OsText
-    keep: Positive
+    directory: OsText = ""
+    keep: Positive = 1
+    now: bool = False
     owner: OsText = ""
     shares: Positive = 1
     share: Count = 0
     nonce: Nonce = ""
+    last: bool = False
+    take: bool = False
 
     def __post_init__(self) -> None:
         if self.share >= self.shares:
-            raise ProtocolError(f"Stored.share is {self.share} of {self.shares}.")
+            raise ProtocolError(f"CopyJob.share is {self.share} of {self.shares}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Message):
+    """A snapshot is in a slot."""
+
+    slot: SlotNumber
+    job: CopyJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +230,17 @@ class Ended(Message):
 
 @dataclass(frozen=True, slots=True)
 class MayCommit(Message):
-    """Asks whether to commit a durable checkpoint that this worker wrote itself; answered by ``Commit``."""
+    """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``Commit``.
+
+    A worker asks if it wrote the checkpoint itself, the copying process if it copied a snapshot.
+    """
 
     number: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Saved(Message):
-    """A durable checkpoint with ``step`` optimizer steps was written, or was not, and ``error`` says why."""
+    """The worker wrote a durable checkpoint with ``step`` steps itself, or could not; ``error`` says why."""
 
     step: Count
     error: Text
@@ -268,21 +283,25 @@ class Use(Message):
 
 @dataclass(frozen=True, slots=True)
 class Copied(Message):
-    """A snapshot was copied to durable storage, or could not be.
+    """A snapshot was copied to durable storage, or could not be. The copying process reports so to its agent, too.
 
     Attributes:
         path, digest, bytes: path, digest and size of the checkpoint.
         error, hint: why there is none, or, with a path, why old ones could not be removed; empty without an error.
+        final: whether retrying is pointless.
+        pruning: the checkpoint is written, and old ones are being removed: another message follows.
     """
 
     step: Count
     round: Count
-    seconds: Seconds
-    path: OsText
-    digest: Text
-    bytes: Count
-    error: Text
-    hint: Text
+    seconds: Seconds = 0.0
+    path: OsText = ""
+    digest: Text = ""
+    bytes: Count = 0
+    error: Text = ""
+    hint: Text = ""
+    final: bool = False
+    pruning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

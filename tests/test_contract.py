@@ -109,16 +109,20 @@ def test_our_names_have_our_prefix() -> None:
     assert names == {c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
 
 
+STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True))
+
+
 def stored(**odd: object) -> bytes:
-    """A line about a snapshot with some odd fields."""
-    return json.dumps({**json.loads(c.pack(c.Stored(2, 9, 101, 7, True, "/checkpoints", 3))), **odd}).encode()
+    """A line about a snapshot whose job has some odd fields."""
+    value = json.loads(c.pack(STORED))
+    return json.dumps({**value, "job": {**value["job"], **odd}}).encode()
 
 
 MESSAGES = [
     c.Hello(7, 5, 1),
     c.Ready(100, 900, 0.25),
     c.StepDone(101),
-    c.Stored(2, 9, 101, 7, True, "/checkpoints", 3),
+    STORED,
     c.Drained(102, 0.5),
     c.Ended(-2),
     c.Slots(3, 0, 9, fetching=True),
@@ -169,14 +173,15 @@ def test_every_message_has_an_example() -> None:
         (b'{"type": "drained", "step": 1, "seconds": 1e400}', "Drained.seconds is 'inf', not a number of seconds"),
         (b'{"type": "drained", "step": 1, "seconds": 1%s}' % (b"0" * 400), "Drained.seconds: the number is too large"),
         (b'{"type": "saved", "step": 1, "error": "\xff"}', "can't decode byte"),
-        (stored(slot=c.SLOTS), "Stored.slot is '3', not the number of a slot"),
-        (stored(slot=-1), "Stored.slot is '-1', not the number of a slot"),
-        (stored(keep=0), "Stored.keep is '0', not a number from 1"),
-        (stored(shares=2, share=2), "Stored.share is 2 of 2"),
-        (stored(durable=1), "Stored.durable: bool was expected, found int"),
+        (b'{"type": "use", "slot": %d}' % c.SLOTS, "Use.slot is '3', not the number of a slot"),
+        (b'{"type": "use", "slot": -1}', "Use.slot is '-1', not the number of a slot"),
+        (b'{"type": "stored", "slot": 1, "job": 3}', "CopyJob: an object was expected, found int"),
+        (stored(keep=0), "CopyJob.keep is '0', not a number from 1"),
+        (stored(shares=2, share=2), "CopyJob.share is 2 of 2"),
+        (stored(now=1), "CopyJob.now: bool was expected, found int"),
         (stored(directory="/a\0b"), "not a path"),
         (stored(directory="/\ud800"), "not a path"),
-        (stored(nonce="../../x"), "Stored.nonce is '../../x', not hexadecimal"),
+        (stored(nonce="../../x"), "CopyJob.nonce is '../../x', not hexadecimal"),
         (b"[" * 50_000, "recursion" if sys.version_info < (3, 14) else "Expecting value"),
         (b" " * (c.MAX_LINE + 1), "A value of 65537 bytes exceeds the limit"),
     ],
@@ -199,7 +204,7 @@ def test_an_error_with_a_file_name_that_is_no_text_can_be_told() -> None:
 
 
 def test_a_path_of_other_bytes_than_utf_8_survives() -> None:
-    message = c.Stored(0, 1, 1, 1, True, "/a\udcff", 1)
+    message = c.Stored(0, c.CopyJob(1, 1, 1, "/a\udcff"))
     assert c.unpack(c.pack(message)) == message
 
 
@@ -235,7 +240,8 @@ def _read(line: bytes) -> None:
         message = c.unpack(line)
     except ProtocolError:
         return
-    for value in asdict(message).values():
+    values = asdict(message)
+    for value in [*values.pop("job", {}).values(), *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value
             os.fsencode(value)

@@ -33,9 +33,7 @@ from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
 from elastic_agents.probes.http_server import Request, _parse
-from elastic_agents.snapshots.copier import Answer
 from elastic_agents.workers.watchdog import read_request
-from elastic_launch import codec
 from elastic_launch import contract as c
 from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
@@ -293,7 +291,13 @@ SPLIT = Manifest(
 ).dumps()[0]
 TENSOR_FILE = b"".join(bytes(part) for part in tensorfile.parts(encode({**STATE, "bias": torch.ones(5)})[0]))
 TENSOR_HEADER = TENSOR_FILE[8 : 8 + int.from_bytes(TENSOR_FILE[:8], "little")]
-WORKERS = (c.Hello(1, 0, 0), c.Ready(3, 100, 0.5), c.Saved(3, "full"), c.Drained(3, 0.25))
+WORKERS = (
+    c.Hello(1, 0, 0),
+    c.Ready(3, 100, 0.5),
+    c.Saved(3, "full"),
+    c.Drained(3, 0.25),
+    c.Stored(1, c.CopyJob(1, 2, 3, "/a")),
+)
 LINES = (HELLO, m.Beat(), m.RunEnd(1, 0, "done", 0), m.Refused(1, "no", "hint"), m.Form(1, RECORD.round, 0, "start"))
 CALLS = (
     a.Caller(2, "run"),
@@ -349,10 +353,10 @@ TARGETS = {
         (Trouble,),
     ),
     "copier's answer": Target(
-        (codec.dumps(Answer("/a", "b" * 64, 3, "", "", 0.5)),),
-        lambda data: codec.decode(Answer, codec.loads(data)),
+        (c.pack(c.Copied(3, 1, 0.5, "/a", "b" * 64, 3)), c.pack(c.Copying()), c.pack(c.MayCommit(0))),
+        c.unpack,
         (ProtocolError,),
-        codec.dumps,
+        c.pack,
     ),
     "progress": Target((b"",), progress),
     "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum),

@@ -29,7 +29,7 @@ from elastic_agents.policy import decide
 from elastic_agents.reporting import received, report_ended, report_forwarded, report_late, report_opened, report_order
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, ScriptEnded, WorkerSaved
+from elastic_agents.workers.control import Control, ScriptEnded
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
@@ -215,10 +215,17 @@ class LocalElasticAgent(ElasticAgent):
 
     def _copied(self, copied: Copied | Copying | Save | None) -> bool:
         """Called from the keeper's thread."""
-        if isinstance(copied, Copied) and copied.path:
-            self._saves.copied(copied)
-            self._events.emit(CheckpointSaved(self._view.round, copied.step, copied.path))
+        error = ""
+        if isinstance(copied, Copied):
+            number, error = self._view.round, f"{copied.error} {copied.hint}".strip()
+            if copied.path:
+                self._saves.copied(copied)
+                self._events.emit(CheckpointSaved(number, copied.step, copied.path))
+            asked = self._control.answers(copied.step)
+            self._membership.saved(m.Saved(number, copied.step, "" if copied.path else error, asked))
         told = copied is not None and self._control.tell_copied(copied)
+        if isinstance(copied, Copied) and error:
+            _log.error("checkpoint of step %d: %s%s", copied.step, error, " Training goes on." if told else "")
         if self._keeper.idle:
             self._inbox.put(v.CopiesDone())
         return told
@@ -301,10 +308,12 @@ class LocalElasticAgent(ElasticAgent):
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
                 return None
-            case WorkerSaved(round=number, step=step, error=error, asked=asked):
-                if number == self._view.round and self._saves.reported(step, error):
-                    self._events.emit(CheckpointSaved(number, step, ""))
-                self._membership.saved(m.Saved(number, step, error=error, asked=asked))
+            case m.Saved(round=number, step=step, error=error):
+                if number == self._view.round:
+                    self._saves.reported(step, error)
+                    if not error:
+                        self._events.emit(CheckpointSaved(number, step, ""))
+                self._membership.saved(item)
                 return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
                 report_forwarded(number, self._workers.forward(number))

@@ -18,9 +18,10 @@ from harness import wait_for
 from elastic_agents.policy_types import WorkerReady
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
-from elastic_agents.workers.control import Control, ScriptEnded, WorkerSaved
+from elastic_agents.workers.control import Control, ScriptEnded
 from elastic_launch import contract as c
 from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress
 from elastic_launch.system import descriptors
 from elastic_launch.testing import FakeClock
@@ -99,7 +100,7 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
         for step in (7, 8, 9):
             sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
         heard = [said.get(timeout=5) for _ in range(3)]
-    assert heard == [WorkerSaved(1, 7, "", False), WorkerSaved(1, 8, "full", True), WorkerSaved(1, 9, "", False)]
+    assert heard == [Saved(1, 7, "", False), Saved(1, 8, "full", True), Saved(1, 9, "", False)]
 
 
 def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_has_hung_up(

@@ -25,12 +25,12 @@ from elastic_agents.snapshots import copier as copiers
 from elastic_agents.snapshots import snapshot_store as keepers
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_launch import snapshot
-from elastic_launch.contract import SLOTS, Copied, Copying, Save
+from elastic_launch import codec, snapshot
+from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Save, Stored
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
-from elastic_launch.training.checkpoints.memory import Target
+from elastic_launch.snapshot.storage.shares import nonce_of
 
 
 @given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
@@ -83,8 +83,12 @@ class Node:
         state = {name: torch.full((self.size,), float(step)) for name in "xy"}
         writer.write(SlotDraft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
         writer.close()
-        target = Target(str(self.directory), keep, durable, self.owner, self.nodes, self.rank, split=4000, drawn=9)
-        self.use = self.keeper.stored(target.stored(self.use, self.sequence, step, round, 8000))
+        job = CopyJob(self.sequence, step, round)
+        if durable or not self.rank:
+            job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
+        if durable and self.nodes > 1:
+            job = replace(job, shares=self.nodes, share=self.rank, nonce=nonce_of(9, round, step))
+        self.use = self.keeper.stored(Stored(self.use, job))
 
     def copied(self) -> list[int]:
         assert self.keeper.wait(30 * SLOWNESS)
@@ -132,7 +136,7 @@ def _copier(share: int = 0) -> int:
             except OSError:
                 continue
             mine = any(b"elastic_agents.snapshots.copying" in word for word in words) and int(status[1]) == os.getpid()
-            if mine and json.loads(words[-2])["share"] == share:
+            if mine and json.loads(words[-4])["share"] == share:
                 return int(name)
     return 0
 
@@ -223,13 +227,12 @@ def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_witho
 ) -> None:
     node.store(1, durable=False)
     slot = (node.slots[0].tensors, node.slots[0].head)
-    order: dict[str, object] = {"tensors": slot[0], "head": slot[1], "sequence": 1, "directory": str(tmp_path)}
-    order |= {"shares": 1, "share": 0, "nonce": 0, "last": False, "keep": 2, "owner": "", "take": False}
+    job = codec.dumps(CopyJob(1, 1, 1, str(tmp_path))).decode()
     reading, writing = os.pipe()
     os.close(reading)
     try:
         ended = subprocess.run(
-            helper_command("from elastic_agents.snapshots.copying import main; main()", json.dumps(order)),
+            helper_command("from elastic_agents.snapshots.copying import main; main()", job, *map(str, slot)),
             stdin=subprocess.DEVNULL,
             stdout=writing,
             stderr=subprocess.PIPE,
@@ -479,13 +482,19 @@ def test_what_only_another_node_has_is_never_copied_by_it_at_the_end(pair: tuple
     assert other.copied() == []
 
 
-def test_a_small_state_is_copied_by_the_first_node_alone() -> None:
-    small = Target("d", 1, True, "", nodes=2, node=0, split=8001, drawn=9)
-    assert small.stored(0, 1, 7, 1, 8000).shares == 1
-    other = replace(small, node=1).stored(0, 1, 7, 1, 8000)
-    assert (other.durable, other.directory) == (False, "")
-    assert replace(small, now=False).stored(0, 1, 7, 1, 9000).shares == 1
-    assert small.stored(0, 1, 7, 1, 9000).shares == 2
+def test_a_copy_that_fails_gives_way_to_this_nodes_share_of_a_later_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node is no longer the first of its round, and only the first reports the outcome."""
+    monkeypatch.setattr(keepers, "PAUSE", 0.2)
+    node.directory.write_text("a file")
+    node.store(1)
+    wait_for("the first attempt", lambda: "Tried again" in caplog.text)
+    node.nodes, node.rank = 2, 1
+    node.store(2)
+    assert node.keeper.wait(30 * SLOWNESS)
+    assert "a share of the checkpoint of step 2" in caplog.text
+    assert node.told == []
 
 
 @pytest.fixture
@@ -534,9 +543,9 @@ def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_
     assert f"process {held}, which copies to {node.directory}, cannot be killed" in caplog.text
 
 
-def _hanging(code: str, order: str) -> list[str]:
+def _hanging(code: str, *arguments: str) -> list[str]:
     """The command of a copying process that begins, and then hangs in its storage."""
-    return [sys.executable, "-c", "import time; print('progress', flush=True); time.sleep(600)"]
+    return [sys.executable, "-c", 'import time; print(\'{"type":"copying"}\', flush=True); time.sleep(600)']
 
 
 def test_storage_that_hangs_each_time_is_told_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elastic_agents.snapshots import transfer
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.snapshots.transfer import TransferServer
-from elastic_launch.contract import Fetched, Stored
+from elastic_launch.contract import CopyJob, Fetched, Stored
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.rendezvous.wire.addresses import listen
@@ -47,7 +47,7 @@ class Node:
         draft = SlotDraft(state, {"step": step}, lambda x: True)
         writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
         writer.close()
-        self.keeper.stored(Stored(offer.use, offer.sequence + 1, step, round, False, "", 1))
+        self.keeper.stored(Stored(offer.use, CopyJob(offer.sequence + 1, step, round)))
 
     def serve(self, key: bytes | None = None) -> SnapshotSource:
         newest = self.keeper.newest

@@ -42,7 +42,7 @@ def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink
 
     def store() -> None:
         for step in range(number):
-            link.stored(c.Stored(0, step, step, 1, True, "d" * 20_000, 1))
+            link.stored(c.Stored(0, c.CopyJob(step, step, 1, "d" * 20_000)))
 
     other = threading.Thread(target=store)
     other.start()
@@ -56,7 +56,7 @@ def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink
         told.join()
         other.join()
     messages = [c.unpack(line) for line in heard.splitlines()]
-    assert [m.step for m in messages if isinstance(m, c.Stored)] == list(range(number))
+    assert [m.job.step for m in messages if isinstance(m, c.Stored)] == list(range(number))
     assert [m.step for m in messages if isinstance(m, c.StepDone)] == list(range(number))
 
 
@@ -64,7 +64,7 @@ def test_an_agent_that_is_gone_is_noticed_by_who_asks_next(ends: tuple[socket.so
     agent, link = ends
     agent.close()
     link.step(1)
-    link.stored(c.Stored(0, 1, 1, 1, False, "", 1))
+    link.stored(c.Stored(0, c.CopyJob(1, 1, 1)))
     assert link.stop_asked() == ""
     assert not link.alive
     link.step(2)
@@ -215,7 +215,7 @@ def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
     _save(run, checkpoint, 4)
     (told,) = _heard(agent, c.Stored)
     assert isinstance(told, c.Stored)
-    assert (told.step, told.durable, told.slot) == (4, True, 1)
+    assert (told.job.step, told.job.now, told.slot) == (4, True, 1)
     assert not checkpoint.owes
 
 
@@ -231,7 +231,7 @@ def test_the_last_checkpoint_waits_for_an_agent_that_is_slow(
     answer.join()
     (told,) = _heard(agent, c.Stored)
     assert isinstance(told, c.Stored)
-    assert (told.step, told.durable) == (2, True)
+    assert (told.job.step, told.job.now) == (2, True)
 
 
 def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run, el.Checkpoint]) -> None:

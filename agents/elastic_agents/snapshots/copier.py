@@ -7,22 +7,22 @@ be killed.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from elastic_agents.helpers import helper_command, helper_environment
 from elastic_launch import codec
+from elastic_launch.contract import MAX_LINE, Commit, Copied, Copying, CopyJob, MayCommit, pack, unpack
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["Answer", "Copier"]
+__all__ = ["Copier"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -39,34 +39,14 @@ KILLED_WITHIN = 5.0
 """Seconds within which a killed process ends, unless the kernel holds it."""
 
 _TURN = 1.0  # Seconds
-_MOST_BYTES = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """How a copy ended, see ``elastic_launch.contract.Copied``.
-
-    Attributes:
-        final: whether retrying is pointless.
-        pruning: the checkpoint is written, and old ones are being removed: another answer follows.
-    """
-
-    path: str = ""
-    digest: str = ""
-    bytes: int = 0
-    error: str = ""
-    hint: str = ""
-    seconds: float = 0.0
-    final: bool = False
-    pruning: bool = False
 
 
 class Copier:
     """One process, started immediately.
 
     Args:
-        order: what to copy, see ``copying``.
-        descriptors: inherited by the process.
+        job: what to copy.
+        slot: descriptors of the snapshot's tensors and head.
         url: whether the destination is a URL.
         stderr: opens a descriptor for its stderr; None: it shares this process' stderr.
 
@@ -79,8 +59,8 @@ class Copier:
 
     def __init__(
         self,
-        order: Mapping[str, object],
-        descriptors: tuple[int, ...],
+        job: CopyJob,
+        slot: tuple[int, int],
         *,
         url: bool,
         stderr: Callable[[], int] | None = None,
@@ -91,18 +71,19 @@ class Copier:
         said = None if stderr is None else stderr()
         try:
             self._process = subprocess.Popen(
-                helper_command(code, json.dumps(order)),
+                helper_command(code, codec.dumps(job).decode(), *map(str, slot)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
-                pass_fds=descriptors,
+                pass_fds=slot,
                 start_new_session=True,
                 env=helper_environment(),
             )
         finally:
             if said is not None:
                 os.close(said)
-        self._directory = str(order["directory"])
+        self._directory = job.directory
+        self._there = Copied(job.step, job.round)
         self._stall = URL_STALL if url else STALL
         self._pending = b""
         self._begun = False
@@ -113,7 +94,7 @@ class Copier:
         self._given_up = True
         self._process.kill()
 
-    def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
+    def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Copied:
         """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left behind.
 
         Args:
@@ -131,22 +112,25 @@ class Copier:
             self._process.stdout.close()
             self._reap()
 
-    def _hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Answer:
-        there = Answer()
+    def _hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Copied:
         while True:
             line = self._line()
             if line is None:
                 error, hint = self._stalled()
-                return replace(there, error=error, hint=hint)
-            if line == b"progress\n":
-                progress()
-            elif line == b"ready\n":
-                self._say(b"yes\n" if may_commit() else b"no\n")
-            else:
-                answer = self._understood(line, there)
-                if not answer.pruning:
-                    return answer
-                there = replace(answer, pruning=False)
+                return replace(self._there, error=error, hint=hint)
+            try:
+                message = unpack(line, {Copying, MayCommit, Copied})
+            except ProtocolError:
+                return replace(self._there, error=f"The process that copies it {self._unexpected(line)}.")
+            match message:
+                case Copying():
+                    progress()
+                case MayCommit(number=number):
+                    self._say(Commit(number, may_commit()))
+                case Copied(pruning=True):
+                    self._there = replace(message, pruning=False)
+                case Copied():
+                    return message
 
     def _stalled(self) -> tuple[str, str]:
         if not self._begun:
@@ -155,16 +139,12 @@ class Copier:
         error = f"{self._directory} does not respond: the copy made no progress for {self._stall:g} s."
         return error, "Check the file system or the service that holds it."
 
-    def _understood(self, line: bytes, there: Answer) -> Answer:
-        with suppress(ProtocolError):
-            return codec.decode(Answer, codec.loads(line))
+    def _unexpected(self, line: bytes) -> str:
         if line:
-            how = f"said {line[:80].decode(errors='replace')!r}, an unexpected reply"
-        else:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(KILLED_WITHIN)
-            how = f"ended with {self._process.returncode}"
-        return replace(there, error=f"The process that copies it {how}.")
+            return f"said {line[:80].decode(errors='replace')!r}, an unexpected reply"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_WITHIN)
+        return f"ended with {self._process.returncode}"
 
     def _line(self) -> bytes | None:
         """Return the next line, an incomplete one at the end of file, or None if the process makes no progress."""
@@ -173,7 +153,7 @@ class Copier:
         silent, warned = 0.0, False
         with selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
-            while b"\n" not in self._pending and len(self._pending) < _MOST_BYTES:
+            while b"\n" not in self._pending and len(self._pending) < MAX_LINE:
                 if silent >= self._stall or self._given_up:
                     return None
                 if not warned and silent >= WARN_AFTER:
@@ -188,7 +168,7 @@ class Copier:
                     # An agent that was frozen itself has not read what the process wrote meanwhile.
                     silent += min(time.monotonic() - began, 2 * _TURN)
                     continue
-                if not (data := os.read(source, _MOST_BYTES)):
+                if not (data := os.read(source, MAX_LINE)):
                     break
                 self._pending += data
         if warned:
@@ -197,11 +177,11 @@ class Copier:
         line, end, self._pending = self._pending.partition(b"\n")
         return line + end
 
-    def _say(self, word: bytes) -> None:
+    def _say(self, answer: Commit) -> None:
         assert self._process.stdin is not None
         try:
             # Bypass the buffer: data left in it would raise BrokenPipeError again on close.
-            os.write(self._process.stdin.fileno(), word)
+            os.write(self._process.stdin.fileno(), pack(answer))
         except BrokenPipeError:
             _log.debug("the copier is gone")
 

@@ -1,22 +1,23 @@
 """Copies one snapshot, or a share of it, from a slot to a directory or URL. Runs as a separate process, so that storage
 that hangs cannot block the agent. Needs no torch.
 
-Its arguments are one JSON object. It writes ``progress`` when it begins, then about once a second while it makes
-progress. Before it commits, it writes ``ready`` and waits for a line that starts with ``yes``. When the checkpoint is
-written, and again at the end, it writes the result: a JSON object, see ``copier.Answer``.
+Its arguments are a :class:`CopyJob` and the descriptors of the slot's tensors and head. It writes ``Copying`` when it
+begins, then about once a second while it makes progress. Before it commits, it writes ``MayCommit`` and waits for
+``Commit``. When the checkpoint is written, and again at the end, it writes ``Copied``.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
+from elastic_launch import codec
+from elastic_launch.contract import Commit, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.format.manifest import parse_json
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -46,73 +47,73 @@ class _Followed(Slot):
 
 
 def copy(
-    order: dict[str, Any],
+    job: CopyJob,
+    tensors: int,
+    head: int,
     may_commit: Callable[[], bool],
     progress: Callable[[], None],
-    there: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+    written: Callable[[Copied], None],
+) -> Copied:
     """Copy a snapshot, and prune if it may; return the final result.
 
     Args:
         progress: called now and then, from any thread.
-        there: called with the result once the checkpoint is written, before old ones are removed.
+        written: called with the result once the checkpoint is written, before old ones are removed.
     """
     began = time.monotonic()
-    slot = _Followed(order["tensors"], order["head"], progress)
-    done: dict[str, Any] = {"path": "", "digest": "", "bytes": 0, "error": "", "hint": "", "final": False}
+    done = Copied(job.step, job.round)
+    slot = _Followed(tensors, head, progress)
     header = slot.header()
-    if header is None or header.sequence != order["sequence"]:
-        return {**done, "error": "the snapshot is not in its slot any more", "seconds": 0.0}
+    if header is None or header.sequence != job.sequence:
+        return replace(done, error="the snapshot is not in its slot any more")
     numbers = {"step": header.step, "round": header.round}
     try:
-        split = _split(order, slot, header, progress)
-        if order["share"]:
-            if split is not None and order["share"] < len(split.division):
-                write_share(order["directory"], split.division, order["share"], **numbers, nonce=split.nonce)
-            return {**done, "seconds": time.monotonic() - began}
-        newest = next(iter(find(order["directory"])), None) if order["last"] else None
-        if newest is not None and (newest.round, newest.step) >= (header.round, header.step):
-            done.update(path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
-            return {**done, "seconds": time.monotonic() - began}
-        meta = parse_json(slot.meta(header))
-        info = write_parts(
-            order["directory"],
-            split or slot.tensor_parts(header),
-            slot.state(header),
-            meta,
-            **numbers,
-            may_commit=may_commit,
-            owner=order["owner"],
-            take=order["take"],
-        )
-        done.update(path=str(info.path), digest=info.digest, bytes=info.bytes)
-        there({**done, "seconds": time.monotonic() - began, "pruning": True})
-        if isinstance(meta, dict) and meta.get("compared") is False:
-            text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
-            _log.warning(text, header.step)
-        prune(order["directory"], order["keep"], header.round)
-    except (NotCommittedError, TakenError) as error:
-        done.update(error=error.message, hint=error.hint, final=True)
+        split = _split(job, slot, header, progress)
+        newest = next(iter(find(job.directory)), None) if job.last and not job.share else None
+        if job.share:
+            if split is not None and job.share < len(split.division):
+                write_share(job.directory, split.division, job.share, **numbers, nonce=split.nonce)
+        elif newest is not None and (newest.round, newest.step) >= (header.round, header.step):
+            done = replace(done, path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
+        else:
+            meta = parse_json(slot.meta(header))
+            info = write_parts(
+                job.directory,
+                split or slot.tensor_parts(header),
+                slot.state(header),
+                meta,
+                **numbers,
+                may_commit=may_commit,
+                owner=job.owner,
+                take=job.take,
+            )
+            done = replace(done, path=str(info.path), digest=info.digest, bytes=info.bytes)
+            written(replace(done, seconds=time.monotonic() - began, pruning=True))
+            if isinstance(meta, dict) and meta.get("compared") is False:
+                text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
+                _log.warning(text, header.step)
+            prune(job.directory, job.keep, header.round)
     except CheckpointError as error:
-        done.update(error=error.message, hint=error.hint)
+        final = isinstance(error, NotCommittedError | TakenError)
+        done = replace(done, error=error.message, hint=error.hint, final=final)
     except MalformedError as error:
-        done.update(error=f"What is in memory is damaged: {error}.")
-    return {**done, "seconds": time.monotonic() - began}
+        done = replace(done, error=f"What is in memory is damaged: {error}.")
+    return replace(done, seconds=time.monotonic() - began)
 
 
-def _split(order: dict[str, Any], slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:
+def _split(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:
     """Return the split among several nodes; None if it cannot be divided: one tensor may be most of the snapshot."""
-    if order["shares"] == 1:
+    if job.shares == 1:
         return None
     try:
-        division = Division(slot.tensor_bytes, header.tensors, order["shares"], progress)
+        division = Division(slot.tensor_bytes, header.tensors, job.shares, progress)
     except MalformedError as error:
         raise CheckpointError(f"What is in memory cannot be divided: {error}.") from error
-    return Split(division, order["nonce"]) if len(division) > 1 else None
+    return Split(division, job.nonce) if len(division) > 1 else None
 
 
 def main() -> None:
-    """Carry out the order that is the only argument."""
+    """Carry out the job that the arguments name."""
     logging.basicConfig(format="[elastic-launch] %(message)s")
     # The agent must not read what storage drivers print.
     agent = os.dup(1)
@@ -120,11 +121,11 @@ def main() -> None:
     saying = threading.Lock()
     said, gone = 0.0, False
 
-    def say(text: str) -> None:
+    def say(message: Message) -> None:
         nonlocal gone
         try:
             with saying:
-                os.write(agent, f"{text}\n".encode())
+                os.write(agent, pack(message))
         except BrokenPipeError:
             # The agent was killed, so nothing is committed any more. The current write must finish, and its result
             # be removed: if an exception closes a file, a driver may store half of it.
@@ -134,13 +135,14 @@ def main() -> None:
         nonlocal said
         if time.monotonic() >= said + SILENCE:
             said = time.monotonic()
-            say("progress")
+            say(Copying())
 
     def may_commit() -> bool:
-        say("ready")
-        return not gone and sys.stdin.readline().startswith("yes")
+        say(MayCommit(0))
+        line = b"" if gone else sys.stdin.buffer.readline()
+        return bool(line) and unpack(line) == Commit(0, allowed=True)
 
-    order = json.loads(sys.argv[1])
+    job = codec.decode(CopyJob, codec.loads(sys.argv[1].encode()))
     progress()  # it has begun: from now on, silence is the storage's fault
-    say(json.dumps(copy(order, may_commit, progress, lambda done: say(json.dumps(done)))))
+    say(copy(job, int(sys.argv[2]), int(sys.argv[3]), may_commit, progress, say))
     sys.exit(1 if gone else 0)

@@ -21,8 +21,8 @@ class DurableState:
     def __init__(self, keeper: SnapshotStore, pace: StepTimer) -> None:
         self._keeper = keeper
         self._pace = pace
-        self._saved: int | None = None  # step of the last checkpoint that the workers reported
-        self._unsaved = ""  # why their last checkpoint could not be written
+        self._saved: int | None = None  # step of the round's last checkpoint
+        self._unsaved = ""  # why the workers' last checkpoint could not be written
         self._kept: Copied | None = None  # the last copy in durable storage
 
     def begin(self) -> None:
@@ -31,19 +31,13 @@ class DurableState:
 
     def copied(self, copied: Copied) -> None:
         """A copy is in durable storage. Called from the keeper's thread."""
-        self._kept = copied
+        self._kept, self._saved, self._unsaved = copied, copied.step, ""
 
-    def reported(self, step: int, error: str) -> bool:
-        """A worker of the round has reported a checkpoint: one that it has written, or a copy by its agent.
-
-        Returns:
-            whether the worker has written it itself.
-        """
-        self._saved, self._unsaved = self._saved if error else step, error
-        if error or (self._kept is not None and self._kept.step == step):
-            return False
-        self._kept = None
-        return True
+    def reported(self, step: int, error: str) -> None:
+        """A worker of the round has written a checkpoint itself, or could not."""
+        self._unsaved = error
+        if not error:
+            self._kept, self._saved = None, step
 
     def has(self, step: int) -> bool:
         """Whether the state after a step of the current round is in durable storage."""

@@ -7,12 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from elastic_agents.snapshots.copier import Answer, Copier
+from elastic_agents.snapshots.copier import Copier
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.transfer import TransferClient, TransferServer
-from elastic_launch.contract import SLOTS, Copied, Copying, Fetched, Save, Slots, Stored
+from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -33,20 +33,6 @@ COPYING_EVERY = 10.0
 
 CATCH_UP = 60.0
 """Seconds for which a late copy waits for the next snapshot that is marked for copying."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What to copy: the newest snapshot or, if several nodes copy this very snapshot, this node's share of it."""
-
-    directory: str
-    keep: int
-    owner: str
-    sequence: int = 0
-    shares: int = 1
-    share: int = 0
-    nonce: str = ""
-    last: bool = False  # the final copy: skipped if this snapshot or a newer one is already stored
 
 
 class SnapshotStore:
@@ -76,8 +62,8 @@ class SnapshotStore:
         self._book = SlotTable()
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
-        self._target: _Order | None = None
-        self._order: _Order | None = None
+        self._target: CopyJob | None = None  # for the last copy, of whatever snapshot is the newest then
+        self._job: CopyJob | None = None  # the next one
         self._copied = 0
         self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
         self._took: set[str] = set()  # directories that this run owns, as far as this node knows
@@ -113,13 +99,12 @@ class SnapshotStore:
 
     def stored(self, stored: Stored) -> int:
         """Record a snapshot, and queue a copy if it is marked for one; return the slot to write next."""
+        job = stored.job
         with self._changed:
-            self._book.stored(HeldSlot(stored.slot, stored.sequence, stored.step, stored.round))
-            order = _Order(stored.directory, stored.keep, stored.owner)
-            self._target = order if stored.directory and not stored.share else None
-            if stored.durable and stored.directory:
-                order = replace(order, sequence=stored.sequence, shares=stored.shares)
-                self._order = replace(order, share=stored.share, nonce=stored.nonce)
+            self._book.stored(HeldSlot(stored.slot, job.sequence, job.step, job.round))
+            self._target = replace(job, sequence=0, shares=1) if job.directory and not job.share else None
+            if job.now and job.directory:
+                self._job = job
                 if not self._reading:
                     self._book.pin()
                 self._changed.notify_all()
@@ -138,9 +123,9 @@ class SnapshotStore:
                 return
             header = self._slots[newest.slot].header()
             there = header is not None and header.sequence == newest.sequence
-            under_way = self._order is not None or (self._busy and self._book.pinned == newest)
+            under_way = self._job is not None or (self._busy and self._book.pinned == newest)
             if there and newest.sequence > max(self._copied, self._given_up) and not under_way:
-                self._order = replace(self._target, last=True)
+                self._job = replace(self._target, last=True)
                 self._changed.notify_all()
 
     def has_saved(self, step: int) -> bool:
@@ -171,7 +156,7 @@ class SnapshotStore:
 
     @property
     def _at_rest(self) -> bool:
-        return self._order is None and not self._busy
+        return self._job is None and not self._busy
 
     def serve(self, listener: socket.socket, key: bytes | None) -> int:
         """Serve the newest snapshot to other nodes from now on; workers no longer write. Return the port.
@@ -268,11 +253,9 @@ class SnapshotStore:
                 self._changed.notify_all()
 
     def _copy_all(self) -> None:
-        while (order := self._next()) is not None:
-            order = self._caught_up(order)
-            copied = self._copy(order) if not order.share else None
-            if order.share:
-                self._copy_share(order)
+        while (job := self._next()) is not None:
+            job = self._caught_up(job)
+            copied = self._copy(job)
             with self._changed:
                 self._let_go()
                 self._busy = False
@@ -283,71 +266,73 @@ class SnapshotStore:
             if not closing:
                 self._tell(copied)
 
-    def _next(self) -> _Order | None:
+    def _next(self) -> CopyJob | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._order is not None or self._closing)
-            order, self._order = self._order, None
-            self._busy = order is not None and not self._closing
-            return order if self._busy else None
+            self._changed.wait_for(lambda: self._job is not None or self._closing)
+            job, self._job = self._job, None
+            self._busy = job is not None and not self._closing
+            return job if self._busy else None
 
-    def _caught_up(self, order: _Order) -> _Order:
-        """Return an order whose snapshot is still available, if possible."""
+    def _caught_up(self, job: CopyJob) -> CopyJob:
+        """Return a job whose snapshot is still available, if possible."""
         newest = self.newest
         with self._changed:
-            if self._order is not None:
-                order, self._order = self._order, None
+            if self._job is not None:
+                job, self._job = self._job, None
             pinned = self._book.pinned
-        there = order.sequence in [held.sequence for held in (newest, pinned) if held is not None]
-        if order.share or order.last or newest is None or there:
-            return order
+        there = job.sequence in [held.sequence for held in (newest, pinned) if held is not None]
+        if job.share or job.last or newest is None or there:
+            return job
         if not self._tell(Save()):
-            return order
+            return job
         with self._changed:
-            self._changed.wait_for(lambda: self._order is not None or self._closing, CATCH_UP)
-            order, self._order = self._order or order, None
-            return order
+            self._changed.wait_for(lambda: self._job is not None or self._closing, CATCH_UP)
+            job, self._job = self._job or job, None
+            return job
 
-    def _take(self, order: _Order) -> HeldSlot | None:
-        """Pin the snapshot of an order while it is copied, or the newest if that one is gone."""
+    def _take(self, job: CopyJob) -> HeldSlot | None:
+        """Pin the snapshot of a job while it is copied, or the newest if that one is gone."""
         with self._changed:
-            if self._book.pinned is None or self._book.pinned.sequence != order.sequence:
+            if self._book.pinned is None or self._book.pinned.sequence != job.sequence:
                 self._book.pin()
             self._reading = self._book.pinned is not None
             return self._book.pinned
 
     def _let_go(self) -> None:
-        """A copy has ended: unpin its snapshot, unless the next order is to copy it."""
+        """A copy has ended: unpin its snapshot, unless the next job is to copy it."""
         self._reading = False
         pinned = self._book.pinned
-        if pinned is not None and (self._order is None or pinned.sequence != self._order.sequence):
+        if pinned is not None and (self._job is None or pinned.sequence != self._job.sequence):
             self._book.unpin()
 
-    def _copy_share(self, order: _Order) -> None:
+    def _copy_share(self, job: CopyJob) -> None:
         """Copy this node's share, once: the first node writes any share that is missing."""
-        held = self._take(order)
-        if held is None or held.sequence != order.sequence:
+        held = self._take(job)
+        if held is None or held.sequence != job.sequence:
             return
-        answer = self._ask(order, held)
-        if answer.error:
-            _log.warning("a share of the checkpoint of step %d: %s", held.step, answer.error)
+        if error := self._ask(job, held).error:
+            _log.warning("a share of the checkpoint of step %d: %s", held.step, error)
 
-    def _copy(self, order: _Order) -> Copied | None:
+    def _copy(self, job: CopyJob) -> Copied | None:
         """Try until a copy succeeds, or the attempts are used up; each copies the newest snapshot."""
         pause = PAUSE
         for attempt in range(1, ATTEMPTS + 1):
-            order = self._caught_up(order) if attempt > 1 else order
-            held = self._take(order)
+            job = self._caught_up(job) if attempt > 1 else job
+            if job.share:
+                self._copy_share(job)
+                return None
+            held = self._take(job)
             if held is None:
                 return None
-            together = order.shares > 1 and attempt == 1 and held.sequence == order.sequence
-            copied, final = self._copy_once(order if together else replace(order, shares=1), held)
+            together = job.shares > 1 and attempt == 1 and held.sequence == job.sequence
+            copied = self._ask(job if together else replace(job, shares=1), held)
             with self._changed:
                 self._let_go()
             if copied.path:
                 self._copied = held.sequence
-            if copied.path or not order.owner.startswith(" "):
-                self._took.add(order.directory)
-            if copied.path or final or attempt == ATTEMPTS or self._closing:
+            if copied.path or not job.owner.startswith(" "):
+                self._took.add(job.directory)
+            if copied.path or copied.final or attempt == ATTEMPTS or self._closing:
                 self._given_up = self._given_up if copied.path else held.sequence
                 return copied
             _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)
@@ -356,45 +341,21 @@ class SnapshotStore:
             pause *= 2
         return None
 
-    def _copy_once(self, order: _Order, held: HeldSlot) -> tuple[Copied, bool]:
-        """Return the result, and whether retrying is pointless."""
-        answer = self._ask(order, held)
-        copied = Copied(
-            step=held.step,
-            round=held.round,
-            seconds=answer.seconds,
-            path=answer.path,
-            digest=answer.digest,
-            bytes=answer.bytes,
-            error=answer.error,
-            hint=answer.hint,
-        )
-        return copied, answer.final
-
-    def _ask(self, order: _Order, held: HeldSlot) -> Answer:
+    def _ask(self, job: CopyJob, held: HeldSlot) -> Copied:
+        """Have a process copy a snapshot."""
         slot = self._slots[held.slot]
-        url = isinstance(place(order.directory), Url)
-        asked = {
-            "tensors": slot.tensors,
-            "head": slot.head,
-            "sequence": held.sequence,
-            "directory": order.directory,
-            "keep": order.keep,
-            "owner": order.owner,
-            "shares": order.shares,
-            "share": order.share,
-            "nonce": order.nonce,
-            "last": order.last,
-            # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
-            "take": order.directory not in self._took and not url,
-        }
+        url = isinstance(place(job.directory), Url)
+        # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
+        take = job.directory not in self._took and not url
+        job = replace(job, sequence=held.sequence, step=held.step, round=held.round, take=take)
         with self._changed:
             if self._closing:
-                return Answer(error="the agent ends")
+                return Copied(held.step, held.round, error="the agent ends")
             try:
-                copier = self._copier = Copier(asked, (slot.tensors, slot.head), url=url, stderr=self._stderr)
+                copier = self._copier = Copier(job, (slot.tensors, slot.head), url=url, stderr=self._stderr)
             except OSError as error:
-                return Answer(error=f"The process that copies it cannot be started: {error}.")
+                text = f"The process that copies it cannot be started: {error}."
+                return Copied(held.step, held.round, error=text)
         try:
             return copier.hear_out(self._may_commit, self._progress)
         finally:

@@ -25,27 +25,14 @@ from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.errors import ProtocolError
 from elastic_launch.events.types import EventSink
+from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Control", "ScriptEnded", "WorkerSaved"]
+__all__ = ["Control", "ScriptEnded"]
 
 _log = logging.getLogger("elastic_launch.agent")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSaved:
-    """A worker reported that a checkpoint of the round is written; if not, the error says why.
-
-    Attributes:
-        asked: whether it is at least as new as the last request for one.
-    """
-
-    round: int
-    step: int
-    error: str
-    asked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +49,7 @@ PEERS_PER_WORKER = 4
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
-Say = Callable[[WorkerReady | WorkerDrained | WorkerSaved | ScriptEnded], None]
+Say = Callable[[WorkerReady | WorkerDrained | Saved | ScriptEnded], None]
 
 
 @dataclass(slots=True)
@@ -148,6 +135,14 @@ class Control:
                 if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
                     self._save_asked = self.pace.done
                     self._send(peer, c.Save())
+
+    def answers(self, step: int) -> bool:
+        """Whether a checkpoint of this many steps includes all that were done when one was requested."""
+        with self._lock:
+            answers = self._save_asked is not None and step >= self._save_asked
+            if answers:
+                self._save_asked = None
+        return answers
 
     def close(self) -> None:
         self._wake_out.close()
@@ -275,7 +270,7 @@ class Control:
             case c.Stored():
                 self._send(peer, c.Use(self._keeper.stored(message)))
             case c.Saved(step=step, error=error):
-                self._say(WorkerSaved(number, step, error, self._answers(step)))
+                self._say(Saved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):
                 self.pace.saved(seconds)
                 self._say(WorkerDrained(number, local_rank, step))
@@ -289,14 +284,6 @@ class Control:
                 socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:
                 _log.warning("a worker does not hear: %s", error)
-
-    def _answers(self, step: int) -> bool:
-        """Whether a checkpoint of this many steps includes all that were done when one was requested."""
-        with self._lock:
-            answers = self._save_asked is not None and step >= self._save_asked
-            if answers:
-                self._save_asked = None
-        return answers
 
     def _send(self, peer: _Peer, message: c.Message) -> None:
         try:

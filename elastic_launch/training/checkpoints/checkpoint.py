@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
-from elastic_launch.contract import Copied
+from elastic_launch.contract import Copied, CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies
+from elastic_launch.snapshot.storage.shares import nonce_of
 from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.branches import Branch, following, within
-from elastic_launch.training.checkpoints.memory import Target
 from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
 from elastic_launch.training.checkpoints.urls import open_url
@@ -47,6 +47,8 @@ from elastic_launch.training.ranks.world import World
 __all__ = ["Checkpoint", "Resumed", "check_checkpoint", "check_identity", "meta_of", "run_id", "weights_sha256"]
 
 _log = logging.getLogger(__name__)
+
+Report = Callable[[snapshot.WriteOutcome], None]
 
 SPLIT = 2**30
 """Bytes of tensors from which on the nodes write a checkpoint together."""
@@ -237,12 +239,21 @@ class Checkpoint:
         """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
         return self._writers.me
 
-    def target(self, world: World, *, now: bool) -> Target:
-        """Return what the agent needs to copy a snapshot, or a share of it, to this directory."""
-        directory, drawn = str(self.directory.absolute()), self._writers.drawn
-        if drawn and world.nodes > 1:
-            return Target(directory, self.keep, now, self._owner, world.nodes, world.node_rank, self.split, drawn)
-        return Target(directory, self.keep, now, self._owner) if self.writes else Target()
+    def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
+        """Complete the job to copy a snapshot, or a share of it, to this directory.
+
+        Args:
+            now: whether to copy it now.
+            size: bytes of its tensors.
+        """
+        together = self._writers.drawn and world.nodes > 1 and now and size >= self.split
+        if not together and not self.writes:
+            return job
+        job = replace(job, directory=str(self.directory.absolute()), keep=self.keep, now=now, owner=self._owner)
+        if not together:
+            return job
+        nonce = nonce_of(self._writers.drawn, job.round, job.step)
+        return replace(job, shares=world.nodes, share=world.node_rank, nonce=nonce)
 
     def due(self, step: int) -> bool:
         """Whether a save is due after a step.
@@ -313,40 +324,46 @@ class Checkpoint:
             )
         self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
 
-    def outcomes(self) -> list[snapshot.WriteOutcome]:
-        """Return the writes that ended since the last call, and log their errors; does not wait."""
-        ended, self._lost = self._lost, []
-        ended += self._writer.poll() if self._writer is not None else []
-        if self._link is not None:
-            ended += [self._outcome(copied) for copied in self._link.copies()]
-        for outcome in ended:
-            self._something_saved |= outcome.info is not None
+    def outcomes(self, report: Report = lambda outcome: None) -> list[snapshot.WriteOutcome]:
+        """Return the writes that ended since the last call; does not wait.
+
+        Args:
+            report: called with each that is not the agent's: the agent reports its own, and logs their errors.
+        """
+        own, self._lost = self._lost, []
+        own += self._writer.poll() if self._writer is not None else []
+        for outcome in own:
             if outcome.error is not None:
                 self._failed(outcome.step, outcome.error)
-        return ended
+            report(outcome)
+        copied = [] if self._link is None else [self._outcome(copied) for copied in self._link.copies()]
+        for outcome in [*own, *copied]:
+            self._something_saved |= outcome.info is not None
+            self._error = outcome.error or self._error
+        return own + copied
 
     def _failed(self, step: int, error: snapshot.CheckpointError) -> None:
-        self._error = error
         if isinstance(error, snapshot.UnsupportedStateError):
             # Every later checkpoint would fail likewise, and at the end everything would be lost.
             raise error
         _log.error("checkpoint of step %d: %s Training goes on.", step, error)
 
-    def finish(self, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
+    def finish(self, report: Report = lambda outcome: None, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
         """Wait until the saved state is written, and return the outcomes not yet returned.
 
         Args:
+            report: as for :meth:`outcomes`.
             wait: whether to wait for the agent's copies too.
         """
         if self._writer is not None:
             self._writer.flush(FINAL_TIMEOUT)
         if self._owed:
             self.lost(self._owed, "the agent did not answer")
-        ended = self.outcomes()
+        ended = self.outcomes(report)
         while wait and self._awaited and self._link is not None:
             if not self._link.wait_copied(FINAL_TIMEOUT):
                 self.lost(self._awaited, "the agent, which copies it, does not answer")
-            ended += self.outcomes()
+            ended += self.outcomes(report)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

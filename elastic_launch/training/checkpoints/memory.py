@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,17 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
-from elastic_launch.contract import Stored
+from elastic_launch.contract import CopyJob, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import free_memory
-from elastic_launch.snapshot.storage.shares import nonce_of
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["MemorySnapshots", "Newest", "Target", "newest", "restore", "settled"]
+__all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,39 +36,8 @@ RESERVE = 0.1
 """Fraction of the free memory that snapshots leave free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Durable storage that a snapshot is to be copied to.
-
-    Attributes:
-        directory: directory or URL of the checkpoints; empty: none.
-        keep: number of newest checkpoints to keep.
-        now: whether this snapshot is to be copied.
-        owner: mark of this run, see ``snapshot.storage.owner``.
-        nodes: number of nodes that copy a large snapshot together; 1: this node alone.
-        node: this node's rank among them.
-        split: size in bytes from which on a snapshot is large.
-        drawn: a random number, the same on all nodes.
-    """
-
-    directory: str = ""
-    keep: int = 1
-    now: bool = False
-    owner: str = ""
-    nodes: int = 1
-    node: int = 0
-    split: int = 0
-    drawn: int = 0
-
-    def stored(self, slot: int, sequence: int, step: int, round: int, size: int) -> Stored:
-        """Return the message to the agent about a snapshot with ``size`` bytes of tensors."""
-        shares = self.nodes if self.now and size >= self.split else 1
-        if shares == 1 and self.node > 0:
-            return Stored(slot, sequence, step, round, False, "", 1)
-        stored = Stored(slot, sequence, step, round, self.now, self.directory, self.keep, self.owner)
-        if shares == 1:
-            return stored
-        return replace(stored, shares=shares, share=self.node, nonce=nonce_of(self.drawn, round, step))
+Route = Callable[[CopyJob, int], CopyJob]
+"""Completes a job without a directory: durable storage to copy a snapshot to, with that many bytes of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +89,7 @@ class MemorySnapshots:
         round: int,
         training: int,
         stays: Callable[[Tensor], bool],
-        target: Target,
+        route: Route,
         wait: bool,
         patient: bool = False,
         spent: float = 0.0,
@@ -147,26 +115,24 @@ class MemorySnapshots:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
-        header = Header(self._sequence, round, step, training, 0, 0, 0)
+        job = route(CopyJob(self._sequence, step, round), draft.tensor_bytes)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._writing = self._pool.submit(self._write, draft, writer, number, header, target)
+        self._writing = self._pool.submit(self._write, draft, writer, training, Stored(number, job))
         self._stall = spent + time.monotonic() - began
         if wait:
             self.settle()
         return True
 
-    def _write(self, draft: SlotDraft, writer: SlotWriter, number: int, header: Header, target: Target) -> _Written:
+    def _write(self, draft: SlotDraft, writer: SlotWriter, training: int, stored: Stored) -> _Written:
         """Write a snapshot and report it to the agent; runs in a thread."""
-        began = time.monotonic()
+        began, job = time.monotonic(), stored.job
         try:
-            fresh = writer.write(
-                draft, sequence=header.sequence, round=header.round, step=header.step, training=header.training
-            )
+            fresh = writer.write(draft, sequence=job.sequence, round=job.round, step=job.step, training=training)
         except snapshot.TornSnapshotError:
-            self._left = number
+            self._left = stored.slot
             raise
-        self._link.stored(target.stored(number, header.sequence, header.step, header.round, draft.layout.size))
+        self._link.stored(stored)
         return _Written(time.monotonic() - began, fresh, draft.bytes - draft.tensor_bytes)
 
     def settle(self) -> None:

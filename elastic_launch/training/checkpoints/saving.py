@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from elastic_launch import snapshot
+from elastic_launch.contract import CopyJob
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
-from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Target, newest, restore
+from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
@@ -184,7 +185,7 @@ class Saver:
             self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for the end, even if a second training continues without restoring
-            for outcome in checkpoint.outcomes():
+            for outcome in checkpoint.outcomes(self._report):
                 self._tell(outcome)
 
     def save(
@@ -231,9 +232,9 @@ class Saver:
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=durable)
         if in_memory:
-            target = checkpoint.target(self._world, now=durable) if checkpoint is not None else Target()
+            route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
             spent = time.monotonic() - began
-            self._kept = self._keep(captured, meta, step, stays, target, last=last, spent=spent)
+            self._kept = self._keep(captured, meta, step, stays, route, last=last, spent=spent)
         if durable and self._kept and durably:
             durably.requested(step, self._link)
         elif durable and durably and in_memory and self._agent_is_there() and not last:
@@ -300,7 +301,7 @@ class Saver:
         if wait and uncertain is not None:
             uncertain(checkpoint)
         began = time.monotonic()
-        for outcome in checkpoint.finish(wait=wait or not self._kept):
+        for outcome in checkpoint.finish(self._report, wait=wait or not self._kept):
             self._tell(outcome)
         self.seconds += time.monotonic() - began
         if wait:
@@ -334,7 +335,7 @@ class Saver:
         meta: dict[str, Any],
         step: int,
         stays: Stays | None,
-        target: Target,
+        route: Route,
         *,
         last: bool,
         spent: float,
@@ -350,7 +351,7 @@ class Saver:
                 round=self._branch.round,
                 training=self._training,
                 stays=stays or (lambda tensor: True),
-                target=target,
+                route=route,
                 wait=last or stays is None,
                 patient=last,
                 spent=spent,
@@ -384,11 +385,17 @@ class Saver:
             self._link.saved(step, "the script saves no checkpoints")
         return checkpoint is not None
 
-    def _tell(self, outcome: snapshot.WriteOutcome) -> None:
+    def _report(self, outcome: snapshot.WriteOutcome) -> None:
         if self._link is not None:
             self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
+
+    def _tell(self, outcome: snapshot.WriteOutcome) -> None:
         for listener in self._listeners:
             listener(outcome)
+
+
+def _nowhere(job: CopyJob, size: int) -> CopyJob:
+    return job
 
 
 def _due_by_steps(checkpoint: Checkpoint, step: int) -> bool:
