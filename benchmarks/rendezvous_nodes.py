@@ -219,10 +219,10 @@ class Ours:
     def _hear(self, event: membership.MembershipEvent) -> None:
         match event:
             case m.Form(round=formed):
-                self._membership.joined(formed.number)
+                self._membership.report(m.Joined(formed.number))
                 self._rounds.got(self._number, len(formed.members))
             case m.Break(round=number):
-                self._membership.stopped(m.Stopped(number, STORE_PORT))
+                self._membership.report(m.Stopped(number, STORE_PORT))
             case membership.RendezvousLost(error=error):
                 self._rounds.failed(f"node {self._number}: {error.message}")
 

@@ -92,13 +92,13 @@ class Node:
         match event:
             case m.Form():
                 self.rounds.append(event)
-                self.membership.joined(event.round.number)
+                self.membership.report(m.Joined(event.round.number))
             case m.Break(round=number):
                 self.broken.append(number)
-                self.membership.stopped(m.Stopped(number, 29500))
+                self.membership.report(m.Stopped(number, 29500))
             case m.Evicted():
                 self.evictions += 1
-                self.membership.stopped(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, 29500))
+                self.membership.report(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, 29500))
             case m.RunEnd(code=code):
                 self.ends.append(code)
             case RendezvousLost(error=error):
@@ -123,7 +123,7 @@ class Nodes:
     def leave(self, name: str) -> None:
         """Send a goodbye first, so that no leader forms a round without it before its own sockets close."""
         node = self.nodes.pop(name)
-        node.membership.leaving("end of its part")
+        node.membership.report(m.Leaving("end of its part"))
         node.membership.close()
 
     @property

@@ -193,7 +193,7 @@ class LocalElasticAgent(ElasticAgent):
             for end in reversed(ends):
                 stack.callback(end)
             self._membership.importing()
-            processes.when_ready(self._membership.imported)
+            processes.when_ready(partial(self._membership.report, m.Imported()))
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())
@@ -222,7 +222,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._saves.copied(copied)
                 self._events.emit(CheckpointSaved(number, copied.step, copied.path))
             asked = self._control.answers(copied.step)
-            self._membership.saved(m.Saved(number, copied.step, "" if copied.path else error, asked))
+            self._membership.report(m.Saved(number, copied.step, "" if copied.path else error, asked))
         told = copied is not None and self._control.tell_copied(copied)
         if isinstance(copied, Copied) and error:
             _log.error("checkpoint of step %d: %s%s", copied.step, error, " Training goes on." if told else "")
@@ -313,7 +313,7 @@ class LocalElasticAgent(ElasticAgent):
                     self._saves.reported(step, error)
                     if not error:
                         self._events.emit(CheckpointSaved(number, step, ""))
-                self._membership.saved(item)
+                self._membership.report(item)
                 return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
                 report_forwarded(number, self._workers.forward(number))
@@ -403,7 +403,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
             case v.ReportFailed(local_rank=local_rank):
                 if failure := self._workers.failure(local_rank, self._control.pace):
-                    self._membership.failed(failure)
+                    self._membership.report(m.Failed(failure.round, failure))
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._processes.training()
@@ -411,12 +411,12 @@ class LocalElasticAgent(ElasticAgent):
                     self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
             case v.ReportStopped():
                 self._end_round(action)
-            case v.ReportDone(round=number):
+            case m.Done(round=number):
                 self._group.state = WorkerState.SUCCEEDED
                 self._finished = number
-                self._membership.done(number)
-            case v.ReportLeaving(reason=reason, seconds=seconds):
-                self._membership.leaving(reason, seconds)
+                self._membership.report(action)
+            case m.Leaving():
+                self._membership.report(action)
             case v.Warn(text=text):
                 _log.warning("%s", text)
             case v.Finish(code=code, cause=cause):
@@ -432,7 +432,7 @@ class LocalElasticAgent(ElasticAgent):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
             report_late(failure)
-            self._membership.failed(failure)
+            self._membership.report(m.Failed(failure.round, failure))
 
     def _watch_ends(self, number: int) -> None:
         """From now on, end workers of this round that hang at exit: others have finished."""
@@ -454,7 +454,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _ready(self, number: int, remaining: float = -1.0) -> None:
         begun = self._control.pace.of_round(number)
-        self._membership.ready(number, remaining, begun[0] if begun is not None else -1)
+        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1))
 
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it."""
@@ -482,7 +482,7 @@ class LocalElasticAgent(ElasticAgent):
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
         stopped = m.Stopped(number, self._store.reserve(), drained, held, saved, unsaved)
-        self._membership.stopped(stopped)
+        self._membership.report(stopped)
 
     def _serve(self, address: str) -> int:
         """Serve this node's snapshot to the nodes that continue; return the port, 0 if it is not served."""
@@ -546,7 +546,7 @@ class LocalElasticAgent(ElasticAgent):
         if not starting.left:
             self._starting = None
             self._group.state = WorkerState.HEALTHY
-            self._membership.joined(number)
+            self._membership.report(m.Joined(number))
 
     def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
         """Workers (None: all) are to end: those that have not started yet never will."""

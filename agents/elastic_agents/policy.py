@@ -35,9 +35,7 @@ from elastic_agents.policy_types import (
     Kill,
     Leave,
     Phase,
-    ReportDone,
     ReportFailed,
-    ReportLeaving,
     ReportReady,
     ReportStopped,
     StartFailed,
@@ -102,7 +100,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank)])
         case StartFailed(cause=cause, started=started, code=code):
             view, actions = _end(replace(view, alive=started), code, cause)
-            return view, [ReportLeaving(cause), *actions]
+            return view, [m.Leaving(cause), *actions]
         case WorkerReady(round=number, local_rank=local_rank):
             return _ready(view, local_rank) if number == view.round else (view, [])
         case WorkerDrained(round=number, local_rank=local_rank, step=step, keeps=keeps):
@@ -310,7 +308,7 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
     if view.drained:
         # If only some were drained, the script has ended without honouring the stop.
         return _settle(view, view.step if len(view.drained) == nproc else -1)
-    return replace(view, phase=Phase.FINISHED), [ReportDone(view.round)]
+    return replace(view, phase=Phase.FINISHED), [m.Done(view.round)]
 
 
 def _fail(view: View, reports: list[Action]) -> Decision:
@@ -324,7 +322,7 @@ def _leave(view: View, event: Leave) -> Decision:
     """Leave the run, after a drain if there is time for one; on a second request, at once."""
     if view.phase is Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}")
-        return view, [ReportLeaving(event.reason, event.seconds), AwaitCopies(bounded=True)]
+        return view, [m.Leaving(event.reason, event.seconds), AwaitCopies(bounded=True)]
     if view.phase is Phase.SAVING:
         return _saved(view)
     if view.leaving is not None:
@@ -333,6 +331,6 @@ def _leave(view: View, event: Leave) -> Decision:
     if view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0:
         # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
-        return replace(view, phase=Phase.DRAINING), [ReportLeaving(event.reason, event.seconds), *actions]
+        return replace(view, phase=Phase.DRAINING), [m.Leaving(event.reason, event.seconds), *actions]
     view, actions = _stop(view, event.number) if view.alive else _over(view, event.code, view.cause)
-    return view, [ReportLeaving(event.reason), *actions]
+    return view, [m.Leaving(event.reason), *actions]

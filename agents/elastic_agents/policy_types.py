@@ -30,9 +30,7 @@ __all__ = [
     "Kill",
     "Leave",
     "Phase",
-    "ReportDone",
     "ReportFailed",
-    "ReportLeaving",
     "ReportReady",
     "ReportStopped",
     "StartFailed",
@@ -342,21 +340,6 @@ class ReportStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportDone:
-    """Report that the round's workers have all finished with 0."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportLeaving:
-    """Report to the leader that this node is leaving, and how many seconds there are for a drain."""
-
-    reason: str
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Warn:
     """Print a warning."""
 
@@ -382,8 +365,8 @@ Action = (
     | ReportReady
     | ReportFailed
     | ReportStopped
-    | ReportDone
-    | ReportLeaving
+    | m.Done
+    | m.Leaving
     | Warn
     | Finish
 )

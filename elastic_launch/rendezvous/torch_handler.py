@@ -65,7 +65,7 @@ class MembershipHandler(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        self._membership.leaving("closed")
+        self._membership.report(m.Leaving("closed"))
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -156,7 +156,7 @@ class TorchrunHandler(RendezvousHandler):
         elif self._round:
             assert self._store is not None
             self._store.stop()
-            self._membership.stopped(m.Stopped(self._round, self._store.reserve()))
+            self._membership.report(m.Stopped(self._round, self._store.reserve()))
         deadline = self._clock.now() + self._config.timing.join_timeout + self._config.timing.min_wait
         while True:
             try:
@@ -172,7 +172,7 @@ class TorchrunHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         if self._started:
-            self._membership.leaving("closed")
+            self._membership.report(m.Leaving("closed"))
 
     def num_nodes_waiting(self) -> int:
         self._drain()
@@ -189,10 +189,10 @@ class TorchrunHandler(RendezvousHandler):
         """
         if self._started:
             if self._round and not self._ended and sys.exc_info()[0] is None:
-                self._membership.done(self._round)
+                self._membership.report(m.Done(self._round))
                 self._await_end()
             else:
-                self._membership.leaving("shutdown")
+                self._membership.report(m.Leaving("shutdown"))
             self._membership.close()
         if self._store is not None:
             self._store.close()
@@ -260,7 +260,7 @@ class TorchrunHandler(RendezvousHandler):
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout),
             )
-        self._membership.joined(self._round)
+        self._membership.report(m.Joined(self._round))
         meeting = RendezvousStoreInfo(master.address, master.store_port)
         prefix = PrefixStore(f"elastic_launch/round_{self._round}", store)
         return RendezvousInfo(prefix, rank, len(form.round.members), meeting)

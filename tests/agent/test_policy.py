@@ -138,7 +138,7 @@ def test_a_node_without_workers_whose_place_was_taken_exits_at_once(before: View
 def test_finished_workers_make_a_finished_node() -> None:
     one, actions = decide(RUNNING, gone(0, 0), 2)
     assert (one.phase, actions) == (Phase.RUNNING, [])
-    assert after(one, gone(1, 0)) == (Phase.FINISHED, [v.ReportDone(1)])
+    assert after(one, gone(1, 0)) == (Phase.FINISHED, [m.Done(1)])
 
 
 @pytest.mark.parametrize("code", [1, 3, -9, -11])
@@ -238,7 +238,7 @@ def test_holds_of_others_are_ignored(event: v.HoldOver) -> None:
 def test_waiting_a_signal_ends_at_once() -> None:
     assert after(WAITING, leave(SIGINT)) == (
         Phase.OVER,
-        [v.ReportLeaving("SIGINT"), v.Finish(130, "stopped by SIGINT")],
+        [m.Leaving("SIGINT"), v.Finish(130, "stopped by SIGINT")],
     )
 
 
@@ -248,13 +248,13 @@ def test_finished_a_signal_ends_at_once() -> None:
 
 
 def test_running_a_signal_stops_the_workers_first() -> None:
-    assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM"), v.Terminate(1)])
+    assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Terminate(1)])
     signalled = view(leave(SIGTERM), gone(0, 0))
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_running_a_signal_goes_on_to_the_workers_as_it_is() -> None:
-    left = [v.ReportLeaving("SIGINT"), v.Terminate(1, number=SIGINT)]
+    left = [m.Leaving("SIGINT"), v.Terminate(1, number=SIGINT)]
     assert after(RUNNING, leave(SIGINT)) == (Phase.STOPPING, left)
     mixed = view(v.WorkerReady(1, 1), leave(SIGINT))
     assert mixed.phase is Phase.STOPPING
@@ -263,7 +263,7 @@ def test_running_a_signal_goes_on_to_the_workers_as_it_is() -> None:
 
 
 def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
-    assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM")])
+    assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM")])
     signalled = view(brk(1), leave(SIGTERM), gone(0, 0))
     assert after(signalled, gone(1, 0)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
@@ -378,7 +378,7 @@ def test_a_command_that_cannot_be_executed_ends_the_node_with_90() -> None:
     """No worker was started, so none will be reaped: nothing is to be waited for."""
     phase, actions = after(RUNNING, v.StartFailed("train.sh cannot be executed: Exec format error"))
     assert phase is Phase.OVER
-    assert [action for action in actions if isinstance(action, v.ReportLeaving)]
+    assert [action for action in actions if isinstance(action, m.Leaving)]
     assert actions[-1] == v.Finish(90, "train.sh cannot be executed: Exec format error")
 
 

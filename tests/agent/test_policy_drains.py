@@ -106,7 +106,7 @@ def test_workers_that_drain_unasked_are_believed() -> None:
 
 
 def test_workers_that_finish_while_asked_to_stop_are_done() -> None:
-    assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [v.ReportDone(1)])
+    assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [m.Done(1)])
 
 
 def test_where_some_drain_and_some_finish_nothing_is_taken_for_drained() -> None:
@@ -141,7 +141,7 @@ def test_a_drain_goes_on_without_the_leader(event: v.Event) -> None:
 def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
     assert after(READY, leave(SIGTERM, 30.0)) == (
         Phase.DRAINING,
-        [v.ReportLeaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)],
+        [m.Leaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)],
     )
 
 
@@ -214,11 +214,11 @@ def test_an_evicted_node_copies_nothing() -> None:
 def test_who_leaves_during_a_drain_gives_it_a_limit() -> None:
     phase, actions = after(DRAINING, leave(SIGTERM, 30.0))
     assert phase is Phase.DRAINING
-    assert actions == [v.ReportLeaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)]
+    assert actions == [m.Leaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)]
 
 
 def test_who_leaves_without_time_is_gone_at_once() -> None:
-    assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [v.ReportLeaving("SIGTERM"), v.Kill()])
+    assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
 
 
 def test_told_a_second_time_to_leave_it_kills() -> None:

@@ -105,7 +105,7 @@ class AgentLife(RuleBasedStateMachine):
                 assert number == self.round
                 if step >= 0:
                     assert self.drained == set(range(self.nproc)), "drained, but a worker was not"
-            case v.ReportDone(round=number):
+            case m.Done(round=number):
                 assert number == self.round
                 assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
                 assert not self.drained, "done, but a worker was drained"

@@ -141,7 +141,7 @@ def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
     config = _config()
     membership = Membership(config, Pointing(_record(config, 1)), MonotonicClock(), print, lambda address: 29500)
     for step in range(2000):
-        membership.saved(m.Saved(1, step))
+        membership.report(m.Saved(1, step))
     assert len(membership._side.take()) == 2000, "and nothing of it is lost"
     membership.start()
     membership.close()

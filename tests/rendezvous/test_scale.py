@@ -58,9 +58,9 @@ class Node:
         match event:
             case m.Form(round=formed):
                 self.sizes.append(len(formed.members))
-                self.membership.joined(formed.number)
+                self.membership.report(m.Joined(formed.number))
             case m.Break(round=number):
-                self.membership.stopped(m.Stopped(number, 29500))
+                self.membership.report(m.Stopped(number, 29500))
             case m.RunEnd():
                 self.ends.append(event)
 

@@ -125,9 +125,9 @@ class SimNode(Host):
                 self._say(m.Failed(number, failure))
             case v.ReportStopped(round=stopped):
                 self._say(m.Stopped(stopped, 1))
-            case v.ReportDone(round=done):
+            case m.Done(round=done):
                 self._say(m.Done(done))
-            case v.ReportLeaving(reason=reason, seconds=seconds):
+            case m.Leaving(reason=reason, seconds=seconds):
                 self._say(m.Leaving(reason, seconds))
             case v.AwaitCopies():
                 self.inbox.put(v.CopiesDone())  # nothing is in memory here

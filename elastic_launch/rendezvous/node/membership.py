@@ -113,30 +113,11 @@ class Membership:
         with self._lock:
             self._side.importing()
 
-    def imported(self) -> None:
-        """Report that workers can begin at once from now on."""
-        self._say(m.Imported())
-
-    def joined(self, number: int) -> None:
-        """Report that the round's workers are started."""
-        self._say(m.Joined(number))
-
-    def ready(self, number: int, remaining: float = -1.0, step: int = -1) -> None:
-        """Report that the round's workers can be drained from now on.
-
-        Args:
-            remaining: seconds until the training ends at the current pace; -1 if unknown.
-            step: optimizer steps done when they began to train; -1 if unknown.
-        """
-        self._say(m.Ready(number, remaining, step))
-
-    def done(self, number: int) -> None:
-        """Report that all of the round's workers finished with exit code 0."""
-        self._say(m.Done(number))
-
-    def failed(self, failure: m.Failure) -> None:
-        """Report that a worker failed; this node is stopping the others."""
-        self._say(m.Failed(failure.round, failure))
+    def report(self, report: m.Report) -> None:
+        """Send a report to the leader, now or once there is a link to it."""
+        with self._lock:
+            self._side.say(report)
+        self._wake()
 
     @property
     def cut_off(self) -> bool:
@@ -148,22 +129,6 @@ class Membership:
         """Whether others may train without this node; in a run of one node, a spare may, if leaders are elected."""
         return self._most_nodes > 1 or self._config.kind.elected
 
-    def stopped(self, report: m.Stopped) -> None:
-        """Report that the round's workers are reaped and the node is ready for the next round."""
-        self._say(report)
-
-    def saved(self, report: m.Saved) -> None:
-        """Report that a checkpoint was written, or could not be."""
-        self._say(report)
-
-    def leaving(self, reason: str, seconds: float = 0.0) -> None:
-        """Report that this node leaves the run.
-
-        Args:
-            seconds: time in which its workers can be drained; 0 if they cannot.
-        """
-        self._say(m.Leaving(reason, seconds))
-
     def close(self, timeout: float = 15.0) -> None:
         """Close the link; as the leader of an ended run, first wait (bounded) until all nodes have received its end."""
         self._closing.set()
@@ -172,11 +137,6 @@ class Membership:
             self._thread.join(timeout)
         if not self._thread.is_alive():
             self._wake_out.close()
-
-    def _say(self, report: m.Report) -> None:
-        with self._lock:
-            self._side.say(report)
-        self._wake()
 
     def _wake(self) -> None:
         try:
