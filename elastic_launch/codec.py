@@ -11,13 +11,13 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar
 
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["MAX_BYTES", "LineReader", "Messages", "decode", "dumps", "loads"]
+__all__ = ["MAX_BYTES", "LineReader", "Messages", "between", "decode", "dumps", "loads"]
 
 MAX_BYTES = 4 * 1024 * 1024
 """Size limit of a value or line when reading, in bytes; about 16,000 members of 250 bytes."""
@@ -112,6 +112,17 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint:
         raise ProtocolError(f"{where}: {hint.__name__} was expected, found {type(value).__name__}.")
     return value
+
+
+def between(low: int, end: int, allowed: str) -> Callable[[float], float]:
+    """Return a rule: a number from ``low`` on and below ``end``, which are ``allowed``."""
+
+    def rule(value: float) -> float:
+        if not low <= value < end:
+            raise ValueError(allowed)
+        return value
+
+    return rule
 
 
 class Messages(Generic[T]):

@@ -7,11 +7,10 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``N
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from elastic_launch.codec import Messages
+from elastic_launch.codec import Messages, between
 from elastic_launch.errors import ProtocolError
 
 __all__ = [
@@ -72,15 +71,6 @@ _MOST = 2**53
 _NONCE = re.compile(r"[0-9a-f]{0,64}")
 
 
-def _between(low: int, end: int, allowed: str) -> Callable[[float], float]:
-    def rule(value: float) -> float:
-        if not low <= value < end:
-            raise ValueError(allowed)
-        return value
-
-    return rule
-
-
 def _printable(value: str) -> str:
     """Return text with everything escaped that cannot be printed, such as a file name in an error."""
     return value.encode(errors="backslashreplace").decode().replace("\0", r"\x00")
@@ -102,12 +92,12 @@ def _hexadecimal(value: str) -> str:
     return value
 
 
-Count = Annotated[int, _between(0, _MOST, "a number from 0 to 2**53")]
-Positive = Annotated[int, _between(1, _MOST, "a number from 1 to 2**53")]
-SlotNumber = Annotated[int, _between(0, SLOTS, "the number of a slot")]
-SlotOrNone = Annotated[int, _between(-1, SLOTS, "the number of a slot, or -1")]
-Seconds = Annotated[float, _between(0, _MOST, "a number of seconds")]
-ExitStatus = Annotated[int, _between(-64, 256, "an exit code")]
+Count = Annotated[int, between(0, _MOST, "a number from 0 to 2**53")]
+Positive = Annotated[int, between(1, _MOST, "a number from 1 to 2**53")]
+SlotNumber = Annotated[int, between(0, SLOTS, "the number of a slot")]
+SlotOrNone = Annotated[int, between(-1, SLOTS, "the number of a slot, or -1")]
+Seconds = Annotated[float, between(0, _MOST, "a number of seconds")]
+ExitStatus = Annotated[int, between(-64, 256, "an exit code")]
 Text = Annotated[str, _printable]
 OsText = Annotated[str, _of_system]
 Nonce = Annotated[str, _hexadecimal]

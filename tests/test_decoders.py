@@ -33,7 +33,8 @@ from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
 from elastic_agents.probes.http_server import Request, _parse
-from elastic_agents.workers.watchdog import read_request
+from elastic_agents.workers.watchdog import TimerRequest
+from elastic_launch import codec
 from elastic_launch import contract as c
 from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
@@ -322,7 +323,9 @@ TARGETS = {
     "sealed record": Target(SEALED, sealed, (ProtocolError, RefusedError)),
     "run.json": Target((json.dumps(asdict(w.RunAddress("run", "c10d", "a:1", "a", "a:2"))).encode(),), run_file),
     "timer": Target(
-        (b'{"pid": 7, "scope_id": "a", "expiration_time": 1.5, "signal": 9}',), read_request, (ValueError,)
+        (b'{"pid": 7, "scope_id": "a", "expiration_time": 1.5, "signal": 9}',),
+        lambda data: codec.decode(TimerRequest, codec.loads(data)),
+        (ProtocolError,),
     ),
     "worker": Target(tuple(c.pack(one) for one in WORKERS), c.unpack, (ProtocolError,), c.pack),
     "manifest": Target(

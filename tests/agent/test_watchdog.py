@@ -17,8 +17,9 @@ from harness import SLOWNESS
 from torch.distributed.elastic.timer import FileTimerClient
 
 from elastic_agents.summary import hint_on
-from elastic_agents.workers.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, Timers, read_request, watchdog
-from elastic_launch.errors import UsageError
+from elastic_agents.workers.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, TimerRequest, Timers, watchdog
+from elastic_launch.codec import decode, loads
+from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.rendezvous.wire.messages import Failure
 
 
@@ -27,7 +28,7 @@ def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:
 
 
 def change(timers: Timers, *asked: Any) -> None:
-    timers.change(read_request(line(*asked)), 0.0)
+    timers.change(decode(TimerRequest, loads(line(*asked))), 0.0)
 
 
 def test_a_timer_expires_once_unless_it_is_released() -> None:
@@ -66,8 +67,8 @@ def test_of_a_processs_timers_the_first_with_a_signal_counts() -> None:
     ],
 )
 def test_what_is_no_timer_sets_none(text: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - of JSON's decoder, too
-        read_request(text)
+    with pytest.raises(ProtocolError):
+        decode(TimerRequest, loads(text))
 
 
 def test_torchs_client_reaches_the_watchdog(

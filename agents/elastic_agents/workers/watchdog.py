@@ -7,7 +7,6 @@ the host's wall clock; below 0, the timer is released. torch's own ``FileTimerSe
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -19,11 +18,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Annotated
 
-from elastic_launch.errors import UsageError
+from elastic_launch.codec import between, decode, loads
+from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "TimerRequest", "Timers", "read_request", "watchdog"]
+__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "TimerRequest", "Timers", "watchdog"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -53,41 +54,31 @@ class TimerExpired:
     number: int
 
 
+def _short(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise ValueError("a name of that length")
+    return name
+
+
+def _valid(number: int) -> int:
+    if number > 0 and number not in signal.valid_signals():
+        raise ValueError("a signal")
+    return max(number, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class TimerRequest:
-    """A worker's request.
+    """A worker's request, which any process may have written.
 
     Attributes:
-        expires: by the wall clock; below 0: the timer is released.
-        number: of a signal; 0 for none.
+        expiration_time: by the wall clock; below 0: the timer is released.
+        signal: its number; 0 for none.
     """
 
-    pid: int
-    scope: str
-    expires: float
-    number: int
-
-
-def read_request(line: bytes) -> TimerRequest:
-    """Parse a line, which any process may have written.
-
-    Raises:
-        ValueError: if it is not a request.
-    """
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    pid, scope, expires, number = (value.get(name) for name in ("pid", "scope_id", "expiration_time", "signal"))
-    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(scope, str) or len(scope) > LONGEST_NAME:
-        raise ValueError("no process or no name")
-    if not isinstance(expires, int | float) or not abs(expires) < 2**53:
-        raise ValueError("no time")
-    if type(number) is not int or (number > 0 and number not in signal.valid_signals()):
-        raise ValueError("no signal")
-    return TimerRequest(pid, scope, float(expires), max(number, 0))
+    pid: Annotated[int, between(1, 2**31, "a pid")]
+    scope_id: Annotated[str, _short]
+    expiration_time: Annotated[float, between(-(2**53), 2**53, "a time")]
+    signal: Annotated[int, _valid]
 
 
 class Timers:
@@ -102,11 +93,11 @@ class Timers:
         Args:
             ahead: seconds by which the clock used for timers is ahead of the wall clock.
         """
-        key = request.pid, request.scope
-        if request.expires < 0:
+        key = request.pid, request.scope_id
+        if request.expiration_time < 0:
             self._set.pop(key, None)
         elif len(self._set) < MOST_TIMERS:
-            self._set[key] = (request.expires + ahead, request.number)
+            self._set[key] = (request.expiration_time + ahead, request.signal)
 
     def expired(self, now: float) -> list[TimerExpired]:
         """Return the processes whose timers have expired, each once, and release those timers.
@@ -189,8 +180,8 @@ def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], obje
             for line in lines:
                 try:
                     # The wall clock may be set later, so it is read once for each timer.
-                    timers.change(read_request(line), time.monotonic() - time.time())
-                except ValueError as error:
+                    timers.change(decode(TimerRequest, loads(line)), time.monotonic() - time.time())
+                except ProtocolError as error:
                     if not told:
                         _log.warning("%s", _NOT_READ.format(path, error, line[:200]))
                     told = True
