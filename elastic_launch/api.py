@@ -183,6 +183,8 @@ class LocalElasticAgent(ElasticAgent):
                     virtual_local_rank=spec.virtual_local_rank,
                     monitor_interval=spec.monitor_interval,
                     start_method=start_method,
+                    master_addr=spec.master_addr,
+                    master_port=spec.master_port,
                 ),
                 output=replace(
                     handler.config.output,

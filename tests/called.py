@@ -14,9 +14,13 @@ def describe(*args: Any) -> dict[str, Any]:
     """Return the arguments, and the worker's view of its place; the last rank ends some time after the others."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK")
     names = (*names, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    found = {name: os.environ[name] for name in (*names, "TORCHELASTIC_RUN_ID")}
+    names = (*names, "GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
+    names = (*names, "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    found = {name: os.environ[name] for name in names}
     if int(found["RANK"]) + 1 == int(found["WORLD_SIZE"]):
         time.sleep(0.5)
+    if args == ("a",):
+        print("described")
     return {**found, "args": args}
 
 

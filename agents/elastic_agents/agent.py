@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
 from elastic_agents.workers.output import OutputPump
-from elastic_agents.workers.placement import arguments, environment, group_of, place, placements
+from elastic_agents.workers.placement import arguments, environment, group_of, place, placements, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_agents.workers.start import StaggeredStart, while_scarce
@@ -83,6 +83,7 @@ class LocalElasticAgent(ElasticAgent):
         consoles: the agent's consoles, which show the workers' output.
         inbox: shared with the code that feeds signals in; by default the agent's own.
         processes: makes the object that starts the workers; by default plain fork and exec.
+        env: the variables that all workers share; by default those of this process now.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class LocalElasticAgent(ElasticAgent):
         clock: Clock | None = None,
         inbox: Inbox[object] | None = None,
         processes: Callable[[OnExit], WorkerProcesses] = ExecProcesses,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
+        self._env = shared_environment(config) if env is None else env
         self._clock = clock or MonotonicClock()
         self._inbox: Inbox[object] = inbox or Inbox(self._clock)
         self._events = events
@@ -557,4 +560,5 @@ class LocalElasticAgent(ElasticAgent):
                 self._inbox.put(v.WorkerGone(starting.number, local_rank, -signal.SIGKILL))
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
-        return environment(self._config, form, placement, error_file=error_file, socket=self._control.address)
+        address = self._control.address
+        return environment(self._config, self._env, form, placement, error_file=error_file, socket=address)

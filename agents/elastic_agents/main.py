@@ -21,6 +21,7 @@ from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.summary import failure_summary, leave_error, root_cause
 from elastic_agents.warm.processes import start_processes
+from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.watchdog import watchdog
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
@@ -162,7 +163,8 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         )
         _check(config)
         # First, because it takes longest and depends on nothing below.
-        processes = start_processes(config, begun.server if begun is not None else None, files)
+        env = shared_environment(config)
+        processes = start_processes(config, env, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import LocalElasticAgent
             from elastic_agents.torch_events import TorchEvents
@@ -173,7 +175,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         events = TorchEvents(config, journal, clock, consoles)
         backend = backend_of(config, clock, events)
         agent = LocalElasticAgent(
-            config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes
+            config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
         events.group = agent.get_worker_group()
         if watcher is not None:

@@ -73,6 +73,8 @@ class TorchOptions:
         monitor_interval: seconds between two checks of the workers by torch's own agent. This project's agent notices
             an exit at once; for a Python caller, this is the time between two metrics of the workers' state.
         start_method: how Python functions are started.
+        master_addr, master_port: what workers get as ``MASTER_ADDR`` and ``MASTER_PORT`` instead of the round's; only
+            from a ``WorkerSpec`` of torch's.
     """
 
     event_log_handler: str = "null"
@@ -80,6 +82,8 @@ class TorchOptions:
     virtual_local_rank: bool = False
     monitor_interval: float = 0.1
     start_method: str = "spawn"
+    master_addr: str | None = None
+    master_port: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("--numa-binding", self.numa_binding or NUMA_MODES[0], NUMA_MODES)

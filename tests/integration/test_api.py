@@ -275,19 +275,27 @@ def kept_metrics() -> Iterator[list[tuple[str, int]]]:
 
 
 def test_an_agent_is_made_of_torchs_worker_spec(
-    tmp_path: Path, kept_metrics: list[tuple[str, int]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    kept_metrics: list[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    parameters = RendezvousParameters("elastic-c10d", "", "spec", 1, 1)
+    parameters = RendezvousParameters("elastic-c10d", "", "spec", 1, 1, is_host=True)
     handler = get_rendezvous_handler(parameters)
     spec = WorkerSpec(
         "trainer", 2, handler, entrypoint=called.describe, args=("a",), max_restarts=0, monitor_interval=0.05
     )
-    logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))
-    agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=10)
+    spec.master_addr, spec.master_port = "elsewhere", 42
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), tee=Std.ALL)
+    template = "[${role_name}-${local_rank}:${rank}]:"
+    agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=10, log_line_prefix_template=template)
     assert "exit_barrier_timeout=10 is not used" in caplog.text
     result = agent.run()
     assert (result.state, result.failures) == (WorkerState.SUCCEEDED, {})
     assert [result.return_values[rank]["ROLE_NAME"] for rank in (0, 1)] == ["trainer", "trainer"]
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    assert [result.return_values[0][name] for name in names] == ["elsewhere", "42", "True", "1"]
+    assert sorted(capfd.readouterr().out.split()) == ["[trainer-0:0]:described", "[trainer-1:1]:described"]
     assert [worker.global_rank for worker in agent.get_worker_group().workers] == [0, 1]
     assert agent.get_event_succeeded().metadata["run_id"] == "spec"
     assert handler.shutdown()
@@ -383,6 +391,26 @@ def test_workers_end_with_a_caller_that_is_killed(tmp_path: Path, callers: list[
 
 
 @pytest.mark.slow
+def test_a_program_that_is_killed_is_replaced_by_another(tmp_path: Path, callers: list[Caller]) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    where = {"max_nodes": 2, "min_nodes": 2, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "run_id": "two"}
+
+    def begin(*, is_host: bool) -> Caller:
+        options = {**where, "nproc_per_node": 1, "rdzv_configs": {"is_host": is_host}}
+        callers.append(Caller(tmp_path, "wait_for_another_round", str(there), **options))
+        return callers[-1]
+
+    host, killed = begin(is_host=True), begin(is_host=False)
+    lingering(there)
+    killed.process.kill()
+    found = {**begin(is_host=False).results(), **host.results()}
+    assert sorted(found) == ["0", "1"]
+    assert len(set(found.values())) == 1
+    assert found["0"] != "1"
+
+
+@pytest.mark.slow
 def test_a_worker_whose_timer_expires_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "timers"))
@@ -398,11 +426,13 @@ def test_logs_specs_of_another_class_decide_where_output_goes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     specs = OwnSpecs(log_dir=str(tmp_path / "own"), redirects=Std.OUT)
-    config = configured(tmp_path, nproc_per_node=1, logs_specs=specs, run_id="own")
-    elastic_launch(config, "sh")("-c", "echo redirected; echo shown >&2")
-    (kept,) = (tmp_path / "own").glob("own_*/attempt_0/0/stdout.log")
+    config = configured(tmp_path, nproc_per_node=1, logs_specs=specs, run_id="own", max_restarts=1)
+    script = "test $TORCHELASTIC_RESTART_COUNT = 1 || exit 3; echo redirected $SET_BY_SPECS; echo shown >&2"
+    elastic_launch(config, "sh")("-c", script)
+    (kept,) = (tmp_path / "own").glob("own_*/attempt_1/0/stdout.log")
     assert kept.read_text() == "redirected\n"
-    assert capfd.readouterr() == ("", "shown\n")
+    output, errors = capfd.readouterr()
+    assert (output, "shown" in errors.splitlines()) == ("", True)
 
 
 @pytest.mark.slow

@@ -21,6 +21,14 @@ def sleep(directory: str) -> None:
     linger(directory)
 
 
+def wait_for_another_round(directory: str) -> str:
+    """Return the round, but in the first round only report that this worker runs, and sleep."""
+    number = os.environ["ELASTIC_LAUNCH_ROUND"]
+    if number == "1":
+        sleep(directory)
+    return number
+
+
 def main() -> None:
     # Here, since workers import this file, too, and need none of it.
     from torch.distributed.elastic.multiprocessing import SignalException

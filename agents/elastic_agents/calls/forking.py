@@ -117,8 +117,9 @@ def _serve(
         nonlocal interrupted
         try:
             call(lambda: (function, args), local_rank, mine)
-        except KeyboardInterrupt:
-            interrupted = True
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
             raise
 
     code = get_context("fork").Process(target=act)._bootstrap()  # type: ignore[attr-defined]

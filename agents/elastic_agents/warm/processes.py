@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from elastic_agents.warm._script_imports import differs_at_import
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.fork_bootstrap import ServerLink
 from elastic_agents.warm.server import wants_server
-from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.threads import VitalThread
@@ -28,11 +27,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def start_processes(
-    config: LaunchConfig, begun: ServerLink | None, files: Writer
+    config: LaunchConfig, env: Mapping[str, str], begun: ServerLink | None, files: Writer
 ) -> Callable[[OnExit], WorkerProcesses]:
     """Start a node's means of starting workers as early as possible, and return how to put it into use.
 
     Args:
+        env: the variables that all workers share.
         begun: a server that this process already has.
         files: opens the file for the imports' output, which may hang.
     """
@@ -43,7 +43,6 @@ def start_processes(
         return lambda on_exit: CallersForks(on_exit, forks, _no_other)
     if not wants_server(config):
         return ExecProcesses
-    env = shared_environment(config)
     make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
     try:
         _be_subreaper(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elastic_agents.workers.numa import bound
@@ -53,8 +54,8 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     values = {
         "group_rank": me,
         "group_world_size": len(formed.members),
-        "master_addr": master_addr,
-        "master_port": master_port,
+        "master_addr": config.options.master_addr or master_addr,
+        "master_port": config.options.master_port or master_port,
     }
     for name, value in values.items():
         setattr(group, name, value)
@@ -95,10 +96,10 @@ def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
 
 
 def environment(
-    config: LaunchConfig, form: m.Form, placement: Placement, *, error_file: str, socket: str
+    config: LaunchConfig, shared: Mapping[str, str], form: m.Form, placement: Placement, *, error_file: str, socket: str
 ) -> dict[str, str]:
-    """Return a worker's environment: the agent's, less its secrets, and what the contract adds."""
-    env = shared_environment(config)
+    """Return a worker's environment: what all workers of the node share, and what the contract adds."""
+    env = dict(shared)
     env.update(
         worker_environment(
             placement,
@@ -121,7 +122,10 @@ def environment(
 
 
 def shared_environment(config: LaunchConfig) -> dict[str, str]:
-    """Return the variables that all workers of a node share, whatever the round."""
+    """Return the variables that all workers of a node share, whatever the round: the agent's, less its secrets.
+
+    To be called at the agent's start: what its libraries and plug-ins set later is not meant for the workers.
+    """
     env = without_secrets(os.environ)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:
