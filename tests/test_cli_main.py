@@ -156,7 +156,7 @@ def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
     ("threads", "atexit_runs"),
     [("", True), ("threading.Thread(target=time.sleep, args=(60,), name=GIVEN_UP, daemon=True).start()", False)],
 )
-def test_who_has_given_up_a_call_ends_at_once_with_all_said(threads: str, atexit_runs: bool) -> None:
+def test_a_process_that_gave_up_a_call_exits_at_once_with_its_output_flushed(threads: str, atexit_runs: bool) -> None:
     """Torch's calls would abort an interpreter that takes itself to pieces while they return."""
     text = f"""
 import atexit, sys, threading, time

@@ -73,7 +73,7 @@ def test_is_host(text: str, expected: bool) -> None:
     assert parse(f"--rdzv-endpoint node0 --rdzv-conf is_host={text}").is_host is expected
 
 
-def test_somebody_has_to_host() -> None:
+def test_one_node_has_to_host() -> None:
     assert "is_host" in refused("--nnodes 1:2 --rdzv-conf is_host=0").message
 
 

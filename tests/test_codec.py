@@ -85,7 +85,7 @@ def test_a_message_says_first_what_it_is() -> None:
     assert m.pack(m.Beat()) == b'{"type":"beat"}\n'
 
 
-def test_text_that_is_no_unicode_comes_through() -> None:
+def test_text_that_is_not_unicode_is_kept() -> None:
     """Paths and output may hold such."""
     message = m.Leaving(b"caf\xe9".decode(errors="surrogateescape"))
     assert m.unpack(m.pack(message)) == message
@@ -197,7 +197,7 @@ def test_none_only_where_it_is_allowed() -> None:
     ],
     ids=lambda data: f"{data[:12]!r}... {len(data)}",
 )
-def test_what_is_no_message_is_a_protocol_error(data: bytes) -> None:
+def test_an_invalid_message_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         m.unpack(data)
 

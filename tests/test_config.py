@@ -100,7 +100,7 @@ def test_endpoints_of_etcd_that_cannot_work_are_refused(text: str) -> None:
     assert caught.value.hint
 
 
-def test_who_asks_for_tls_to_etcd_is_told_the_way() -> None:
+def test_a_request_for_tls_to_etcd_is_refused_with_a_hint() -> None:
     with pytest.raises(UsageError, match="asks for TLS") as caught:
         parse_endpoints("https://h1:2379")
     assert "grpc-proxy" in caught.value.hint
@@ -218,7 +218,7 @@ def test_digest_tells_other_scripts_apart(change: dict[str, object]) -> None:
     assert dataclasses.replace(CONFIG, **change).digest() != CONFIG.digest()  # type: ignore[arg-type]
 
 
-def test_a_functions_name_is_no_flag_or_script() -> None:
+def test_a_functions_name_is_not_read_as_a_flag_or_script() -> None:
     function, script = Command(("x",), ("-m",), function=True), Command(("x",), ("--function",))
     assert (function.target, str(function)) == (("function", "-m"), "function -m")
     assert script.target == ("script", "--function")

@@ -187,7 +187,7 @@ def test_every_message_has_an_example() -> None:
     ],
     ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
-def test_a_line_that_is_no_message_is_refused(line: bytes, complaint: str) -> None:
+def test_an_invalid_line_is_refused(line: bytes, complaint: str) -> None:
     with pytest.raises(ProtocolError, match=re.escape(complaint)):
         c.unpack(line)
 
@@ -198,7 +198,7 @@ def test_what_only_agents_say_is_refused_from_a_worker() -> None:
     assert c.unpack(c.pack(c.StepDone(1)), c.FROM_WORKERS) == c.StepDone(1)
 
 
-def test_an_error_with_a_file_name_that_is_no_text_can_be_told() -> None:
+def test_an_error_with_an_undecodable_file_name_can_be_sent() -> None:
     told = c.unpack(c.pack(c.Saved(1, "no room in /a\udcff\0")))
     assert told == c.Saved(1, r"no room in /a\udcff\x00")
 

@@ -40,7 +40,7 @@ def test_the_limit_is_raised_for_this_process_and_not_for_those_it_starts(limit:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_nobody_is_kept_from_descriptors_beyond_the_given_limit(limit: tuple[int, int]) -> None:
+def test_the_limit_is_not_lowered_below_descriptors_in_use(limit: tuple[int, int]) -> None:
     descriptors.raise_limit()
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(limit[0])]
     try:

@@ -147,7 +147,7 @@ def test_lines_for_people(event: ev.Event, line: str) -> None:
     assert event.line() == line
 
 
-def test_what_is_told_elsewhere_has_no_line() -> None:
+def test_what_is_reported_elsewhere_has_no_line() -> None:
     """A loss that broke a round is reported by the break, the end by every agent's summary."""
     assert ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").line() == ""
     assert ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").line() == ""
@@ -215,7 +215,7 @@ def test_a_file_that_is_there_is_continued(tmp_path: Path) -> None:
     assert len(read(path)) == 2
 
 
-def test_a_file_that_cannot_be_written_is_told_once_and_fails_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_once_and_fails_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     errors: list[OSError] = []
     sink = ev.JsonLines(tmp_path / "file" / "events.jsonl", FakeClock(), errors.append)

@@ -70,7 +70,7 @@ def test_without_a_plan_nothing_is_planned(environ: dict[str, str]) -> None:
         ('[{"rank": 1, "seconds": 3}]', "cannot take 3 s"),
     ],
 )
-def test_what_is_no_plan_is_refused_before_anything_is_started(text: str, message: str) -> None:
+def test_an_invalid_plan_is_refused_before_anything_is_started(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse([__file__], {**os.environ, ENV_FAULTS: text})
     assert caught.value.message.startswith(f"{ENV_FAULTS}: ")

@@ -48,7 +48,7 @@ def test_a_signal_that_is_a_notice_is_nothing_else() -> None:
         (",", "names nothing"),
     ],
 )
-def test_what_is_no_source_of_notices_is_refused(text: str, message: str) -> None:
+def test_an_unknown_source_of_notices_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parsed("--notice", text)
 

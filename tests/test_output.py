@@ -123,7 +123,7 @@ def test_an_empty_filter_is_refused() -> None:
         configured("--duplicate-stdout-filters", "a,")
 
 
-def test_logs_specs_that_nobody_has_are_refused() -> None:
+def test_unknown_logs_specs_are_refused() -> None:
     with pytest.raises(UsageError, match="no installed package") as raised:
         configured("--logs-specs", "nobodys")
     assert "default" in raised.value.hint

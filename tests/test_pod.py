@@ -49,7 +49,7 @@ def test_a_pod_of_several_tells_endpoint_run_and_node_by_its_name() -> None:
         (("--nnodes", "4"), {"JOB_COMPLETION_INDEX": ""}),
     ],
 )
-def test_where_a_node_is_alone_or_has_its_place_already_nothing_is_told(
+def test_a_node_that_is_alone_or_has_its_place_derives_nothing_from_its_pod(
     flags: tuple[str, ...], environ: dict[str, str]
 ) -> None:
     assert told(*flags, **environ) == {}

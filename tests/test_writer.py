@@ -59,7 +59,7 @@ def pipe() -> Iterator[Pipe]:
     os.close(pipe.sink)
 
 
-def test_a_slow_reader_gets_all_from_who_waits(pipe: Pipe) -> None:
+def test_a_slow_reader_gets_all_from_a_writer_that_waits(pipe: Pipe) -> None:
     writer = pipe.writer_with(limit=20_000, patience=30)
     seen = bytearray()
 
@@ -77,7 +77,7 @@ def test_a_slow_reader_gets_all_from_who_waits(pipe: Pipe) -> None:
     assert not pipe.lost
 
 
-def test_who_cannot_wait_does_not_and_has_room_of_its_own(pipe: Pipe) -> None:
+def test_a_writer_that_cannot_wait_has_room_of_its_own(pipe: Pipe) -> None:
     size = len(LINE) + OVERHEAD
     writer = pipe.writer_with(limit=10 * size, patience=0.2)
     pipe.fill()

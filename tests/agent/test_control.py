@@ -131,7 +131,7 @@ def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_h
 
 
 @pytest.mark.parametrize("member", [True, False])
-def test_a_worker_that_writes_itself_is_told_whether_its_node_is_still_a_member(
+def test_a_worker_that_writes_checkpoints_itself_learns_whether_its_node_is_still_a_member(
     control: Control, said: Said, member: bool
 ) -> None:
     control._keeper._may_commit = lambda: member
@@ -158,7 +158,7 @@ def test_more_connections_than_workers_have_are_closed(
 
 
 @pytest.mark.parametrize(("number", "step", "at"), [(1, 2**60, 1.0), (1, 3, float("nan")), (1, 3, 1e300)])
-def test_progress_that_nobody_can_have_made_is_none(number: int, step: int, at: float) -> None:
+def test_impossible_progress_is_none(number: int, step: int, at: float) -> None:
     """A worker's script has access to the shared memory."""
     fields = struct.pack("<QQd", number, step, at)
     with contextlib.closing(SharedProgress.make("test")) as progress:

@@ -64,7 +64,7 @@ def test_without_time_for_two_steps_nothing_is_drained_and_workers_get_what_is_l
     assert Node().departure.grace == 30.0
 
 
-def test_a_hint_is_told_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hint_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     node = Node()
     with caplog.at_level(logging.WARNING):
         assert node.departure.by_notice(replace(SPOT, leaves=False, seconds=None), RUNNING) is None

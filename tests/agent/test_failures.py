@@ -120,7 +120,7 @@ def test_an_error_file_without_a_traceback(error_file: Path, extra: dict[str, An
     [b"", b"{", b"[]", b"3", b'{"message": 3}', b'{"message": null}', b"{}", b"\xff\xfe\xfd", b"[" * 100_000],
     ids=lambda content: f"{content[:16]!r}",
 )
-def test_what_is_no_error_file(error_file: Path, content: bytes) -> None:
+def test_an_invalid_error_file_is_ignored(error_file: Path, content: bytes) -> None:
     error_file.write_bytes(content)
     assert read_error_file(error_file) is None
 
@@ -228,7 +228,7 @@ def test_misuse_of_the_library_is_final(error_file: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_no_other_error_is_taken_for_misuse_of_the_library(error_file: Path) -> None:
+def test_no_other_error_counts_as_misuse_of_the_library(error_file: Path) -> None:
     """It may be quoted by another exception, may have been handled, or may only have the same name."""
     printed = _traceback(UsageError("every=-1"))
     assert failed(error_file, stderr=(*printed, "ValueError: other")).kind == "crash", "an error that followed"
@@ -268,7 +268,7 @@ def test_where_a_restart_computes_the_same_again_is_reported(error_file: Path, r
 # Reports.
 
 
-def test_a_report_says_who_and_where(error_file: Path) -> None:
+def test_a_report_names_the_worker_and_its_node(error_file: Path) -> None:
     found = failed(error_file)
     assert (found.node_id, found.round, found.rank, found.local_rank, found.pid) == ("a", 3, 5, 1, 42)
     assert (found.exit_code, found.ran, found.log) == (1, 1.5, str(error_file.parent))
@@ -298,13 +298,13 @@ def test_the_exception_is_found_behind_torchs_rank(error_file: Path) -> None:
     assert failed(error_file, stderr=ranked(TRACEBACK, 5)).message == "exit code 1: ValueError: boom"
 
 
-def test_what_torch_warns_of_afterwards_is_no_exception(error_file: Path) -> None:
+def test_a_later_warning_of_torch_is_not_the_exception(error_file: Path) -> None:
     warning = "[rank5]:[W1121 10:00:00.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not"
     found = failed(error_file, stderr=[*ranked(TRACEBACK, 5), warning])
     assert found.message == "exit code 1: ValueError: boom"
 
 
-def test_output_without_a_traceback_is_no_exception(error_file: Path) -> None:
+def test_output_without_a_traceback_is_not_an_exception(error_file: Path) -> None:
     found = failed(error_file, stderr=("no such option: --lr", "usage: train.py"))
     assert found.message == "exit code 1"
     assert found.detail == ("no such option: --lr", "usage: train.py")
@@ -427,14 +427,16 @@ EVALUATED = (*TRACEBACK[:-1], '  File "<string>", line 1', "    1 +", "SyntaxErr
         ({"stderr": SYNTAX, "exit_code": -9}, "crash"),
     ],
 )
-def test_what_cannot_change_is_told_from_what_may(error_file: Path, arguments: dict[str, Any], kind: str) -> None:
+def test_permanent_errors_are_distinguished_from_transient_ones(
+    error_file: Path, arguments: dict[str, Any], kind: str
+) -> None:
     assert failed(error_file, **arguments).kind == kind
 
 
 # Workers that had failed before they were stopped.
 
 
-def test_who_had_raised_before_it_was_stopped(error_file: Path) -> None:
+def test_a_worker_that_had_raised_before_it_was_stopped_is_a_crash(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: boom"}}))
     found = failed(error_file, exit_code=-15, stopped=True)
     assert (found.kind, found.message, found.exit_code) == ("crash", "ValueError: boom", 1)
@@ -516,7 +518,7 @@ def test_text_that_is_none_is_escaped(error_file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"message": {"message": "boom"}}'])
-def test_an_error_file_without_an_end_is_no_reason_to_fail(error_file: Path, text: str) -> None:
+def test_an_incomplete_error_file_raises_nothing(error_file: Path, text: str) -> None:
     error_file.write_text(text)
     reaped = Reaped(1, Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8), 42, 1, 1.5, 2.0)
     result = result_of(1, {5: reaped}, {1: error_file})

@@ -101,14 +101,14 @@ def test_an_agent_that_leaves_may_take_its_time(health: Health) -> None:
     assert asked(f"http://{health.endpoint}/readyz") == (503, "leaving")
 
 
-def test_a_client_that_hangs_up_or_asks_something_else_disturbs_nobody(health: Health) -> None:
+def test_clients_that_hang_up_or_send_other_requests_do_no_harm(health: Health) -> None:
     with socket.create_connection((health.endpoint.host, health.endpoint.port), timeout=20) as connection:
         connection.sendall(b"GET /livez")
     assert asked(f"http://{health.endpoint}/drain")[0] == 404
     assert asked(f"http://{health.endpoint}/livez?verbose")[0] == 200
 
 
-def test_a_port_that_is_taken_is_told(health: Health) -> None:
+def test_a_port_in_use_is_reported(health: Health) -> None:
     port = health.endpoint.port
     with pytest.raises(EndpointError) as refused:
         listener(port, local_addr="127.0.0.1")

@@ -246,7 +246,7 @@ def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_witho
     assert snapshot.find(tmp_path) == []
 
 
-def test_a_copying_process_that_says_what_nobody_expects_is_ended(
+def test_a_copying_process_that_sends_an_unexpected_reply_is_ended(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
@@ -286,7 +286,7 @@ def test_an_evicted_node_commits_nothing_and_does_not_try_again(
     assert os.listdir(node.directory) == [], "nor does it leave anything behind"
 
 
-def test_a_directory_that_cannot_be_written_is_told_of_and_tried_again(
+def test_a_directory_that_cannot_be_written_is_reported_and_tried_again(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
@@ -347,7 +347,7 @@ def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
     assert not Path(f"/proc/{hanging}").exists()
 
 
-def test_a_whole_snapshot_of_a_writer_that_was_killed_before_it_told_is_kept(node: Node) -> None:
+def test_a_complete_snapshot_of_a_writer_killed_before_it_reported_it_is_kept(node: Node) -> None:
     """The next workers resume from it: they must not overwrite it, and a run that fails must copy it."""
     node.store(3, durable=False)
     untold, told = node.use, node.keeper.stored
@@ -459,7 +459,7 @@ def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair
     assert _names(first) == [["00001", "00002"]] * 2
 
 
-def test_one_that_nobody_answers_copies_the_newest_alone(
+def test_a_node_whose_requests_are_not_answered_copies_the_newest_alone(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepers, "CATCH_UP", 0.01)
@@ -548,7 +548,7 @@ def _hanging(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", 'import time; print(\'{"type":"copying"}\', flush=True); time.sleep(600)']
 
 
-def test_storage_that_hangs_each_time_is_told_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_always_hangs_is_reported_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "PAUSE", 0.01)
     monkeypatch.setattr(keepers, "ATTEMPTS", 2)
     monkeypatch.setattr(copiers, "STALL", 2.0)

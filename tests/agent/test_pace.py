@@ -41,7 +41,7 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
     assert trained(10, total=10).remaining() == 0.0
 
 
-def test_steps_that_nobody_told_of_are_found_when_they_matter() -> None:
+def test_unreported_steps_are_found_when_they_matter() -> None:
     """Each counts as one step, at their average pace."""
     reached = [WorkerProgress(1, 1, 9.0)]
     pace = StepTimer(lambda: reached[-1])
@@ -72,7 +72,7 @@ def test_progress_is_what_was_written_last() -> None:
     assert progress.read() is None
 
 
-def test_progress_is_not_written_into_somebody_elses_file(tmp_path: Path) -> None:
+def test_progress_is_not_written_into_an_unrelated_file(tmp_path: Path) -> None:
     progress = SharedProgress.make("test")
     with (tmp_path / "other").open("w+") as other:
         os.dup2(other.fileno(), progress.descriptor)

@@ -98,7 +98,7 @@ def test_stopping_the_grace_ends_with_a_kill() -> None:
     ("before", "number"),
     [(STOPPING, 2), (RUNNING, 1), (WAITING, 1), (FINISHED, 1), (view(brk(1), gone(0, 0), gone(1, 0)), 1)],
 )
-def test_a_grace_that_nobody_needs_any_more_kills_nobody(before: View, number: int) -> None:
+def test_the_end_of_an_outdated_grace_period_kills_no_worker(before: View, number: int) -> None:
     assert decide(before, v.GraceOver(number), 2) == (before, [])
 
 
@@ -114,7 +114,7 @@ def test_an_evicted_node_that_had_finished_waits_again() -> None:
     assert after(FINISHED, m.Evicted(1, "its round is over")) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
-def test_waiting_an_eviction_is_no_reason_to_report_again() -> None:
+def test_an_evicted_node_that_waits_does_not_report_again() -> None:
     """The next round may already be formed, with the port of the worker store that was reported before."""
     before, _ = decide(FINISHED, brk(1), 2)
     assert after(before, m.Evicted(1, "too slow")) == (Phase.WAITING, [])
@@ -151,12 +151,12 @@ def test_the_failure_of_the_last_worker_is_followed_by_stopped() -> None:
     assert after(one, gone(1, 1)) == (Phase.WAITING, [v.ReportFailed(1), v.ReportStopped(1)])
 
 
-def test_what_happens_to_stopping_workers_is_no_failure() -> None:
+def test_the_exit_of_a_stopping_worker_is_not_a_failure() -> None:
     assert after(STOPPING, gone(0, 1)) == (Phase.STOPPING, [])
 
 
 @pytest.mark.parametrize("event", [gone(0, 1, number=2), gone(0, 1, number=0), gone(7, 1)])
-def test_exits_of_other_rounds_and_of_nobody_are_ignored(event: v.WorkerGone) -> None:
+def test_exits_of_other_rounds_and_of_unknown_workers_are_ignored(event: v.WorkerGone) -> None:
     assert decide(RUNNING, event, 2) == (RUNNING, [])
 
 
@@ -200,7 +200,7 @@ def test_all_workers_ended_by_a_stop_signal() -> None:
     assert actions[-1] == v.ReportStopped(1)
 
 
-def test_a_held_worker_is_no_finished_one() -> None:
+def test_a_held_worker_does_not_count_as_finished() -> None:
     held = view(gone(0, TERM_CODE), gone(1, 0))
     assert held.phase is Phase.RUNNING
     assert after(held, v.HoldOver(1, 0)) == (
@@ -319,7 +319,7 @@ def test_stopping_the_runs_end_waits_for_the_workers() -> None:
 SAVING = view(leave(SIGTERM), gone(0, -9), gone(1, -9))
 
 
-def test_who_leaves_without_a_drain_tells_the_others_and_saves_what_is_in_memory() -> None:
+def test_a_node_that_leaves_without_a_drain_reports_it_and_saves_its_memory() -> None:
     """They form a round meanwhile; this node's memory goes with it."""
     before = view(leave(SIGTERM), gone(0, -9))
     found, actions = decide(before, gone(1, -9), 2)
@@ -340,7 +340,7 @@ def test_a_second_signal_ends_what_is_saved() -> None:
     assert after(SAVING, leave(SIGINT)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
-def test_what_is_saved_too_slowly_is_told() -> None:
+def test_a_save_that_is_too_slow_is_reported() -> None:
     phase, (warning, finish) = after(SAVING, v.DrainOver(1))
     assert (phase, finish) == (Phase.OVER, v.Finish(143, "stopped by SIGTERM"))
     assert isinstance(warning, v.Warn)

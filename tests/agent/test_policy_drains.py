@@ -109,7 +109,7 @@ def test_workers_that_finish_while_asked_to_stop_are_done() -> None:
     assert after(view(DRAIN, gone(0, 0)), gone(1, 0)) == (Phase.FINISHED, [m.Done(1)])
 
 
-def test_where_some_drain_and_some_finish_nothing_is_taken_for_drained() -> None:
+def test_if_some_workers_drain_and_some_finish_the_node_does_not_count_as_drained() -> None:
     assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, -1)])
 
 
@@ -138,7 +138,7 @@ def test_a_drain_goes_on_without_the_leader(event: v.Event) -> None:
 # Leaving.
 
 
-def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
+def test_a_node_that_leaves_with_time_drains_without_waiting_for_an_order() -> None:
     assert after(READY, leave(SIGTERM, 30.0)) == (
         Phase.DRAINING,
         [m.Leaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)],
@@ -148,12 +148,12 @@ def test_who_leaves_with_time_drains_without_waiting_for_an_order() -> None:
 LEFT = [leave(SIGTERM, 30.0), drained(0), gone(0, 0), drained(1), gone(1, 0)]
 
 
-def test_who_leaves_others_tells_them_before_it_copies_what_it_has() -> None:
+def test_a_node_that_leaves_others_reports_it_before_it_copies_its_snapshot() -> None:
     assert after(view(*LEFT[:-1]), LEFT[-1]) == (Phase.SAVING, [v.ReportStopped(1, 7), v.AwaitCopies()])
     assert after(view(*LEFT), v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
-def test_who_leaves_nobody_copies_what_it_has_before_a_successor_starts() -> None:
+def test_the_last_node_to_leave_copies_its_snapshot_before_a_successor_starts() -> None:
     """The successor has only what is in durable storage."""
     assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [v.AwaitCopies()])
     assert after(view(*LEFT, nodes=1), v.CopiesDone()) == (
@@ -166,7 +166,7 @@ KEPT = [leave(SIGTERM, 30.0), drained(1), gone(1, 0), drained(0, keeps=True), go
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_who_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None:
+def test_a_node_that_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None:
     serving = view(*KEPT, nodes=nodes)
     assert after(view(*KEPT[:-1], nodes=nodes), KEPT[-1]) == (
         Phase.SAVING,
@@ -181,13 +181,13 @@ def test_who_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None
 
 
 @pytest.mark.parametrize("event", [m.RunEnd(1, 0, "done"), GONE], ids=lambda e: type(e).__name__)
-def test_who_serves_is_released_by_the_end_of_the_run_and_of_its_leader(event: v.Event) -> None:
+def test_a_serving_node_is_released_by_the_end_of_the_run_and_of_its_leader(event: v.Event) -> None:
     assert after(view(*KEPT), event) == (Phase.SAVING, [v.AwaitCopies()])
     assert after(view(*KEPT), SILENT) == (Phase.SAVING, [])
 
 
 @pytest.mark.parametrize("event", [v.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
-def test_serving_ends_when_there_is_no_time_left(event: v.Event) -> None:
+def test_serving_ends_when_no_time_is_left(event: v.Event) -> None:
     phase, actions = after(view(*KEPT), event)
     assert phase is Phase.OVER
     assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
@@ -195,7 +195,7 @@ def test_serving_ends_when_there_is_no_time_left(event: v.Event) -> None:
 
 
 @pytest.mark.parametrize("event", [v.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
-def test_copying_ends_when_there_is_no_time_left(event: v.Event) -> None:
+def test_copying_ends_when_no_time_is_left(event: v.Event) -> None:
     phase, actions = after(view(*LEFT), event)
     assert phase is Phase.OVER
     assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
@@ -211,17 +211,17 @@ def test_an_evicted_node_copies_nothing() -> None:
     assert after(view(*LEFT), m.Evicted(1, "silent"))[0] is Phase.OVER
 
 
-def test_who_leaves_during_a_drain_gives_it_a_limit() -> None:
+def test_a_node_that_leaves_during_a_drain_limits_its_time() -> None:
     phase, actions = after(DRAINING, leave(SIGTERM, 30.0))
     assert phase is Phase.DRAINING
     assert actions == [m.Leaving("SIGTERM", 30.0), v.AskStop(1, "SIGTERM", 30.0)]
 
 
-def test_who_leaves_without_time_is_gone_at_once() -> None:
+def test_a_node_that_leaves_without_time_kills_its_workers_at_once() -> None:
     assert after(READY, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
 
 
-def test_told_a_second_time_to_leave_it_kills() -> None:
+def test_a_second_request_to_leave_kills_the_workers() -> None:
     assert after(view(leave(SIGTERM, 30.0)), leave(SIGTERM, 30.0)) == (Phase.STOPPING, [v.Kill()])
 
 
@@ -233,7 +233,7 @@ def test_a_drain_that_takes_too_long_is_ended() -> None:
     assert decide(DRAINING, v.DrainOver(0), 2) == (DRAINING, [])
 
 
-def test_who_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None:
+def test_a_node_that_leaves_as_its_workers_finish_waits_for_the_end_of_the_run() -> None:
     """To hang up before the others are done would break the round."""
     finished = view(leave(SIGTERM, 30.0), gone(0, 0), gone(1, 0))
     assert finished.phase is Phase.FINISHED

@@ -46,7 +46,7 @@ def _shell(command: str) -> StartRequest:
     return StartRequest(["/bin/sh", "-c", command], {"PATH": os.environ["PATH"]}, 1, 2)
 
 
-def test_exits_are_told_with_their_codes_and_signals(processes: ExecProcesses, exits: Exits) -> None:
+def test_exits_are_reported_with_their_codes_and_signals(processes: ExecProcesses, exits: Exits) -> None:
     plain = processes.start(_shell("exit 3"))
     assert exits.get(timeout=10) == (plain, 3)
     sleeper = processes.start(_shell("exec sleep 600"))
@@ -103,7 +103,7 @@ def test_a_session_is_empty_when_its_last_process_has_ended(
     wait_for("its end", lambda: empty_sessions({left, ended}) == {left, ended})
 
 
-def test_processes_that_are_hidden_keep_nobody_from_seeing_ones_own(
+def test_hidden_processes_do_not_prevent_finding_ones_own(
     processes: ExecProcesses, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other users' are under /proc with hidepid=1 (proc(5)): they are listed, and cannot be opened.
@@ -127,7 +127,7 @@ def test_processes_that_are_hidden_keep_nobody_from_seeing_ones_own(
     assert exits.get(timeout=30) == (pid, -signal.SIGKILL)
 
 
-def test_without_descriptors_nobody_is_taken_for_gone(processes: ExecProcesses, exits: Exits) -> None:
+def test_without_descriptors_no_process_counts_as_gone(processes: ExecProcesses, exits: Exits) -> None:
     pid = processes.start(_shell("sleep 600"))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # what is open stays so
@@ -246,7 +246,7 @@ def test_a_guard_that_is_stopped_does_not_keep_the_agent(monkeypatch: pytest.Mon
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_dismissed_guard_kills_nobody() -> None:
+def test_a_dismissed_guard_kills_no_process() -> None:
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     guard = Guard()
     guard.add(sleeper.pid)
@@ -256,7 +256,7 @@ def test_a_dismissed_guard_kills_nobody() -> None:
     sleeper.wait()
 
 
-def test_what_dies_in_sessions_that_nobody_knows_is_reaped_and_what_somebody_waits_for_is_not(
+def test_orphans_of_unknown_sessions_are_reaped_and_awaited_children_are_not(
     exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes_module, "SWEEP_EVERY", 0.2)
@@ -321,7 +321,7 @@ def test_streams_that_daemons_hold_are_all_given_up_after_one_timeout(tmp_path: 
         os.close(sink)
 
 
-def test_a_console_that_nobody_reads_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
+def test_a_console_whose_reader_is_gone_stops_nothing(pump: OutputPump, tmp_path: Path) -> None:
     source, console = os.pipe()
     os.close(source)
     stream, sink = pump.open(console, Route(path=tmp_path / "log"))

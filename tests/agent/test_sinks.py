@@ -459,7 +459,7 @@ def test_lines_have_the_form_that_is_asked_for(capsys: pytest.CaptureFixture[str
 # The termination message.
 
 
-def test_a_root_cause_says_who_where_and_how() -> None:
+def test_a_root_cause_names_the_worker_its_node_and_the_error() -> None:
     text = root_cause(replace(FAILURE, detail=("Traceback", "ValueError: boom")))
     assert text.splitlines() == [
         "root cause: rank 5 on node a (host h7, pid 42, round 3) failed 2.0 s after its start: "
@@ -523,7 +523,7 @@ def _missing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_no_termination_log(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_only_a_regular_file_is_used_as_termination_log(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "there"
     make(path)
     was = path.stat().st_mode if path.exists() else None

@@ -96,7 +96,7 @@ def test_a_snapshot_arrives_to_the_bit(nodes: tuple[Node, Node], key: bytes | No
     assert old.keeper.idle
 
 
-def test_while_it_comes_workers_are_told_to_wait_and_of_no_slot_to_write(nodes: tuple[Node, Node]) -> None:
+def test_during_a_fetch_workers_wait_and_get_no_slot_to_write(nodes: tuple[Node, Node]) -> None:
     _, new = nodes
     with listen("127.0.0.1") as silent:
         new.fetch(SnapshotSource("127.0.0.1", silent.getsockname()[1], 3, 7))
@@ -138,7 +138,7 @@ def test_one_source_that_lives_is_enough(nodes: tuple[Node, Node], caplog: pytes
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
-def test_who_has_another_token_gets_and_gives_nothing(
+def test_a_node_with_another_token_gets_and_gives_nothing(
     nodes: tuple[Node, Node], theirs: bytes | None, ours: bytes | None
 ) -> None:
     old, new = nodes

@@ -66,7 +66,7 @@ def test_of_a_processs_timers_the_first_with_a_signal_counts() -> None:
         b'{"pid": "x", "scope_id": 1, "expiration_time": 1, "signal": 1}',
     ],
 )
-def test_what_is_no_timer_sets_none(text: bytes) -> None:
+def test_an_invalid_timer_request_sets_no_timer(text: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(TimerRequest, loads(text))
 
@@ -112,7 +112,7 @@ def test_a_pipe_of_before_is_replaced_and_no_other_file(tmp_path: Path, monkeypa
     assert path.read_text() == "mine"
 
 
-def test_nobody_is_sent_looking_for_who_has_sent_the_signal() -> None:
+def test_there_is_no_hint_to_look_for_the_sender_of_the_signal() -> None:
     failure = Failure("a", "hang", 0, 0, 7, -signal.SIGKILL, "its timer 'step' expired: signal 9 (SIGKILL)")
     assert hint_on(failure) == ""
     assert hint_on(replace(failure, kind="crash"))

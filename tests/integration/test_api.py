@@ -50,7 +50,7 @@ def configured(directory: Path, **options: Any) -> LaunchConfig:
     return LaunchConfig(**{**given, **options})
 
 
-def test_a_function_returns_to_its_caller_who_finds_all_as_it_was(
+def test_a_function_returns_and_leaves_its_callers_process_unchanged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = [number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)]
@@ -475,7 +475,7 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_a_function_in_a_main_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_function_in_a_main_without_a_file_is_refused(tmp_path: Path) -> None:
     code = (
         "from elastic_launch.api import *\ndef f(): pass\n"
         "elastic_launch(LaunchConfig(1, 1, 1, rdzv_backend='c10d'), f)()"

@@ -62,7 +62,7 @@ def test_a_port_in_use_by_something_else(job: Job) -> None:
         pytest.param(["--rdzv-id", "another"], {}, "belongs to run 'another'", marks=pytest.mark.slow),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused_and_harms_nobody(
+def test_a_node_that_does_not_fit_is_refused_and_does_no_harm(
     job: Job, flags: list[str], options: dict[str, object], found: str
 ) -> None:
     host = job.node("a", "--rdzv-id", "run")
@@ -91,7 +91,7 @@ def test_another_protocol_version_is_refused(job: Job) -> None:
     assert host.wait() == 0
 
 
-def test_garbage_on_the_links_port_harms_nobody(job: Job) -> None:
+def test_garbage_on_the_links_port_does_no_harm(job: Job) -> None:
     host = job.node("a", "--rdzv-id", "run")
     job.world(1)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 100 + b"\n", b'{"type":"hello"}\n', b"[1]\n"):

@@ -130,7 +130,7 @@ def test_the_health_port_is_answered_while_torch_is_imported(job: Job) -> None:
     assert "that was all" in agent.output
 
 
-def test_torch_is_not_blamed_for_who_asks_at_the_health_port_meanwhile(job: Job) -> None:
+def test_torch_is_not_blamed_for_a_connection_to_the_health_port_during_its_import(job: Job) -> None:
     port = free_port()
     agent = job.launch(*LEAN, "--health-port", f"127.0.0.1:{port}", command=_script(job, "import torch"))
     wait_for("the import", lambda: _parts(agent))
@@ -192,7 +192,7 @@ def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, way: int) -
     assert agent.wait() == 0
 
 
-def test_who_ignores_the_ends_of_children_starts_an_agent_that_does_not(job: Job) -> None:
+def test_an_agent_started_with_sigchld_ignored_sees_its_workers_exits(job: Job) -> None:
     code = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     prefix = (sys.executable, "-c", code)
     agent = job.launch(*LEAN, "--max-restarts", "0", command=_script(job, "import torch"), prefix=prefix)
@@ -201,7 +201,7 @@ def test_who_ignores_the_ends_of_children_starts_an_agent_that_does_not(job: Job
     assert agent.wait() == 7
 
 
-def test_an_error_of_torchs_import_is_told_as_it_came(job: Job) -> None:
+def test_an_error_of_torchs_import_is_shown_unchanged(job: Job) -> None:
     broken = _fake_torch(job, "raise OSError('libnothing.so: cannot open shared object file')")
     agent = job.launch(*LEAN, command=_script(job, "import torch"), env=broken)
     assert agent.wait() == 1

@@ -40,7 +40,7 @@ def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("kind", ["a pipe whose reader has stopped", "a terminal after Ctrl-S"])
-def test_a_console_that_nobody_reads_keeps_neither_workers_nor_the_end(kind: str, tmp_path: Path) -> None:
+def test_a_console_that_is_not_read_delays_neither_workers_nor_the_end(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "chatty.py"
     script.write_text(CHATTY)
     ours, console = os.pipe() if kind.startswith("a pipe") else pty.openpty()

@@ -153,7 +153,7 @@ def test_plain_scripts_have_a_status_and_neither_checkpoint_nor_drain(job: Job) 
     assert first.wait(30) == 143
 
 
-def test_a_run_with_a_token_answers_only_who_knows_it(job: Job) -> None:
+def test_a_run_with_a_token_answers_only_callers_that_have_it(job: Job) -> None:
     agent = job.launch("--standalone", "--rdzv-id", "kept", env={"ELASTIC_LAUNCH_TOKEN": TOKEN})
     job.world(1)
     where = ["--log-dir", str(job.logs)]

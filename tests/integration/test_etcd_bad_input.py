@@ -39,7 +39,7 @@ class _Version2(http.server.BaseHTTPRequestHandler):
         return
 
 
-def test_what_is_no_etcd_or_an_old_one_is_said(job: Job) -> None:
+def test_another_server_or_an_old_etcd_is_reported(job: Job) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Version2) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -55,7 +55,7 @@ def test_what_is_no_etcd_or_an_old_one_is_said(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_that_etcd_does_not_let_in_is_told_at_once(job: Job, etcd: Member) -> None:
+def test_a_user_that_etcd_refuses_is_reported_at_once(job: Job, etcd: Member) -> None:
     etcd.control("user", "add", "root", "--new-user-password", "secret")
     etcd.control("user", "grant-role", "root", "root")
     etcd.control("auth", "enable")

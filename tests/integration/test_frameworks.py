@@ -165,7 +165,7 @@ Trainer(max_steps=1, accelerator="cpu", logger=False, callbacks=callbacks).fit(B
 
 @pytest.mark.slow
 @installed("lightning")
-def test_lightning_is_told_before_the_first_step_that_nothing_would_be_resumed(tmp_path: Path) -> None:
+def test_lightning_fails_before_the_first_step_if_nothing_would_be_resumed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOTHING_LAST], capture_output=True, text=True, timeout=100, cwd=tmp_path
     )

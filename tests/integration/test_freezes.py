@@ -78,7 +78,7 @@ def test_a_node_that_freezes_comes_back_as_a_newcomer(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_freezes_and_comes_back_evicts_nobody(job: Job) -> None:
+def test_a_host_that_freezes_and_comes_back_evicts_no_node(job: Job) -> None:
     host = node(job, "a", nnodes="2")
     host.says("hosts")
     other = node(job, "b", nnodes="2")
@@ -95,7 +95,7 @@ def test_a_host_that_freezes_and_comes_back_evicts_nobody(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["leader", "member"])
-def test_on_etcd_whoever_freezes_comes_back_as_a_newcomer(job: Job, servers: list[Member], which: str) -> None:
+def test_on_etcd_a_frozen_node_comes_back_as_a_new_one(job: Job, servers: list[Member], which: str) -> None:
     # The one that freezes is rank 0, which saves.
     first = node(job, "a", "--node-rank", "0" if which == "leader" else "1", servers=servers)
     first.says("leads the run")

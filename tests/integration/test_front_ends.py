@@ -60,7 +60,7 @@ def test_the_tutorials_command_runs_as_a_module(here: Path) -> None:
     assert {worker["restarts"] for worker in workers} == {"0"}
 
 
-def test_the_file_runs_by_its_path_and_shadows_nobodys_modules(here: Path) -> None:
+def test_the_file_runs_by_its_path_and_shadows_no_modules(here: Path) -> None:
     path = run(here, sys.executable, "-c", FIND_FILE).stdout.strip()
     # What the launcher imports must not be taken from its own directory, wherever it was started.
     check = "import sys; assert not [x for x in sys.path if x.rstrip('/').endswith('elastic_launch')], sys.path"

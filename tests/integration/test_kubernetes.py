@@ -192,7 +192,7 @@ def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_
 
 
 @needs_kubectl
-def test_a_plain_script_is_told_to_save_before_its_pod_ends(tmp_path: Path) -> None:
+def test_a_plain_script_is_asked_to_save_before_its_pod_ends(tmp_path: Path) -> None:
     """The hook of the overlay comes before SIGTERM, and the message of the end is where kubectl looks for it."""
     manifests = rendered("overlays/plain-script")
     of_pod = container(manifests)

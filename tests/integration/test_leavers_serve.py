@@ -111,7 +111,7 @@ def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member], un
 
 @pytest.mark.slow
 @pytest.mark.executed
-def test_who_leaves_when_nobody_waits_does_not_stay(job: Job, servers: list[Member]) -> None:
+def test_a_node_that_leaves_while_no_other_waits_does_not_stay(job: Job, servers: list[Member]) -> None:
     """The limit is an hour: reaching it would be noticed."""
     agent = Run(job, servers, "1").node("a", "--shutdown-timeout", "3600")
     wait_for("a step", lambda: steps(job, 1), 60)

@@ -32,7 +32,7 @@ def steps_of(job: Job, number: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_drain_and_a_killed_worker_are_told_with_what_they_cost(job: Job) -> None:
+def test_a_drain_and_a_killed_worker_are_reported_with_their_costs(job: Job) -> None:
     gate = job.directory / "hurry"
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "100000", "--step-time", "0.5"]
     command = [str(SCRIPTS / "paced.py"), str(gate), DIGITS, *saving]

@@ -119,7 +119,7 @@ def test_a_host_that_is_cut_off_goes_on_alone_and_takes_the_others_back(c10d: Ru
 
 
 @pytest.mark.parametrize("which", ["leader", "member"])
-def test_on_etcd_whoever_is_cut_off_comes_back_as_a_newcomer(etcd: Run, which: str) -> None:
+def test_on_etcd_a_node_that_is_cut_off_comes_back_as_a_new_one(etcd: Run, which: str) -> None:
     job = etcd.job
     ranks = {"a": "0", "b": "1"} if which == "leader" else {"a": "1", "b": "0"}
     etcd.start("a", "--node-rank", ranks["a"], nnodes="1:2").says("leads the run")

@@ -114,7 +114,7 @@ def test_a_lost_leader_is_succeeded_under_the_token(job: Job, node: Node) -> Non
     assert survivor.wait(60) == 0
 
 
-def test_with_a_token_the_endpoint_is_no_open_store(job: Job) -> None:
+def test_with_a_token_the_endpoint_is_not_an_open_store(job: Job) -> None:
     """Clients that reach its port can store nothing there, and the run has no second port for links."""
     flags = ["--rdzv-id", "run"]
     unused = {"ELASTIC_LAUNCH_ETCD_USER": "user", "ELASTIC_LAUNCH_ETCD_PASSWORD": "password"}
@@ -171,7 +171,7 @@ def test_other_processes_of_its_user_cannot_look_into_an_agent(job: Job, script:
         (["--token", TOKEN], {}, "--token is no flag"),
     ],
 )
-def test_what_is_no_token_is_a_usage_error(job: Job, flags: list[str], env: dict[str, str], found: str) -> None:
+def test_an_invalid_token_is_a_usage_error(job: Job, flags: list[str], env: dict[str, str], found: str) -> None:
     agent = job.launch(*flags, env=env)
     assert agent.wait() == 2
     assert found in agent.output

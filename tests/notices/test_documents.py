@@ -42,7 +42,7 @@ def test_a_time_that_has_passed_leaves_a_few_seconds() -> None:
     assert aws.instance_action(body, NOW).seconds == LATE
 
 
-def test_a_rebalance_recommendation_is_only_told_of_unless_asked_for() -> None:
+def test_a_rebalance_recommendation_is_only_logged_unless_requested() -> None:
     body = encoded({"noticeTime": "2026-05-04T12:00:00Z"})
     assert aws.rebalance(body, leaves=False) == Notice("AWS", "rebalance", "rebalance recommendation", None, False)
     assert aws.rebalance(body, leaves=True) == Notice("AWS", "rebalance", "rebalance recommendation", 120.0, True)
@@ -87,7 +87,7 @@ def test_a_preemption_on_gcp_leaves_thirty_seconds() -> None:
     assert gcp.preempted("FALSE") is None
 
 
-def test_a_live_migration_makes_nobody_leave_and_a_termination_does() -> None:
+def test_a_live_migration_makes_no_node_leave_and_a_termination_does() -> None:
     assert gcp.maintenance("NONE") is None
     migrated, ended = gcp.maintenance("MIGRATE_ON_HOST_MAINTENANCE"), gcp.maintenance("TERMINATE_ON_HOST_MAINTENANCE")
     assert migrated is not None

@@ -92,7 +92,7 @@ def test_nothing_happens_until_a_preemption_does(cloud: str, service: Service, s
 
 
 @pytest.mark.parametrize("fault", ["status:500", "garbage", "page", "huge", "trickle"])
-def test_a_broken_service_is_trouble_that_is_told_once_and_does_not_last(
+def test_a_broken_service_is_reported_once_and_recovers(
     cloud: str,
     service: Service,
     source: Source,
@@ -135,7 +135,7 @@ def test_a_notice_that_comes_and_vanishes_is_one_notice(
 
 
 @pytest.mark.parametrize("cloud", ["azure"], indirect=True)
-def test_what_had_begun_before_the_agent_makes_nobody_leave(service: Service, source: Source) -> None:
+def test_an_event_that_had_begun_before_the_agent_makes_no_node_leave(service: Service, source: Source) -> None:
     """A machine that was rebooted finds the reboot listed for some minutes more."""
 
     def tell(*events: tuple[str, str]) -> None:
@@ -216,7 +216,7 @@ def test_a_token_that_never_comes_is_explained_by_the_hop_limit(
         source.poll()
 
 
-def test_nobody_there_is_trouble_but_not_a_matter_of_hops() -> None:
+def test_a_service_that_does_not_answer_is_not_blamed_on_hops() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         base = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -226,7 +226,7 @@ def test_nobody_there_is_trouble_but_not_a_matter_of_hops() -> None:
 
 
 @pytest.mark.parametrize("cloud", ["aws"], indirect=True)
-def test_hints_on_aws_make_nobody_leave_and_do_not_hide_each_other(service: Service, source: Source) -> None:
+def test_hints_on_aws_make_no_node_leave_and_do_not_hide_each_other(service: Service, source: Source) -> None:
     service.tell(META + "events/recommendations/rebalance", {"noticeTime": "2026-05-04T12:00:00Z"})
     service.tell(META + "autoscaling/target-lifecycle-state", "InService")
     far = {

@@ -204,7 +204,7 @@ def test_a_run_that_ends_broken_has_an_incident_without_a_successor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["membership", "preemption"])
-def test_a_planned_end_that_no_round_follows_is_no_incident(kind: str) -> None:
+def test_a_planned_end_that_no_round_follows_is_not_an_incident(kind: str) -> None:
     assert ledger(*first_round(), (30.0, broken(1, kind))).incidents == ()
 
 
@@ -245,7 +245,7 @@ def test_no_events_make_an_empty_ledger() -> None:
 # While the run goes on.
 
 
-def test_an_incident_is_told_once_with_the_first_step_after_it() -> None:
+def test_an_incident_is_reported_once_with_the_first_step_after_it() -> None:
     clock = FakeClock()
     live = LiveLedger(clock)
     said: list[tuple[float, list[Incident]]] = []
@@ -267,7 +267,7 @@ def test_an_incident_is_told_once_with_the_first_step_after_it() -> None:
     assert live.summary(3).startswith("goodput ")
 
 
-def test_who_does_not_lead_tells_nothing() -> None:
+def test_a_node_that_does_not_lead_reports_nothing() -> None:
     live = LiveLedger(FakeClock())
     for _, event in first_round():
         live.add(event)

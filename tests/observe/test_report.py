@@ -155,7 +155,9 @@ def test_the_only_run_of_a_log_directory_is_found(tmp_path: Path, capsys: pytest
     assert as_json(tmp_path, capsys)["node"] == "a"
 
 
-def test_the_link_to_the_newest_run_is_no_second_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_link_to_the_newest_run_does_not_count_as_a_second_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "r1", "a", LEADER + WORKERS)
     (tmp_path / "latest").symlink_to("r1")
     assert as_json(tmp_path, capsys)["node"] == "a"

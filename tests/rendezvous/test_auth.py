@@ -112,7 +112,7 @@ def test_the_leader_believes_no_proof_but_that_of_this_link() -> None:
     assert not leader.ready
 
 
-def test_the_leaders_own_mac_sent_back_is_no_proof() -> None:
+def test_the_leaders_own_mac_sent_back_proves_nothing() -> None:
     node, leader = _pair()
     leader.feed(_take(node))
     mac = json.loads(_take(leader))["mac"]
@@ -120,7 +120,7 @@ def test_the_leaders_own_mac_sent_back_is_no_proof() -> None:
         leader.feed(json.dumps({"type": "proof", "mac": mac}).encode() + b"\n")
 
 
-def test_a_node_without_a_token_is_told_apart() -> None:
+def test_a_missing_token_is_an_error_of_its_own() -> None:
     _, leader = _pair()
     hello = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000)
     with pytest.raises(MissingTokenError):
@@ -212,7 +212,7 @@ def test_of_lines_that_were_tampered_with_only_those_before_are_heard(
     assert len(heard) <= max(untouched, at + 1)
 
 
-def test_what_was_recorded_on_another_link_is_no_message_on_this_one() -> None:
+def test_a_message_recorded_on_another_link_is_refused() -> None:
     first, _ = _ready()
     _, second = _ready()
     first.send(b'{"type":"beat"}\n')
@@ -237,7 +237,7 @@ def test_an_endless_line_is_cut_off_at_the_limit() -> None:
     assert roomy.feed(b"x" * 2000) == []
 
 
-def test_a_node_with_a_token_is_told_in_the_open_that_the_run_has_none() -> None:
+def test_a_node_with_a_token_learns_in_plain_text_that_the_run_has_none() -> None:
     node, leader = Channel.of_node(KEY), Channel.of_leader(None, 1000)
     node.send(b"secretive\n")
     with pytest.raises(UnexpectedTokenError):

@@ -124,14 +124,14 @@ def test_preemptions_are_free_while_the_training_advances() -> None:
         assert rule(budget, PREEMPTED, begun=step) == BudgetDecision(Kind.PREEMPTION)
 
 
-def test_a_round_that_begins_where_another_has_begun_is_no_progress() -> None:
+def test_a_round_that_begins_where_another_has_begun_makes_no_progress() -> None:
     """However many steps it did: the next one does them again."""
     budget = RestartBudget(0, 0)
     rulings = [rule(budget, PREEMPTED, begun=10, lasted=1000.0) for _ in range(FREE + 2)]
     assert rulings[-1].ends
 
 
-def test_going_back_and_forth_is_no_progress() -> None:
+def test_going_back_and_forth_makes_no_progress() -> None:
     budget = RestartBudget(0, 0)
     assert not rule(budget, PREEMPTED, begun=10).ends
     rulings = [rule(budget, PREEMPTED, begun=begun) for begun in (5, 10, 5, 10, 5)]
@@ -145,7 +145,7 @@ def test_a_script_that_says_nothing_of_steps_advances_by_running() -> None:
     assert any(rule(budget, PREEMPTED, lasted=LONG - 1).ends for _ in range(FREE + 1))
 
 
-def test_a_round_that_never_came_to_train_is_no_progress_where_others_did() -> None:
+def test_a_round_that_never_trained_makes_no_progress_if_others_did() -> None:
     budget = RestartBudget(0, 0)
     rule(budget, PREEMPTED, begun=10)
     assert any(rule(budget, PREEMPTED, lasted=LONG).ends for _ in range(FREE + 1))

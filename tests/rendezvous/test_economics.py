@@ -33,7 +33,7 @@ def test_no_larger_world_saves_nothing() -> None:
 
 
 @pytest.mark.parametrize("remaining", [-1.0, math.nan, math.inf])
-def test_who_does_not_know_the_rest_resizes(remaining: float) -> None:
+def test_a_run_of_unknown_length_resizes(remaining: float) -> None:
     prices = ResizePayoff()
     prices.told(remaining, 10.0)
     assert prices.remaining(10.0) is None
@@ -63,7 +63,7 @@ def stop(run: Run, *node_ids: str) -> None:
         run.report(node_id, m.Stopped(run.number, 7000, 7))
 
 
-def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_is_told_once() -> None:
+def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_gets_one_notice() -> None:
     run = ready("1:4", "ab", remaining=9.0)
     run.hello("c")
     run.advance(20)
@@ -80,7 +80,7 @@ def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_is_told_once() 
     assert len(run.orders("c", m.RunEnd)) == 1
 
 
-def test_a_further_node_is_told_as_well_and_may_tip_the_scales() -> None:
+def test_a_further_node_may_make_the_resize_worth_its_cost() -> None:
     run = ready("1:8", "a", remaining=8.0)
     run.hello("b")
     run.advance(1.1)
@@ -171,7 +171,7 @@ def test_other_rounds_tell_nothing_of_a_resizes_cost() -> None:
     assert len(run.orders("a", m.Drain)) == 1, "5.5 s saved for 5"
 
 
-def test_a_node_that_leaves_is_replaced_by_who_waits_whatever_that_costs() -> None:
+def test_a_node_that_leaves_is_replaced_by_a_waiting_one_at_any_cost() -> None:
     run = ready("1:4", "ab", remaining=3.0)
     run.hello("c")
     run.advance(2)
@@ -183,7 +183,7 @@ def test_a_node_that_leaves_is_replaced_by_who_waits_whatever_that_costs() -> No
     assert len(run.told(RoundDrained)) == 1
 
 
-def test_below_the_minimum_nobody_counts_the_cost() -> None:
+def test_below_the_minimum_the_cost_does_not_count() -> None:
     run = ready("2:4", "ab", remaining=1.0)
     run.close("b")
     stop(run, "a")

@@ -136,7 +136,7 @@ def test_a_leader_that_answers_no_more_is_succeeded_after_its_silence(nodes: Nod
         assert "could not be reached for" in _elected(nodes)[-1].cause
 
 
-def test_a_node_that_comes_to_an_ended_run_is_told_so_at_once(nodes: Nodes) -> None:
+def test_a_node_that_comes_to_an_ended_run_ends_at_once(nodes: Nodes) -> None:
     nodes.start("a")
     nodes.together("a")
     record = nodes.record

@@ -298,7 +298,7 @@ def test_a_value_that_is_too_large_says_so(etcd: Member, size: int) -> None:
         assert store.load(TIMEOUT) is None
 
 
-def test_a_web_server_is_no_etcd() -> None:
+def test_a_web_server_is_not_an_etcd() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

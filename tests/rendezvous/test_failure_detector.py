@@ -62,7 +62,7 @@ def test_a_new_link_says_nothing_until_something_is_heard() -> None:
     assert detector.judge(104.0) is not None
 
 
-def test_before_the_first_word_nobody_is_cut_off() -> None:
+def test_before_the_first_message_no_link_counts_as_cut_off() -> None:
     assert FailureDetector(5.0, 1.0).judge(1000.0) is None
 
 

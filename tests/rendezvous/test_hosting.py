@@ -28,9 +28,7 @@ def line(wanted: Endpoint, said: tuple[int, str] | None = None, **how: Any) -> t
         (None, {"SLURM_NODEID": "first"}, None),
     ],
 )
-def test_who_says_which_node_this_is(
-    node_rank: int | None, environ: dict[str, str], said: tuple[int, str] | None
-) -> None:
+def test_sources_of_the_node_rank(node_rank: int | None, environ: dict[str, str], said: tuple[int, str] | None) -> None:
     assert said_rank(node_rank, environ) == said
 
 
@@ -47,14 +45,14 @@ def test_who_says_which_node_this_is(
         ({}, "does not host the run at 127.0.0.1:29400: 127.0.0.1 is no address of this host"),
     ],
 )
-def test_each_reason_is_told(how: dict[str, Any], why: str) -> None:
+def test_each_reason_is_logged(how: dict[str, Any], why: str) -> None:
     level, text = line(HERE, **how)
     assert level == logging.INFO
     assert why in text
     assert "although" not in text
 
 
-def test_what_the_scheduler_says_otherwise_is_told_too() -> None:
+def test_a_contradiction_by_the_scheduler_is_logged_too() -> None:
     first, third = (0, "SLURM_NODEID=0"), (3, "SLURM_NODEID=3")
     assert line(THERE, first)[1].endswith("(although SLURM_NODEID=0 says that it is the first)")
     assert line(THERE, third, hosts=True)[1].endswith("(although SLURM_NODEID=3 says that it is not the first)")

@@ -102,7 +102,7 @@ def _record(config: LaunchConfig, port: int) -> ControlRecord:
     return ControlRecord("run", config.digest(), 1, Leader("other", "other1", "127.0.0.1", port)).renewed()
 
 
-def test_it_is_told_nothing_not_obeyed_and_succeeded(impostor: Impostor, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_learns_nothing_is_not_obeyed_and_is_succeeded(impostor: Impostor, caplog: pytest.LogCaptureFixture) -> None:
     config = _config(beat=0.1, dead_after=1.0)
     store, events = MemoryStore(), Sink()
 
@@ -136,7 +136,7 @@ def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
     assert f"127.0.0.1:{impostor.port} does not answer as the run's leader" in event.error.message
 
 
-def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
+def test_reports_made_without_a_leader_do_not_block() -> None:
     """Workers train on without a leader, and save, for hours perhaps."""
     config = _config()
     membership = Membership(config, Pointing(_record(config, 1)), MonotonicClock(), print, lambda address: 29500)
@@ -149,7 +149,7 @@ def test_what_is_said_while_nobody_listens_blocks_nobody() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_mistake_in_the_thread_leaves_nobody_waiting() -> None:
+def test_a_bug_in_the_thread_leaves_no_caller_waiting() -> None:
     class Broken(Pointing):
         def find_leader(self, timeout: float) -> FoundLeader:
             raise ZeroDivisionError

@@ -78,7 +78,7 @@ def test_a_leaving_node_has_the_round_drained_and_is_not_in_the_next() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_who_leaves_without_time_has_the_round_broken(seconds: float) -> None:
+def test_a_node_that_leaves_without_time_breaks_the_round(seconds: float) -> None:
     run = ready("1:4", "ab")
     run.report("b", m.Leaving("SIGTERM", seconds))
     assert run.orders("a", m.Drain) == []
@@ -115,7 +115,7 @@ def test_a_second_node_that_leaves_shortens_the_limit() -> None:
     assert len(run.told(RoundBroken)) == 1
 
 
-def test_who_leaves_without_time_breaks_a_drain() -> None:
+def test_a_node_that_leaves_without_time_breaks_a_drain() -> None:
     run = ready("1:4", "abc")
     run.report("b", m.Leaving("SIGTERM", 50.0))
     run.report("c", m.Leaving("SIGTERM"))
@@ -154,7 +154,7 @@ def test_the_loss_of_a_node_that_has_stopped_does_not() -> None:
     assert (run.number, run.members) == (2, "bc")
 
 
-def test_workers_told_to_stop_by_somebody_else_drain_the_round() -> None:
+def test_workers_stopped_from_outside_drain_the_round() -> None:
     run = ready("1:4", "ab")
     drained(run, "a", step=9)
     assert run.orders("a", m.Drain) == []
@@ -185,7 +185,7 @@ def test_some_that_finish_during_a_drain_come_back() -> None:
     assert (run.number, run.members) == (2, "abc")
 
 
-def test_a_node_that_comes_back_over_a_new_link_is_told_again() -> None:
+def test_a_node_that_comes_back_over_a_new_link_gets_its_order_again() -> None:
     run = ready("1:4", "ab")
     run.hello("c")
     run.advance(10)
@@ -251,7 +251,7 @@ def test_the_first_round_and_one_that_would_be_too_small_wait_for_imports_as_the
     assert (run.number, run.members) == (2, "ac")
 
 
-def test_who_comes_back_on_another_link_says_anew_whether_it_imports() -> None:
+def test_a_node_that_comes_back_on_another_link_states_again_whether_it_imports() -> None:
     run = ready("1:4", "ab")
     run.hello("c", importing=True)
     run.hello("c", importing=False)

@@ -170,7 +170,7 @@ def test_drained_rounds_without_a_step_are_not_free_without_end() -> None:
 SYMPTOM = {"symptom": "broken connection", "message": "exit code 1: RuntimeError: Connection closed by peer"}
 
 
-def test_a_symptom_is_charged_at_once_and_the_cause_told_when_it_is_known() -> None:
+def test_a_symptom_is_charged_at_once_and_the_cause_reported_when_it_is_known() -> None:
     run = running("1:2", "ab")
     run.fail("b", rank=1, **SYMPTOM)
     run.stop("b")
@@ -185,7 +185,7 @@ def test_a_symptom_is_charged_at_once_and_the_cause_told_when_it_is_known() -> N
     assert run.record.restarts == 1
 
 
-def test_the_cause_that_is_found_later_is_told_to_all_nodes_but_the_leaders_own() -> None:
+def test_a_cause_that_is_found_later_is_sent_to_all_nodes_but_the_leaders_own() -> None:
     run = running("1:2", "ab")
     run.fail("b", rank=1, **SYMPTOM)
     run.stop("b")
@@ -197,7 +197,7 @@ def test_the_cause_that_is_found_later_is_told_to_all_nodes_but_the_leaders_own(
     assert told not in run.orders("a", m.Notice)
 
 
-def test_the_first_node_that_has_finished_is_told_to_the_others_once() -> None:
+def test_the_other_nodes_learn_once_that_the_first_one_has_finished() -> None:
     """Their workers may hang at their end, and a node with one worker does not know that others have finished."""
     run = running("1:3", "abc")
     run.done("b")
@@ -219,7 +219,7 @@ def test_a_symptom_that_comes_later_changes_nothing() -> None:
     assert "rank 0 on node a" in run.orders("a", m.Form)[-1].cause
 
 
-def test_a_run_that_ends_waits_for_those_who_still_stop_and_for_what_they_say() -> None:
+def test_a_run_that_ends_waits_for_nodes_that_still_stop_and_for_their_reports() -> None:
     run = running("1:2", "ab", max_restarts=0)
     run.fail("b", rank=1, exit_code=9, **SYMPTOM)
     run.stop("b")
@@ -389,7 +389,7 @@ def test_a_stop_does_not_wait_for_the_delay() -> None:
     assert run.code == 143
 
 
-def test_the_failure_of_an_earlier_round_is_no_root_cause_of_another_end() -> None:
+def test_the_failure_of_an_earlier_round_is_not_the_root_cause_of_another_end() -> None:
     run = running("2:2", "ab", min_wait=10)
     run.fail("a")
     run.stop("a", "b")

@@ -74,13 +74,13 @@ def test_first_round_waits_below_min() -> None:
     assert run.members == "ab"
 
 
-def test_nobody_at_all_is_no_park() -> None:
+def test_a_run_without_nodes_does_not_park() -> None:
     run = Run("1:2", min_wait=5)
     run.advance(100)
     assert run.events == []
 
 
-def test_a_node_that_waits_is_told_for_what() -> None:
+def test_a_node_that_waits_learns_for_what() -> None:
     run = Run("2:4")
     run.hello("a")
     run.advance(0.1)
@@ -242,7 +242,7 @@ def test_newcomers_are_the_first_to_be_left_out() -> None:
     ],
     ids=["version", "run id", "command"],
 )
-def test_a_node_that_does_not_fit_is_refused_and_told_what_differs(fields: dict[str, Any], found: str) -> None:
+def test_a_node_that_does_not_fit_is_refused_with_the_difference(fields: dict[str, Any], found: str) -> None:
     run = Run("1:2")
     run.hello("a")
     run.hello("b", **fields)
@@ -257,7 +257,7 @@ def test_a_node_that_does_not_fit_is_refused_and_told_what_differs(fields: dict[
     assert run.members == "a"
 
 
-def test_a_node_with_other_arguments_or_limits_joins_and_is_told_what_differs() -> None:
+def test_a_node_with_other_arguments_or_limits_joins_and_gets_a_notice_of_the_difference() -> None:
     run = Run("1:4", max_restarts=2)
     run.hello("a")
     run.hello("b", command="/srv/train.py --lr 2")

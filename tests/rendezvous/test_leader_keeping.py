@@ -34,7 +34,7 @@ def released(run: Run, *node_ids: str) -> list[int]:
     return [len(run.orders(node_id, m.Released)) for node_id in node_ids]
 
 
-def test_members_that_have_no_snapshot_are_told_who_serves_it_and_he_stays_until_they_train() -> None:
+def test_members_without_a_snapshot_learn_its_sources_which_stay_until_they_train() -> None:
     run = ready("2:2", "bc")
     run.hello("d", "e")
     leave(run, "b", "c")
@@ -52,7 +52,7 @@ def test_members_that_have_no_snapshot_are_told_who_serves_it_and_he_stays_until
     assert released(run, "b", "c") == [1, 1], "once is enough"
 
 
-def test_where_a_member_goes_on_nobody_stays() -> None:
+def test_if_a_member_continues_no_leaving_node_stays() -> None:
     run = ready("1:4", "abc")
     leave(run, "b", "c")
     drained(run, "a")
@@ -63,7 +63,7 @@ def test_where_a_member_goes_on_nobody_stays() -> None:
     assert released(run, "b", "c") == [1, 1]
 
 
-def test_a_member_without_a_snapshot_of_its_own_gets_it_from_who_leaves() -> None:
+def test_a_member_without_a_snapshot_gets_it_from_a_leaving_node() -> None:
     """It had no room for one."""
     run = ready("1:4", "bc")
     leave(run, "b")
@@ -72,7 +72,7 @@ def test_a_member_without_a_snapshot_of_its_own_gets_it_from_who_leaves() -> Non
     assert run.orders("c", m.Form)[-1].sources == (SnapshotSource("host-b", 4000, 1, 7),)
 
 
-def test_where_nobody_waits_nobody_stays() -> None:
+def test_if_too_few_nodes_wait_no_leaving_node_stays() -> None:
     run = ready("2:2", "bc")
     run.hello("d")
     leave(run, "b", "c")
@@ -81,7 +81,7 @@ def test_where_nobody_waits_nobody_stays() -> None:
     assert released(run, "b", "c") == [1, 1]
 
 
-def test_a_round_that_breaks_before_it_trains_is_told_again() -> None:
+def test_the_round_after_one_that_breaks_before_it_trains_gets_the_sources_again() -> None:
     run = ready("2:2", "bc")
     run.hello("d", "e")
     leave(run, "b", "c")
@@ -124,7 +124,7 @@ def test_a_leader_that_leaves_and_serves_nothing_forms_no_round() -> None:
     assert released(run, "b") == [1]
 
 
-def test_who_comes_to_a_new_leader_and_serves_is_released_when_the_round_trains() -> None:
+def test_a_serving_node_that_comes_to_a_new_leader_is_released_when_the_round_trains() -> None:
     run = ready("1:4", "ab")
     members = run.machine.record
     after = Run("1:4", record=members)

@@ -52,7 +52,7 @@ def test_any_report_is_a_sign_of_life() -> None:
     assert not run.forming
 
 
-def test_nobody_is_lost_before_it_was_silent_for_dead_after() -> None:
+def test_no_node_is_lost_before_it_was_silent_for_dead_after() -> None:
     """Whenever the leader's turns come: time before a report does not count as silence after it."""
     run = running("1:2", "ab", dead_after=2.0)
     run.silent.add("b")
@@ -68,7 +68,7 @@ def test_nobody_is_lost_before_it_was_silent_for_dead_after() -> None:
 
 
 @pytest.mark.parametrize("dead_after", [5.0, 2.0])
-def test_a_leader_that_slept_evicts_nobody(dead_after: float) -> None:
+def test_a_leader_that_slept_evicts_no_node(dead_after: float) -> None:
     run = running("1:2", "ab", dead_after=dead_after)
     run.sleep(3600)
     assert run.told(NodeLost) == []
@@ -164,7 +164,7 @@ def test_a_shutdown_timeout_that_cannot_be_is_none(said: float) -> None:
     assert (run.number, run.members) == (2, "a")
 
 
-def test_who_was_left_out_comes_back_by_a_resize() -> None:
+def test_a_node_that_was_left_out_comes_back_by_a_resize() -> None:
     run = running("1:2", "ab", return_after=10)
     run.fail("a")
     run.stop("a")

@@ -192,7 +192,7 @@ def test_a_form_that_was_lost_with_the_link_does_not_stop_the_run() -> None:
     assert len(run.orders("b", m.Form)) == 2, "it is formed again, or sent again"
 
 
-def test_reports_over_a_link_that_is_no_nodes_are_ignored() -> None:
+def test_reports_over_a_link_of_no_node_are_ignored() -> None:
     run = running("1:1", "a")
     assert run.machine.report(99, m.Stopped(1, 7000), run.clock.now()) == []
     assert run.machine.closed(99, run.clock.now()) == []
@@ -201,7 +201,7 @@ def test_reports_over_a_link_that_is_no_nodes_are_ignored() -> None:
 # A leader that lost its store.
 
 
-def test_a_member_of_an_earlier_reign_raises_term_and_number_and_keeps_restarts() -> None:
+def test_a_member_of_an_earlier_term_raises_term_and_number_and_keeps_restarts() -> None:
     run = Run("1:2")
     run.hello("a")
     run.hello("b", seen_term=3, seen_round=7, seen_restarts=2)
@@ -213,7 +213,7 @@ def test_a_member_of_an_earlier_reign_raises_term_and_number_and_keeps_restarts(
     assert run.orders("b", m.Welcome)[0].term == 4
 
 
-def test_the_term_rises_above_that_of_an_earlier_reign_with_the_same_term() -> None:
+def test_the_term_rises_above_that_of_an_earlier_leader_with_the_same_term() -> None:
     run = Run("1:2")
     run.hello("b", seen_term=1, seen_round=1)
     assert run.record.term == 2
@@ -222,7 +222,7 @@ def test_the_term_rises_above_that_of_an_earlier_reign_with_the_same_term() -> N
     assert run.number == 2
 
 
-def test_a_spare_of_an_earlier_reign_can_be_ordered_too() -> None:
+def test_a_spare_of_an_earlier_term_can_be_ordered_too() -> None:
     """It ignores orders of terms below the one it has seen, though it was never in a round."""
     run = Run("1:2")
     run.hello("b", seen_term=3, seen_round=0)
@@ -231,7 +231,7 @@ def test_a_spare_of_an_earlier_reign_can_be_ordered_too() -> None:
     assert run.orders("b", m.Form)[0].term >= 3
 
 
-def test_a_member_of_an_earlier_reign_with_live_workers_is_evicted_and_its_knowledge_kept() -> None:
+def test_a_member_of_an_earlier_term_with_live_workers_is_evicted_and_its_knowledge_kept() -> None:
     run = Run("1:2")
     run.hello("b", holding=7, seen_term=3, seen_round=7, seen_restarts=2)
     (order,) = run.orders("b", m.Evicted)
@@ -241,7 +241,7 @@ def test_a_member_of_an_earlier_reign_with_live_workers_is_evicted_and_its_knowl
     assert (run.number, run.record.restarts, run.members) == (8, 2, "a")
 
 
-def test_what_a_latecomer_of_an_earlier_reign_knows_holds_from_the_next_round_on() -> None:
+def test_what_a_late_node_of_an_earlier_term_knows_holds_from_the_next_round_on() -> None:
     run = running("1:3", "a")
     run.hello("b", seen_term=5, seen_round=9, seen_restarts=1)
     run.advance(1.1)
@@ -249,7 +249,7 @@ def test_what_a_latecomer_of_an_earlier_reign_knows_holds_from_the_next_round_on
     assert (run.number, run.record.term, run.record.restarts, run.members) == (10, 6, 1, "ab")
 
 
-def test_restarts_of_an_earlier_reign_count_for_the_budget() -> None:
+def test_restarts_of_an_earlier_term_count_for_the_budget() -> None:
     run = Run("1:1", max_restarts=2)
     run.hello("a", seen_term=1, seen_round=3, seen_restarts=2)
     run.fail("a")

@@ -74,7 +74,7 @@ def test_a_member_that_never_comes_is_waited_for_until_it_counts_as_dead() -> No
     assert (run.number, run.members) == (5, "bc")
 
 
-def test_a_member_that_is_known_to_be_dead_is_waited_for_by_nobody() -> None:
+def test_a_member_that_is_known_to_be_dead_is_not_awaited() -> None:
     run = Run("1:3", record=record_of_running_round("abc"), dead=frozenset({"a1"}))
     run.hello("b", **HELD)
     assert run.told(RoundBroken)[0].cause == "node a did not come to the new leader"

@@ -66,7 +66,7 @@ def test_an_evicted_node_returns_once_its_workers_are_gone() -> None:
     assert side.may_return()
 
 
-def test_a_lost_leader_is_told_of_once_after_a_second() -> None:
+def test_a_lost_leader_is_reported_once_after_a_second() -> None:
     search = Search(Timing(min_wait=10.0), 0.0)
     search.linked()
     search.lost(100.0)

@@ -19,7 +19,7 @@ def candidate(
     return Candidate(node_id, last, wanted, ord(node_id) if arrival is None else arrival)
 
 
-def test_nobody() -> None:
+def test_no_nodes() -> None:
     assert rank_nodes([], 4) == []
 
 
@@ -53,7 +53,7 @@ def test_wanting_a_rank_does_not_help_into_a_full_round() -> None:
     assert rank_nodes([candidate("a", last=0), candidate("n", wanted=0)], 1) == ["a"]
 
 
-def test_of_two_who_want_a_rank_the_first_gets_it() -> None:
+def test_if_two_nodes_want_a_rank_the_first_gets_it() -> None:
     nodes = [candidate("a", wanted=1), candidate("b", wanted=1), candidate("c")]
     assert rank_nodes(nodes, 3) == ["b", "a", "c"]
     nodes = [candidate("a", wanted=1), candidate("b", last=0, wanted=1), candidate("c", last=1)]

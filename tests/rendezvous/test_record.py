@@ -79,7 +79,7 @@ def test_a_record_of_another_schema_is_refused_with_a_remedy() -> None:
         RECORD.encode()[:-1],
     ],
 )
-def test_what_is_no_record_is_refused(data: bytes) -> None:
+def test_an_invalid_record_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         ControlRecord.parse(data)
 

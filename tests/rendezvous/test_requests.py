@@ -108,7 +108,7 @@ def test_a_status_tells_of_every_node_and_counts_no_caller() -> None:
     assert len(run.machine.nodes) == 3
 
 
-def test_what_nobody_has_reported_is_none() -> None:
+def test_what_no_node_has_reported_is_none() -> None:
     status = asked("1:2", "ab").status()
     assert (status.step, status.checkpoint, status.snapshot) == (None, None, None)
 
@@ -139,7 +139,7 @@ def test_a_later_round_may_go_on_from_an_earlier_step() -> None:
     assert run.status().step == 31
 
 
-def test_the_last_decisions_are_told_with_their_age() -> None:
+def test_the_last_decisions_are_listed_with_their_age() -> None:
     run = asked("1:2", "ab")
     run.advance(5.0)
     incidents = run.status().incidents
@@ -182,7 +182,7 @@ def test_no_more_than_so_many_ask_at_once() -> None:
     assert run.closed == [CALLER + MAX_CALLERS]
 
 
-def test_who_did_not_call_gets_no_answer() -> None:
+def test_a_link_that_did_not_call_gets_no_answer() -> None:
     run = asked("1:2", "ab")
     run.ask(a.AskDrain(), CALLER + 5)
     run.ask(a.AskStatus(), CALLER + 5)
@@ -274,7 +274,7 @@ def test_a_node_that_is_not_there_cannot_be_drained() -> None:
     assert (run.answer().done, run.answer().text) == (False, "there is no node 'x' in the run; there are: a, b")
 
 
-def test_a_node_that_is_asked_for_twice_is_told_once_while_it_leaves() -> None:
+def test_two_requests_to_drain_one_node_send_it_one_order() -> None:
     run = asked("1:3", "abc")
     run.call(CALLER + 1)
     run.ask(a.AskDrain("b"))
@@ -347,7 +347,7 @@ def test_a_run_that_waits_for_nodes_is_stopped_at_once() -> None:
     assert run.answer().done
 
 
-def test_a_run_that_is_drained_takes_in_nobody_more() -> None:
+def test_a_run_that_is_drained_admits_no_more_nodes() -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskDrain())
     run.hello("c")
@@ -370,7 +370,7 @@ def test_a_checkpoint_is_asked_of_the_first_member_and_answered_when_written() -
     assert run.answer() == a.Answer(1, True, "checkpoint of step 12 written", 12)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_no_checkpoint() -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_count() -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskSave())
     run.report("a", m.Saved(1, 12, error="the disk is full", asked=True))
@@ -496,7 +496,7 @@ def hello_of(run: Asked, node_id: str, of: LaunchConfig) -> None:
     run.hello(node_id, digest=of.digest(), limits=str(of.limits))
 
 
-def test_the_limits_of_the_start_and_then_those_of_a_resize_hold_for_whoever_comes() -> None:
+def test_new_nodes_may_have_the_limits_of_the_start_or_of_a_resize() -> None:
     started, now, other = config((1, 2)), config((1, 4)), config((1, 3))
     record = ControlRecord("run", started.digest(), 1, Leader("a", "a1", "10.0.0.1", 1))
     run = Asked("1:2", record=record.renewed())

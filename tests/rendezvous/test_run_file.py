@@ -90,7 +90,7 @@ def test_several_agents_of_one_run_are_one_run(tmp_path: Path) -> None:
         file.close()
 
 
-def test_what_is_no_such_file_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_run_files_are_passed_over(tmp_path: Path) -> None:
     for name, text in {"empty": "", "list": "[]", "other": json.dumps({"run_id": 3})}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / FILE).write_text(text)

@@ -42,7 +42,7 @@ def test_a_record_with_a_mac_is_still_readable_by_people_and_other_tools() -> No
         (None, TOKEN, "This node has a token, run 'run' has none", ENV_TOKEN),
     ],
 )
-def test_a_node_with_another_token_is_refused_and_told_what_to_do(
+def test_a_node_with_another_token_is_refused_with_a_hint(
     writer: Token | None, reader: Token | None, message: str, hint: str
 ) -> None:
     with pytest.raises(RefusedError) as caught:

@@ -170,7 +170,7 @@ def test_an_endless_line_is_cut_off(run: Run, caplog: pytest.LogCaptureFixture) 
     assert f"more than {STRANGERS_LINE} bytes" in _warnings(caplog)[0]
 
 
-def test_who_says_nothing_is_closed_after_a_while_and_who_speaks_is_not(run: Run) -> None:
+def test_a_silent_stranger_is_closed_after_a_while_and_a_node_is_not(run: Run) -> None:
     node, silent, slow = run.node(), run.stranger(), run.stranger()
     slow.sendall(b'{"type":')
     wait_for("both to be accepted", lambda: len(run.service._strangers) == 2)
@@ -255,7 +255,7 @@ def test_a_link_that_breaks_off_in_the_middle_is_forgotten(run: Run) -> None:
     wait_for("the strangers to be forgotten", lambda: len(run.service._links) <= 2)
 
 
-def test_who_has_another_token_or_none_is_not_heard(
+def test_a_stranger_with_another_token_or_none_is_not_heard(
     run: Run, key: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = run.node()

@@ -113,7 +113,7 @@ def test_nothing_listens() -> None:
         connect_store(Endpoint("127.0.0.1", free_port()), 1.0)
 
 
-def test_a_service_that_is_no_store_is_given_up_in_time() -> None:
+def test_a_service_other_than_a_store_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = Endpoint("127.0.0.1", server.getsockname()[1])
         with pytest.raises(NotAStoreError, match="does not answer"):
@@ -131,7 +131,7 @@ def test_a_store_that_went_away_is_an_error() -> None:
     client.close()
 
 
-def test_a_port_that_is_in_use_is_named_with_who_asked_for_it() -> None:
+def test_a_port_in_use_is_named_with_the_flag_that_requested_it() -> None:
     in_use = r"\(--node-rank 0\), but its port is in use"
     with listen("127.0.0.1") as taken, pytest.raises(EndpointError, match=in_use):
         backend(taken.getsockname()[1]).open()

@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_every_single_event_at_which_its_leader_is(fault: str
         _interrupted(events, FAULTS[fault]).recover()
 
 
-def test_who_cannot_know_whether_it_leads_does_not_count_as_dead() -> None:
+def test_a_node_that_cannot_know_whether_it_leads_does_not_count_as_dead() -> None:
     """Its term is in the record, but the answer was lost: it does not serve there, and its workers train."""
     spare = 0
     for seed in range(40):

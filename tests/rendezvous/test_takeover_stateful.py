@@ -151,13 +151,13 @@ def _profile(examples: int, *, random: bool) -> settings:
     )
 
 
-def test_whatever_befalls_leaders_rounds_have_one_number_each_and_the_run_goes_on() -> None:
+def test_under_random_faults_rounds_have_one_number_each_and_the_run_goes_on() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(int(EXAMPLES or 40), random=EXAMPLES is not None))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whatever_befalls_leaders_at_length() -> None:
+def test_many_random_faults() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(1500, random=False))
 
 

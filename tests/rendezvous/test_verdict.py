@@ -97,7 +97,7 @@ def test_what_may_have_failed_goes_behind_what_has_and_before_symptoms() -> None
     assert root_cause([(1.0, supposed), (9.0, PREEMPTED)]) == PREEMPTED
 
 
-def test_of_symptoms_the_first_is_told() -> None:
+def test_of_symptoms_the_first_is_the_root_cause() -> None:
     assert root_cause([(2.0, BROKEN), (1.0, LATE)]) == LATE
 
 
@@ -135,7 +135,7 @@ def test_the_kind_is_that_of_the_root_cause() -> None:
 
 @STEADY
 @given(st.sampled_from([Kind.PREEMPTION, Kind.NODE_LOSS, Kind.MEMBERSHIP]), FAILURES)
-def test_what_befell_the_nodes_goes_before_what_their_workers_say(
+def test_losses_of_nodes_take_precedence_over_failures_of_workers(
     imposed: Kind, failures: list[tuple[float, Failure]]
 ) -> None:
     assert judge(imposed, failures) is imposed

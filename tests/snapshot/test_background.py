@@ -106,7 +106,7 @@ def test_an_error_comes_out_of_poll_and_ends_nothing(tmp_path: Path) -> None:
     assert [info.step for info in find(tmp_path / "a", refuse)] == [2]
 
 
-def test_an_error_that_nobody_polled_comes_out_of_close(tmp_path: Path) -> None:
+def test_an_error_that_was_not_polled_is_raised_by_close(tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path)
     writer.submit({"a": object()}, step=1, round=0)
     with pytest.raises(UnsupportedStateError, match=r"state\['a'\]"):
@@ -114,7 +114,7 @@ def test_an_error_that_nobody_polled_comes_out_of_close(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_old_ones_that_cannot_be_removed_are_told_beside_the_checkpoint(
+def test_a_failure_to_remove_old_ones_is_reported_with_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stuck(*arguments: Any) -> None:
@@ -129,7 +129,7 @@ def test_old_ones_that_cannot_be_removed_are_told_beside_the_checkpoint(
     assert str(outcome.error) == "stuck"
 
 
-def test_an_error_of_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("CUDA error: device lost")
 
@@ -141,7 +141,7 @@ def test_an_error_of_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_by_a_bug_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ends_by_a_bug_hangs_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a bug")
 

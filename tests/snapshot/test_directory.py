@@ -156,7 +156,7 @@ def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_without_locks_a_draft_is_never_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_draft_counts_as_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 

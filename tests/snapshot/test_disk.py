@@ -107,7 +107,7 @@ def test_a_read_only_directory(tmp_path: Path, mounted: Callable[[str], bool]) -
 
 
 @pytest.mark.parametrize("below", ["file", "file/a/b", "link"])
-def test_a_path_that_is_no_directory(below: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file")
     directory = tmp_path / below

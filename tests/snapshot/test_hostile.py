@@ -193,7 +193,7 @@ def test_a_forged_share(data: bytes, message: str, info: CheckpointInfo) -> None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
-def test_a_share_that_is_no_file(kind: str, info: CheckpointInfo, tmp_path: Path) -> None:
+def test_a_share_that_is_not_a_file(kind: str, info: CheckpointInfo, tmp_path: Path) -> None:
     shutil.rmtree(info.path)
     info = together(info.path.parent, state_of(2), 2, step=2)
     moved = shutil.move(info.path / SECOND, tmp_path / SECOND)
@@ -381,7 +381,7 @@ def test_what_is_skipped_is_logged(info: CheckpointInfo, caplog: pytest.LogCaptu
     assert "tensors.safetensors has 0 bytes instead of" in record.getMessage()
 
 
-def test_who_asks_may_refuse_to_skip(info: CheckpointInfo) -> None:
+def test_a_caller_may_refuse_to_skip(info: CheckpointInfo) -> None:
     def refuse(error: CheckpointReadError) -> None:
         raise error
 

@@ -38,21 +38,21 @@ def test_a_run_that_is_resumed_takes_the_directory_again(tmp_path: Path) -> None
     assert save(tmp_path, owner.owned_by("mine")) == 3
 
 
-def test_two_runs_without_an_id_are_told_apart(tmp_path: Path) -> None:
+def test_two_runs_without_an_id_are_distinguished(tmp_path: Path) -> None:
     first = owner.claim(tmp_path, "")
     owner.claim(tmp_path, "")
     with pytest.raises(TakenError):
         save(tmp_path, first)
 
 
-def test_a_directory_that_nobody_has_taken_is_taken(tmp_path: Path) -> None:
+def test_a_directory_without_a_mark_is_taken(tmp_path: Path) -> None:
     assert save(tmp_path, owner.owned_by("mine")) == 1
     with pytest.raises(TakenError):
         save(tmp_path, owner.owned_by("another"))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{" * 100_000, b'{"format": "another"}'])
-def test_a_mark_that_makes_no_sense_is_nobodys(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_mark_does_not_count(tmp_path: Path, content: bytes) -> None:
     (tmp_path / owner.OWNER).write_bytes(content)
     assert save(tmp_path, owner.owned_by("mine")) == 1
     with pytest.raises(TakenError):

@@ -239,7 +239,7 @@ def test_what_may_not_be_committed_is_not_there_and_is_done_again_under_another_
     assert [found.path for found in snapshot.find(place, refuse)] == [info.path]
 
 
-def test_shares_that_nobody_takes_any_more_are_removed_with_old_checkpoints(place: str) -> None:
+def test_unused_shares_are_removed_with_old_checkpoints(place: str) -> None:
     share(place, STATE, 3, 1, step=2, round=1)
     share(place, STATE, 3, 1, step=4, round=1)
     info = together(place, STATE, 3, **NUMBERS, nonce="fedcba9876543210")

@@ -46,7 +46,7 @@ _NUMBER = st.one_of(st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(_NUMBER, min_size=7, max_size=7))
-def test_a_header_that_somebody_made_up_is_none_or_can_be_read(numbers: list[int]) -> None:
+def test_a_forged_header_is_none_or_can_be_read(numbers: list[int]) -> None:
     """A worker runs the user's code, and has the slot's descriptors."""
     made = Slot.make("test")
     try:
@@ -81,7 +81,7 @@ def test_what_is_written_is_read_back(slot: Slot) -> None:
     assert read_meta(slot, header) == {"identity": {"seed": 0}}
 
 
-def test_what_is_read_is_no_view_of_the_slot(slot: Slot) -> None:
+def test_what_is_read_does_not_share_the_slots_memory(slot: Slot) -> None:
     """An optimizer keeps what it loads; the slot is written again."""
     write(slot, a_state())
     header = slot.header()

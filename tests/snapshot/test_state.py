@@ -218,7 +218,7 @@ def test_tensors_that_share_memory() -> None:
     assert same(back["row"], base[1]), "tensors that only overlap come back apart"
 
 
-def test_empty_tensors_are_not_taken_for_one_another() -> None:
+def test_empty_tensors_are_not_confused() -> None:
     state = [torch.empty(0), torch.empty(0), torch.empty(0, 3), torch.empty(0, dtype=torch.int8)]
     back = through_the_format(state)
     assert same(back, state)
@@ -393,7 +393,7 @@ def test_what_would_not_come_back_is_refused_with_its_place() -> None:
             tree.encode({"a": {"b": odd}})
 
 
-def test_a_member_of_an_enum_that_has_changed_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_its_enum_no_longer_has_becomes_an_unknown_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known by its name and value; of what is not there nothing is imported."""
     coded = tree.encode([Level.HIGH, Parts.HEAD | Parts.TAIL])[1]
     module = sys.modules[Level.__module__]

@@ -128,7 +128,7 @@ def test_a_half_written_one_stays_until_a_newer_one_is_complete(url: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_one_is_skipped_and_told_of(url: str, name: str) -> None:
+def test_a_damaged_one_is_skipped_and_reported(url: str, name: str) -> None:
     snapshot.write(url, state_of(1), step=1, round=0)
     damaged = snapshot.write(url, state_of(2), step=2, round=0)
     fs, path = fsspec.core.url_to_fs(str(damaged.path))
@@ -205,7 +205,7 @@ def test_of_two_runs_the_earlier_one_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{" * 100_000, b'{"format": "another"}'])
-def test_a_mark_that_makes_no_sense_is_nobodys(url: str, content: bytes) -> None:
+def test_an_invalid_mark_does_not_count(url: str, content: bytes) -> None:
     where = place(url)
     assert isinstance(where, Url)
     mine = owner.claim(where, "mine")

@@ -183,7 +183,7 @@ def test_rules_that_cannot_be_are_refused(rules: Mapping[str, str], message: str
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_mean_that_is_no_number_is_refused_before_anything_has_changed(exact: bool) -> None:
+def test_a_mean_that_is_not_finite_is_refused_before_anything_has_changed(exact: bool) -> None:
     model = Model("loss_ema", torch.tensor(1.0), lambda model, x: model.loss_ema.fill_(INFINITE))
     with pytest.raises(
         UsageError, match="The mean of the buffer 'loss_ema' over the micro-batches is no finite number"

@@ -85,7 +85,7 @@ def test_a_run_whose_nodes_are_all_killed_goes_on_in_another_run_from_s3(job: Jo
 
 
 @pytest.mark.slow
-def test_a_bucket_that_vanishes_is_told_of_and_training_goes_on(job: Job, s3: S3Server) -> None:
+def test_a_bucket_that_vanishes_is_reported_and_training_goes_on(job: Job, s3: S3Server) -> None:
     agent = launch(job, s3, *LONG, "--every", "4", nproc=2)
     wait_for("a checkpoint", lambda: manifests(s3), 60)
     s3.remove_bucket()
@@ -99,7 +99,7 @@ def test_a_bucket_that_vanishes_is_told_of_and_training_goes_on(job: Job, s3: S3
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_told_on_all_ranks_before_the_first_step(job: Job, server: S3Server) -> None:
+def test_a_missing_bucket_is_reported_on_all_ranks_before_the_first_step(job: Job, server: S3Server) -> None:
     server.remove_bucket()
     agent = launch(job, server, nproc=2)
     assert agent.wait(100) == 1, agent.output
@@ -110,7 +110,7 @@ def test_a_bucket_that_is_not_there_is_told_on_all_ranks_before_the_first_step(j
 
 
 @pytest.mark.slow
-def test_credentials_that_the_store_refuses_are_told_on_all_ranks_before_the_first_step(job: Job) -> None:
+def test_refused_credentials_are_reported_on_all_ranks_before_the_first_step(job: Job) -> None:
     with s3_server(unchecked=1) as server:
         server.make_bucket()
         agent = launch(job, server, nproc=2)

@@ -242,7 +242,7 @@ def test_a_place_that_a_world_of_several_lacks_is_an_error(name: str, monkeypatc
         getattr(dist, name)()
 
 
-def test_a_place_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_local_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(UsageError, match="LOCAL_RANK=-1"):
         dist.get_local_rank()
@@ -276,7 +276,7 @@ def _enter(context: Any) -> None:
         ("get_node_signal_file_name", dist.get_node_signal_file_name),
     ],
 )
-def test_several_ranks_without_a_group_are_told_to_join(
+def test_several_ranks_without_a_group_are_asked_to_join(
     name: str, use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -60,7 +60,7 @@ def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink
     assert [m.step for m in messages if isinstance(m, c.StepDone)] == list(range(number))
 
 
-def test_an_agent_that_is_gone_is_noticed_by_who_asks_next(ends: tuple[socket.socket, AgentLink]) -> None:
+def test_an_agent_that_is_gone_is_noticed_by_the_next_call(ends: tuple[socket.socket, AgentLink]) -> None:
     agent, link = ends
     agent.close()
     link.step(1)
@@ -97,7 +97,7 @@ def _no_room(*arguments: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_snapshot_that_is_lost_while_it_is_written_is_no_checkpoint(
+def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoint(
     ends: tuple[socket.socket, AgentLink],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +154,7 @@ def test_a_copy_is_waited_for_as_long_as_the_agent_says_that_it_goes_on(ends: tu
     assert not link.wait_copied(0.1)
 
 
-def test_a_final_checkpoint_whose_agent_is_gone_is_not_taken_for_saved(
+def test_a_final_checkpoint_whose_agent_is_gone_does_not_count_as_saved(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path
 ) -> None:
     agent, link = ends

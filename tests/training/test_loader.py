@@ -287,7 +287,7 @@ def test_options_that_cannot_be_taken_are_named(options: Any, said: str) -> None
         FunctionLoader(lambda step, micro: 0, GlobalBatch(4, 2), **options)
 
 
-def test_an_option_that_nobody_knows_is_a_type_error() -> None:
+def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
         ElasticLoader(Numbers(8), GlobalBatch(4, 2), shufle=True)  # type: ignore[call-arg]
 

@@ -106,7 +106,7 @@ def test_a_damaged_newer_one_leaves_what_is_in_memory_and_its_number_is_not_used
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_what_another_run_has_saved_since_is_no_newer_state_of_this_one(
+def test_a_later_save_of_another_run_is_not_a_newer_state_of_this_one(
     node: Node, caplog: pytest.LogCaptureFixture, scheme: str
 ) -> None:
     node.place = f"{scheme}{node.directory}"
@@ -119,7 +119,7 @@ def test_what_another_run_has_saved_since_is_no_newer_state_of_this_one(
     assert "was taken by run 'another run'" in caplog.text
 
 
-def test_storage_that_hangs_keeps_nobody_from_going_on_from_memory(
+def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.remembers(2, 210)
@@ -239,7 +239,7 @@ def test_what_hangs_is_left_and_what_fails_fails() -> None:
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_what_an_earlier_run_has_saved_is_no_save_of_this_one(
+def test_a_save_of_an_earlier_run_does_not_count_for_this_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, earlier: bool
 ) -> None:
     """A run that goes on from memory has saved something if that is where it was to be saved, and under its numbers."""

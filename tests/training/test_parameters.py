@@ -84,7 +84,7 @@ def test_each_world_trains_the_same_on_all_ranks(job: Job, alone: dict[str, dict
         ),
     ],
 )
-def test_ranks_that_differ_are_told_in_what(job: Job, case: str, mode: str, message: str) -> None:
+def test_ranks_that_differ_stop_with_the_difference(job: Job, case: str, mode: str, message: str) -> None:
     flags = ["--standalone", "--nproc", "2", "--max-restarts", "0"]
     agent = job.launch(*flags, command=[SCRIPT, str(job.directory), case, mode])
     assert agent.wait(60) != 0

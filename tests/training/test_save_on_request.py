@@ -73,7 +73,7 @@ def step_of(directory: Path) -> int:
     return -1 if loaded is None else loaded.step
 
 
-def test_all_is_saved_at_the_next_step_whatever_the_interval_and_the_agent_is_told(
+def test_everything_is_saved_at_the_next_step_at_any_interval_and_reported_to_the_agent(
     asking: Asking, tmp_path: Path
 ) -> None:
     asking.resume(el.Checkpoint(tmp_path, every=1000))
@@ -100,14 +100,14 @@ def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: 
     assert due == [2, 5, 8]
 
 
-def test_where_nothing_is_saved_the_agent_is_told_at_once(asking: Asking) -> None:
+def test_a_script_that_saves_nothing_reports_that_at_once(asking: Asking) -> None:
     asking.run._engine.begin(0)
     asking.ask()
     asking.run.boundary(1)
     assert asking.saved() == [c.Saved(1, "the script saves no checkpoints")]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_with_its_error(asking: Asking, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_with_its_error(asking: Asking, tmp_path: Path) -> None:
     directory = tmp_path / "file"
     asking.resume(el.Checkpoint(directory, every=1000))
     shutil.rmtree(directory)

@@ -198,7 +198,7 @@ def test_what_cannot_be_exact_is_refused_by_name(module: nn.Module, message: str
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_buffers_that_nobody_changes_stay_as_they_are(exact: bool) -> None:
+def test_unchanged_buffers_stay_as_they_are(exact: bool) -> None:
     """The mean of equal numbers, taken in floating point, is not always that number: 0.1 / 3 three times is not 0.1."""
 
     class Masked(nn.Module):

@@ -129,7 +129,7 @@ def test_a_second_pass_has_the_same_samples_and_other_random_numbers() -> None:
         (nn.Linear(1, 1), (), r"run.steps\(optimizer=...\) is a tuple"),
     ],
 )
-def test_what_is_no_model_or_optimizer_is_named(models: Any, optimizers: Any, message: str) -> None:
+def test_an_object_that_is_not_a_model_or_optimizer_is_named(models: Any, optimizers: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _run().steps(_loader(), models, optimizers, until=1)
 

@@ -206,7 +206,7 @@ def test_tokens_weigh_by_their_number() -> None:
     assert first_loss(12) == pytest.approx(first_loss(5))
 
 
-def test_a_micro_batch_that_is_no_pair_needs_forward() -> None:
+def test_a_micro_batch_that_is_not_a_pair_needs_forward() -> None:
     class Named(Dataset[Any]):
         def __len__(self) -> int:
             return 8

@@ -32,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_everything_that_is_told_is_the_same_at_three_ranks(job: Job, alone: dict[str, Any]) -> None:
+def test_everything_that_is_reported_is_the_same_at_three_ranks(job: Job, alone: dict[str, Any]) -> None:
     three = _train(job, 3)
     assert three["hash"] == alone["hash"]
     assert three["losses"] == alone["losses"]

@@ -53,7 +53,7 @@ def test_lengths_of_training(until: int | str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("until", ["", "ep", "-1", "1.5ep", "3 hours", True])
-def test_what_is_no_length_is_refused(until: int | str) -> None:
+def test_an_invalid_length_is_refused(until: int | str) -> None:
     with pytest.raises(UsageError, match="is no length of training"):
         total_steps(until, 10)
 
@@ -74,7 +74,7 @@ def test_intervals(every: int | str, steps: int | None, seconds: float | None) -
 
 
 @pytest.mark.parametrize("every", [0, -1, "0s", "", "1.5", "5 parsecs"])
-def test_what_is_no_interval_is_refused(every: int | str) -> None:
+def test_an_invalid_interval_is_refused(every: int | str) -> None:
     with pytest.raises(UsageError, match="is no interval"):
         Interval.parse(every)
 

@@ -52,7 +52,7 @@ def test_the_users_own_modules_are_followed_and_not_imported(tmp_path: Path) -> 
     assert "helpers" not in sys.modules
 
 
-def test_a_package_of_the_user_that_hides_an_installed_one_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_package_of_the_user_that_hides_an_installed_one_is_read_instead_of_it(tmp_path: Path) -> None:
     write(tmp_path, "yaml.py", "import numpy")
     assert [item.module for item in _read(tmp_path, "import yaml").imports] == ["numpy"]
 

@@ -325,7 +325,7 @@ def test_where_the_server_does_not_answer_the_worker_is_executed(
     assert caplog.text.count("workers import for themselves: timed out") == 1
 
 
-def test_who_starts_workers_does_not_wait_for_a_server_that_is_stopped(
+def test_starting_workers_does_not_wait_for_a_server_that_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the fix, the agent's main loop was blocked for as long as a fork may take."""
@@ -379,7 +379,7 @@ def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None
     assert not any(map(alive, parked))
 
 
-def test_each_process_is_told_of_as_soon_as_it_waits_for_work(tmp_path: Path) -> None:
+def test_each_process_is_reported_as_soon_as_it_waits_for_work(tmp_path: Path) -> None:
     """So the first worker begins while the second one is forked."""
     script = write(tmp_path, "script.py", FORKED)
     with warm_starter(config_for(tmp_path, script)) as starter:
