@@ -157,7 +157,7 @@ def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
     [("", True), ("threading.Thread(target=time.sleep, args=(60,), name=GIVEN_UP, daemon=True).start()", False)],
 )
 def test_a_process_that_gave_up_a_call_exits_at_once_with_its_output_flushed(threads: str, atexit_runs: bool) -> None:
-    """Torch's calls would abort an interpreter that takes itself to pieces while they return."""
+    """torch's calls would abort an interpreter that shuts down while they return."""
     text = f"""
 import atexit, sys, threading, time
 from elastic_launch.system.program import GIVEN_UP, exiting

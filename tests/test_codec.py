@@ -86,7 +86,7 @@ def test_a_message_says_first_what_it_is() -> None:
 
 
 def test_text_that_is_not_unicode_is_kept() -> None:
-    """Paths and output may hold such."""
+    """Paths and output may hold such text."""
     message = m.Leaving(b"caf\xe9".decode(errors="surrogateescape"))
     assert m.unpack(m.pack(message)) == message
 

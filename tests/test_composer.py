@@ -1,4 +1,4 @@
-"""Tests of Composer's command line: which world it makes, what a rank is started with, and what cannot be a world."""
+"""Tests of Composer's command line: the resulting world, what each rank is started with, and invalid worlds."""
 
 from __future__ import annotations
 

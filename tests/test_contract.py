@@ -1,4 +1,4 @@
-"""A worker's environment: all of torchrun's variables, and ours."""
+"""A worker's environment: all of torchrun's variables, and this project's."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ _LINES = st.one_of(
 
 
 def _read(line: bytes) -> None:
-    """A line is refused with a ProtocolError, or is a message whose every field can be computed with and encoded."""
+    """A line is refused with a ProtocolError, or is a message whose every field can be used and encoded."""
     try:
         message = c.unpack(line)
     except ProtocolError:

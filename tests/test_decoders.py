@@ -1,6 +1,6 @@
 """All that is decoded from a network, from shared storage, or from a file that another process wrote.
 
-Each decoder gets samples that are right, mangled, and anything else. It returns a value or raises the error that it
+Each decoder gets valid, mangled and arbitrary samples. It returns a value or raises the error that it
 declares, in bounded time and memory; what it returns comes back as it is when it is encoded and decoded again. The same
 at length: ``make soak``.
 """
@@ -393,7 +393,7 @@ HOSTILE = (
 
 @st.composite
 def mangled(draw: st.DrawFn, samples: tuple[bytes, ...]) -> bytes:
-    """A sample with some pieces cut out, doubled, replaced or exchanged for what is known to hurt."""
+    """A sample with some pieces cut out, doubled, replaced, or exchanged for values known to be troublesome."""
     data = draw(st.sampled_from(samples))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -412,7 +412,7 @@ def mangled(draw: st.DrawFn, samples: tuple[bytes, ...]) -> bytes:
 
 @st.composite
 def replaced(draw: st.DrawFn, samples: tuple[bytes, ...]) -> bytes:
-    """A sample of JSON in which one value, however deep, is another one."""
+    """A JSON sample in which one value, at any depth, is replaced."""
     data = draw(st.sampled_from(samples))
     try:
         value = json.loads(data)
@@ -507,7 +507,7 @@ def test_anything_else_is_read_or_refused_as_declared_at_length(name: str, data:
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "job file"])  # the user's own
 def test_no_decoder_takes_much_more_memory_than_it_is_given_bytes(name: str) -> None:
-    """Of what nests, repeats, counts or never ends."""
+    """Input that nests, repeats, counts or never ends."""
     target, size = TARGETS[name], 2**13
     for unit in (b"[", b'{"a":', b"9", b" ", b"x", b"\n", b'["a"],', b"\xff", b"\x00", b"- a\n", b"GET / HTTP/1.1\r\n"):
         data = unit * (size // len(unit))

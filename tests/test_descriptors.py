@@ -1,4 +1,4 @@
-"""Descriptors: the agent's own limit, that of what it starts, and what it does without any."""
+"""Descriptors: the agent's own limit, that of its children, and its behaviour when none is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_launch.system import descriptors
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[tuple[int, int]]:
-    """Put back what a test changes; the process has a soft limit below the hard one meanwhile."""
+    """Restore what a test changes; meanwhile the process has a soft limit below the hard one."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = (min(1024, before[1] - 1), before[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, low)

@@ -1,4 +1,4 @@
-"""Tests of the manifests in ``examples/kubernetes``, and of what the documentation says of them."""
+"""Tests of the manifests in ``examples/kubernetes``, and of their documentation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_file_fits_the_schemas(file: str, version: str) -> None:
 @needs_kubectl
 @pytest.mark.parametrize("directory", RENDERED)
 def test_what_would_be_applied_fits_the_schemas(directory: str) -> None:
-    """Patches hit what they are for: the sum of grace and timeout is right, and no image is left unnamed."""
+    """Patches apply where intended: the sum of grace and timeout is right, and every image is named."""
     manifests = rendered(directory)
     for manifest in manifests:
         for version in VERSIONS:
@@ -105,7 +105,7 @@ def test_the_schemas_know_no_other_fields(file: str, path: tuple[str | int, ...]
 
 
 def all_pods() -> list[Manifest]:
-    """Every pod that any file asks for, etcd's included; of patches what they have."""
+    """Every pod that any file creates, including etcd's; for patches, what they contain."""
     files = [*WHOLE, *(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("components/*/job.yaml"))]
     found = [manifest for file in files for manifest in documents(EXAMPLES / file)]
     return [pod_of(manifest) for manifest in found if manifest["kind"] in (*TRAINING, "StatefulSet")]
@@ -128,7 +128,7 @@ def test_no_pod_has_rights_that_it_does_not_need(pod: Manifest) -> None:
 
 @pytest.mark.parametrize("pod", all_pods())
 def test_a_secret_whose_name_is_misspelt_starts_no_pod_without_it(pod: Manifest) -> None:
-    """Else the run would go on, open to all; only credentials for a bucket may be the pod's identity instead."""
+    """Otherwise the run would be open to all; only credentials for a bucket may be the pod's identity instead."""
     for container in (*pod["containers"], *pod.get("initContainers", ())):
         secrets = [entry["valueFrom"].get("secretKeyRef") for entry in container.get("env", ()) if "valueFrom" in entry]
         assert not any(secret.get("optional") for secret in secrets if secret)
@@ -163,7 +163,7 @@ def test_each_run_is_closed_to_pods_of_others(directory: str) -> None:
 
 
 def assert_grace_suffices(pod: Manifest) -> None:
-    """Hook, workers' grace and what an agent needs to go fit into the pod's grace: the hook counts for it."""
+    """The hook, the workers' grace and an agent's exit fit into the pod's grace period, which includes the hook."""
     (container,) = pod["containers"]
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])
     waits = sum(map(int, re.findall(r"\bsleep (\d+)", hook[-1])))
@@ -211,7 +211,7 @@ def test_the_budget_and_the_failed_indexes_leave_the_run_its_minimum() -> None:
 
 
 def documented() -> dict[int, str]:
-    """What the page's table says of each exit code."""
+    """The meaning of each exit code in the page's table."""
     section = PAGE.read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     lines = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     return {int(code): line[2].strip().strip("`") for line in lines for code in re.findall(r"`(\d+)`", line[1])}

@@ -1,4 +1,4 @@
-"""Tests of what stands in for torch.distributed.launch: which argument the script gets, and how it is spelled."""
+"""Tests of the replacement of torch.distributed.launch: which argument the script gets, and its spelling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_spelling_is_that_of_the_source_else_dashes(source: str, expected: s
 
 
 def handed(*argv: str) -> tuple[str, ...]:
-    """The script's arguments that a command line makes."""
+    """The script's arguments that result from a command line."""
     job = Job(split(argv, launch.FLAGS), {})
     launch.hand_local_rank(job)
     return job.line.arguments

@@ -1,4 +1,4 @@
-"""What the packages say of themselves: their modules, and the names that users import."""
+"""The packages' docstrings list their modules, and users can import the documented names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_errors_that_a_training_script_may_catch_are_public() -> None:
-    """Those that are derived from the root of all errors, and defined where training scripts meet them."""
+    """Error classes defined in modules that training scripts import."""
     import elastic_launch.snapshot.errors as snapshots
     from elastic_launch.errors import ElasticLaunchError
     from elastic_launch.training import steps

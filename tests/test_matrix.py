@@ -1,4 +1,4 @@
-"""Which versions of Python and torch are tested: what is declared, and what scripts/matrix.py makes of it."""
+"""Which versions of Python and torch are tested: what is declared, and how scripts/matrix.py reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun's settings of the output mean: streams, local ranks, filters, and where each stream goes."""
+"""torchrun's output settings: streams, local ranks, filters, and where each stream goes."""
 
 from __future__ import annotations
 

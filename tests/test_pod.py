@@ -1,4 +1,4 @@
-"""Tests of what a pod of an indexed job finds out by its names."""
+"""Tests of the settings that a pod of an indexed job derives from its names."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_events_are_for_the_user_alone_and_go_through_no_link(tmp_path: Path) ->
 
 
 def test_all_that_a_run_leaves_is_for_its_user_alone(tmp_path: Path) -> None:
-    """Of the real program, whatever its umask and whatever its workers' output."""
+    """With the real program, for any umask and any output of its workers."""
     tmp_path.chmod(0o755)
     command = [
         sys.executable,

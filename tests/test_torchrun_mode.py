@@ -1,4 +1,4 @@
-"""Tests of standing in for torchrun, beside torch's own parser: defaults, and what is refused with which code."""
+"""Tests of the torchrun replacement, compared with torch's parser: defaults, refusals and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that what torchrun takes is taken, read from torch's own parser, and what has no effect says so."""
+"""Tests that all options in torch's own parser are accepted, and that those without effect are reported."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_registered_backends_are_taken(
 
 
 def test_xpu_is_what_torch_says_of_it(parse: Parse) -> None:
-    """No machine here has one: torch finds none, and so do we."""
+    """No test machine has one: torch finds none, and neither does the launcher."""
     assert "--nproc xpu" in refused(parse, "--nproc xpu train.py").message
 
 

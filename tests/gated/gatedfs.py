@@ -1,8 +1,8 @@
-"""Storage that can be made to stand still, as an fsspec driver for ``gated://`` and a local path.
+"""Storage that can be blocked, as an fsspec driver for ``gated://`` and a local path.
 
-While a directory's parent has a file ``gate``, whoever writes tensors into the directory leaves a file
-``halted.PID`` beside the gate, after the first bytes, and waits until the gate is gone. What stands in the gate must be
-in the file's name.
+While a directory's parent has a file ``gate``, a process that writes tensors into the directory creates a file
+``halted.PID`` beside the gate, after the first bytes, and waits until the gate is gone. This applies only
+to files whose names contain the gate's text.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A node of each cloud leaves when its machine is to go: real agents and training, and a metadata service where it is.
+"""A node of each cloud leaves on its notice: real agents and training, and a metadata service at its real address.
 
 Each host is a network namespace, in which a stand-in for the service listens at 169.254.169.254:80.
 """

@@ -31,7 +31,7 @@ SEVERAL = ("--master_addr", "node0", "--master_port", "29500")
 
 @dataclass(frozen=True)
 class Launch:
-    """A directory in which ``elastic-composer`` runs ``said.py``, and what came of it."""
+    """A directory in which ``elastic-composer`` runs ``said.py``, and its results."""
 
     here: Path
 

@@ -27,7 +27,7 @@ CTRL_S = b"\x13"
 
 @contextlib.contextmanager
 def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent with a console of the test's."""
+    """An agent whose console the test provides."""
     command = [sys.executable, "-m", "elastic_launch", "--standalone", *arguments]
     process = subprocess.Popen(command, stdin=output, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -60,7 +60,7 @@ def test_a_console_that_is_not_read_delays_neither_workers_nor_the_end(kind: str
 
 
 def test_a_file_system_that_hangs_keeps_neither_workers_nor_the_end(job: Job) -> None:
-    """A pipe in place of the event log: opening it blocks for ever."""
+    """A pipe in place of the event log: opening it blocks forever."""
     (job.logs / "r").mkdir(parents=True)
     os.mkfifo(job.logs / "r" / "events-a.jsonl")
     agent = job.launch("--standalone", "--rdzv-id", "r", "--node-id", "a")

@@ -84,7 +84,7 @@ def test_a_run_goes_on_when_containers_are_killed_started_and_stopped(
 
 
 class _Run:
-    """What the nodes' event files say; a container's name is what its node's begins with."""
+    """The nodes' events; a node's name begins with that of its container."""
 
     def __init__(self, compose: Compose) -> None:
         self._compose = compose

@@ -168,7 +168,7 @@ def test_a_run_with_a_token_answers_only_callers_that_have_it(job: Job) -> None:
 
 
 def test_a_run_of_one_node_obeys_its_user_alone(job: Job) -> None:
-    """Its port is open to all users of the host: it has a token that none of them can read, though none was given."""
+    """Its port is open to all users of the host: if no token is given, it makes one that none of them can read."""
     agent = job.launch("--standalone")
     job.world(1)
     (path,) = job.logged("run.json")

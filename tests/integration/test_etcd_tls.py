@@ -1,4 +1,4 @@
-"""etcd that takes TLS with client certificates only, by way of etcd's own proxy."""
+"""An etcd that accepts only TLS with client certificates, reached through etcd's own proxy."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
-    """Three workers without exact mode: their sums are rounded in another order than one process'."""
+    """Three workers without exact mode: their sums are rounded in another order than in one process."""
     demo = (EXAMPLES / "demo.py").read_text()
     for exact, loose in (('"--exact", ', ""), ("WORKERS = 2", "WORKERS = 3"), ("__file__", repr(str(EXAMPLES / "x")))):
         assert demo.count(exact) == 1

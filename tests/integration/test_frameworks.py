@@ -32,7 +32,7 @@ def each(*names: str) -> pytest.MarkDecorator:
 
 
 def command(job: Job, name: str, script: str, *, every: int) -> list[str]:
-    """A script of a framework's, followed and held back."""
+    """A script of a framework, whose optimizer steps are noted and can be held back."""
     (job.work / "hold").write_text(str(HOLD))
     options = ["--dir", str(job.directory / "checkpoints"), "--steps", str(STEPS), "--every", str(every)]
     return [str(SCRIPTS / "gated.py"), str(job.work), str(FRAMEWORKS / name / script), *options]
@@ -57,7 +57,7 @@ def held(job: Job, number: int, world_size: int) -> None:
 
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give DeepSpeed a directory of our own, where no lock is left from a killed run."""
+    """Give DeepSpeed a separate directory, where no lock is left from a killed run."""
     for lock in EXTENSIONS.glob("**/lock"):
         lock.unlink()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))

@@ -1,4 +1,4 @@
-"""Nodes that freeze as a whole (agent, guard and workers) and come back: they never train or save beside others."""
+"""Nodes that freeze as a whole (agent, guard and workers) and come back: they never train or save meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def freeze_until_lost(job: Job, agent: Agent, number: int) -> tuple[list[int], f
     """Freeze a node in the middle of a checkpoint until the others train without it.
 
     Returns:
-        its processes, when the others' first step was, and their round.
+        its processes, the time of the others' first step, and their round.
     """
     wait_until_saving(job, agent.name, number)
     pids = agent.freeze()

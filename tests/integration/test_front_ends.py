@@ -123,13 +123,13 @@ dist.destroy_process_group()
 
 
 def started(directory: Path) -> list[int]:
-    """The pids of workers of ``loop.py`` and of what they have started."""
+    """The pids of workers of ``loop.py`` and of their child processes."""
     return [pid for line in read_lines(directory / "started.jsonl") for pid in (line["pid"], *line["children"])]
 
 
 @pytest.fixture
 def loop(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start ``loop.py`` by Composer's command; nothing of it may be left at the end."""
+    """Start ``loop.py`` by Composer's command; no process may be left at the end."""
     processes = []
 
     def start(*flags: str, script: tuple[str, ...] = ()) -> subprocess.Popen[str]:

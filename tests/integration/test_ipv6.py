@@ -1,4 +1,4 @@
-"""Hosts without an IPv4 address other than loopback's."""
+"""Hosts whose only IPv4 address is that of loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESS = "fd00:e1a5::1"
 
 @pytest.fixture
 def host() -> Iterator[str]:
-    """A network namespace with one address, of IPv6."""
+    """A network namespace with one address, an IPv6 one."""
     name = f"el-six-{os.getpid()}"
     ip("netns", "add", name)
     try:

@@ -1,4 +1,4 @@
-"""Kills in the middle of a snapshot, a drain, a restoring and a copy: the weights are those of the undisturbed run."""
+"""Kills in the middle of a snapshot, a drain, a restore and a copy: the weights are those of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: s
 
 @pytest.mark.slow
 def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_restores(job: Job, undisturbed: str) -> None:
-    """The first one's snapshot is complete, but the agent was not informed: the second one must not overwrite it."""
+    """The first worker's snapshot is complete, but not yet reported: the second worker must not overwrite it."""
     plan = FaultPlan.fail_at(0, at="snapshot", round=2) + FaultPlan.fail_at(0, at="restore", round=3)
     changes = Changes(job, "--die-within", "1:20:0")
     agent = changes.alone(plan=plan)
@@ -58,7 +58,7 @@ def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_resto
 def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
     job: Job, undisturbed: str, moment: str, rank: int, kind: str
 ) -> None:
-    """When all have agreed to stop, before or after the state is saved: a worker that stays or leaves, or an agent."""
+    """Kills after all have agreed to stop, before or after the save: a worker that stays or leaves, or an agent."""
     changes = Changes(job)
     do = "kill" if rank == 0 else "hang"
     plan = FaultPlan.fail_at(rank, at=moment, do=do)
@@ -117,7 +117,7 @@ def gated(changes: Changes) -> dict[str, str]:
 
 
 def halted(changes: Changes) -> set[int]:
-    """Processes that stand still in a copy."""
+    """Processes that are blocked in a copy."""
     found = {int(path.suffix[1:]) for path in changes.checkpoints.glob("halted.*")}
     return {pid for pid in found if alive(pid)}
 
@@ -155,7 +155,7 @@ def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its
 @pytest.mark.slow
 @pytest.mark.executed
 def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job, undisturbed: str) -> None:
-    """Training is over then; all that is left to do is what the dead node was about."""
+    """Training is over then; only what the dead node was doing remains to be done."""
     checkpoints = job.directory / "checkpoints"
     changes = Changes(job, "--checkpoint", f"gated://{checkpoints}")
     env, gate = gated(changes), checkpoints / "gate"

@@ -40,7 +40,7 @@ def container(manifests: list[Manifest]) -> Manifest:
 
 
 def own_script(manifests: list[Manifest], script: str, *arguments: str, **env: str) -> None:
-    """Do what a user does: give a script, its arguments and variables, and leave the rest."""
+    """Do what a user does: set a script, its arguments and variables, and change nothing else."""
     find(manifests, "ConfigMap", "train")["data"]["train.py"] = Path(script).read_text()
     of_pod = container(manifests)
     of_pod["args"] += arguments
@@ -62,7 +62,7 @@ class Training:
         return int(json.loads(lines[-1])["round"]) if lines else 0
 
     def trains(self, index: int, after: int) -> int:
-        """Wait until a round beyond one has done steps, and the pod of an index is there to lose; return the round."""
+        """Wait until a round beyond one has done steps, and the pod of an index exists; return the round."""
         pods = self.cluster.job.pods
 
         def probe() -> int:
@@ -223,7 +223,7 @@ def test_the_script_of_the_example_trains_and_saves(job: Job) -> None:
 
 
 def one_pod(command: list[str], **fields: Any) -> list[Manifest]:
-    """A job of one pod that runs something else in the place of elastic-launch."""
+    """A job of one pod that runs another command instead of elastic-launch."""
     (job,) = documents(EXAMPLES / "base" / "job.yaml")
     job["spec"] |= {"completions": 1, "parallelism": 1}
     template = job["spec"]["template"]["spec"]
@@ -244,7 +244,7 @@ def test_the_stand_in_makes_the_root_read_only_where_that_is_asked_for(tmp_path:
 
 
 def test_the_stand_in_kills_what_does_not_end_in_its_grace(tmp_path: Path) -> None:
-    """And a hook that takes all of the grace gets two seconds for SIGTERM."""
+    """If a hook takes all of the grace period, SIGTERM still gets two seconds."""
     deaf = ["sh", "-c", "trap 'echo told' TERM; echo up; while :; do sleep 0.1; done"]
     hook = {"lifecycle": {"preStop": {"exec": {"command": ["sleep", "100"]}}}}
     with cluster(one_pod(deaf, terminationGracePeriodSeconds=1, container=hook), tmp_path) as made:

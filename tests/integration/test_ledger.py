@@ -1,4 +1,4 @@
-"""The ledger of a real run: a drain for a node that comes, and a worker that is killed."""
+"""The ledger of a real run: a drain for a new node, and a worker that is killed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_plain_script_gets_a_summary_without_steps(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.executed
 def test_a_node_that_comes_before_the_end_waits_when_a_resize_would_not_pay(job: Job) -> None:
-    """Its last steps take much longer than those before; so what is left seems short, whenever the node comes."""
+    """Its last steps take much longer than the earlier ones, so the rest seems short whenever the node comes."""
     gate = job.directory / "go-on"
     # More than the interval of two estimates, so that there is one.
     conf = ["--rdzv-conf", "resize_delay=12", "--rdzv-id", "late"]

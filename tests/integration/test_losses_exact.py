@@ -73,7 +73,7 @@ def test_where_all_nodes_are_lost_storage_serves(job: Job, undisturbed: str) -> 
 
 
 def test_where_memory_has_no_room_any_more_storage_serves(job: Job, undisturbed: str) -> None:
-    """And not the old snapshot that still exists."""
+    """Training does not resume from the old snapshot, which still exists."""
     options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--room-until", "10"]
     changes = Changes(job, *options)
     agent = changes.alone(plan=FaultPlan.fail_at(0, 40, do="hang"))

@@ -72,7 +72,7 @@ def test_a_killed_worker_costs_no_more_than_the_steps_since_the_last_snapshot(jo
 
 @pytest.mark.slow
 def test_a_node_that_joins_gets_the_state_from_the_others(job: Job, undisturbed: str) -> None:
-    """No directory is shared, and none is there at all; the host of the only snapshot is killed later."""
+    """There is no shared directory, and no checkpoint at all; the host of the only snapshot is killed later."""
     command = digits(job, "--step-time", "0.5")  # enough is left to be done for a resize to pay
     host = job.node("a", command=command)
     wait_for("steps", lambda: printed(job, 1), 60)

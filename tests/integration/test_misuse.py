@@ -37,7 +37,7 @@ with el.session() as run:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["executed", "forked"])
 def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool) -> None:
-    """Also with a class derived from ours."""
+    """Also with an exception class derived from the library's."""
     script = tmp_path / "refused.py"
     script.write_text(REFUSED + ("import torch\n" if warm else ""))
     flags = [] if warm else ["--no-warm"]

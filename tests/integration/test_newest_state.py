@@ -1,4 +1,4 @@
-"""The newest state wins, wherever it is: a node that was left out has an older state in memory than the disk."""
+"""The newest state wins, wherever it is: a node that was left out has an older state in memory than on disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pair:
         return self.changes.job.launch(*self._flags, "--node-id", name, **options)
 
     def saved(self, above: int, rounds: int = 0) -> list[int]:
-        """Steps above one that are durable under numbers above one, in order."""
+        """Durable steps above one, of rounds above one, in order."""
         found = [path.parent.name.split(".") for path in self.checkpoints.glob("step-*/manifest.json")]
         steps = [int(step.removeprefix("step-")) for step, number, _ in found if int(number[1:]) > rounds]
         return sorted(step for step in steps if step > above)

@@ -108,7 +108,7 @@ def test_the_spent_budget_ends_the_run_with_91(job: Job) -> None:
 
 
 def test_failures_at_the_start_are_tried_again_as_the_budget_says(job: Job) -> None:
-    """What is missing may be there the next time."""
+    """What is missing may exist at the next attempt."""
     job.tell("raise-0")
     agent = job.launch("--standalone", "--max-restarts", "1")
     agent.says("restart 1 of 1")
@@ -162,7 +162,7 @@ def test_an_exception_recorded_by_torch_is_the_root_cause(job: Job, tmp_path: Pa
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_launchers_error_file_gets_the_first_failure(job: Job, tmp_path: Path, recorded: bool) -> None:
-    """As under torchrun; there only if the script uses ``@record``, or the launcher itself fails."""
+    """As under torchrun, which writes it only if the script uses ``@record`` or the launcher itself fails."""
     script = tmp_path / "failing.py"
     write = (
         "import json; json.dump({'message': {'message': 'ValueError: bad', 'extraInfo': {'py_callstack': 'at line 3',"

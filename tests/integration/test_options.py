@@ -156,7 +156,7 @@ def test_a_signal_to_handle_makes_the_node_leave_and_others_do_what_the_kernel_d
 
 @pytest.mark.slow
 def test_the_shutdown_timeout_holds_on_restarts(job: Job) -> None:
-    """torchrun takes 30 s there, whatever it is given."""
+    """torchrun always takes 30 s there."""
     flags = ["--standalone", "--nproc", "2", "--shutdown-timeout", "0.2"]
     agent = job.launch(*flags, script_flags=["--ignore-term"])
     first = job.world(2)

@@ -1,4 +1,4 @@
-"""Each output option with real workers: what is shown, and what is kept where."""
+"""Each output option with real workers: what is shown, and which files are written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lines(job: Job, *flags: str, script: str = SAY, code: int = 0, **environ: st
 
 
 def kept(job: Job) -> dict[str, str]:
-    """The text of the first round's files by their names in it."""
+    """The text of the first round's files, by their names in its directory."""
     round_1 = job.logs / "out" / "round_1"
     return {str(path.relative_to(round_1)): path.read_text() for path in round_1.glob("**/*.log")}
 

@@ -23,7 +23,7 @@ TIMING = ["--rdzv-conf", "dead_after=4,beat=0.5"]
 
 
 class Run:
-    """A run whose nodes a, b, ... are on hosts of their own; the record is on a, or in etcd on one more host."""
+    """A run whose nodes a, b, ... are on separate hosts; the record is on a, or in etcd on one more host."""
 
     def __init__(self, job: Job, hosts: list[Host], where: list[str]) -> None:
         self.job = job

@@ -135,7 +135,7 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
 def test_a_node_leaves_by_a_drain_if_there_is_time_for_two_steps(
     job: Job, undisturbed: str, seconds: int, by: str, ends: str
 ) -> None:
-    """Steps take 1 s; without the time for two the round is broken at once, and the last snapshot serves."""
+    """Steps take 1 s; without time for two, the round is broken at once and the last snapshot is used."""
     changes = Changes(job, step_time=1.0)
     grace = ["--join-settle", "100", "--shutdown-timeout", str(seconds)]
     stays, leaves = (changes.node(name, *grace, nnodes="1:2") for name in "ab")

@@ -31,7 +31,7 @@ def _launch(job: Job, *flags: str, **env: str) -> Agent:
 
 
 def _process_one(agent: Agent) -> int:
-    """Its pid here."""
+    """Its pid as seen from this host."""
     return tree(agent.process.pid)[1]
 
 

@@ -1,4 +1,4 @@
-"""A run that lost too many nodes waits for others; a spare takes a place without any waiting."""
+"""A run that lost too many nodes waits for others; a spare takes a place without a wait."""
 
 from __future__ import annotations
 

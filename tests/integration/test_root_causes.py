@@ -53,7 +53,7 @@ def script(directory: Path, text: str) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("flags", [(), ("--no-warm",)], ids=["forked", "executed"])
 def test_the_cause_is_the_first_failure_not_the_first_exit(job: Job, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """A rank that raises and takes long to end, as it frees its memory, is passed over for none of its peers."""
+    """A rank that raises and takes long to exit, as it frees its memory, is the root cause, not one of its peers."""
     agent = job.launch("--standalone", "--nproc", "2", *flags, command=script(tmp_path, SLOW_EXIT))
     assert agent.wait(60) == 0
     (broken,) = job.events("round_broken")
@@ -99,7 +99,7 @@ def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tm
 def test_a_keyboard_interrupt_that_a_script_raises_costs_a_restart(
     job: Job, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    """As under torchrun. It is a failure of the script's own, not a signal from a scheduler."""
+    """As under torchrun. It is a failure of the script itself, not a signal from a scheduler."""
     agent = job.launch("--standalone", "--max-restarts", "1", *flags, command=script(tmp_path, INTERRUPTED))
     assert agent.wait(60) == 91
     assert "signal 2 (SIGINT): KeyboardInterrupt: enough" in agent.output.split("root cause")[-1]

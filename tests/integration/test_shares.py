@@ -42,7 +42,7 @@ def test_a_run_goes_on_from_what_three_nodes_have_written_together(job: Job, und
 
 
 def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job: Job, undisturbed: str) -> None:
-    """And what the dead agent's copier, which lives on, finally writes does no harm."""
+    """The dead agent's copier survives; what it finally writes does no harm."""
     checkpoints = job.directory / "checkpoints"
     options = ["--checkpoint", f"gated://{checkpoints}", "--every", "100", "--split", "1"]
     changes = Changes(job, *options, step_time=0.05)

@@ -19,7 +19,7 @@ def start(job: Job, rank: int, *flags: str, nnodes: str = "2", nproc: int = 1) -
 
 
 def met(job: Job, number: int, ranks: int) -> list[dict[str, Any]]:
-    """What the ranks of a round said, once all have met."""
+    """What the ranks of a round reported, once all have joined."""
     paths = [Path(job.work / f"met-{number}-{rank}") for rank in range(ranks)]
     wait_for(f"{ranks} ranks to meet in round {number}", lambda: all(path.exists() for path in paths), 60)
     return [json.loads(path.read_text()) for path in paths]

@@ -56,7 +56,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(job: Job, tmp_path: Path) -> None:
-    """Both codes at once: each hangs for as long as workers may."""
+    """Both codes in parallel: each hangs for as long as workers may."""
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
     flags = ["--standalone", "--nproc", "2", "--max-restarts", "0"]
@@ -83,7 +83,7 @@ if os.environ["RANK"] == "0":
 def test_an_executed_worker_that_hangs_in_pythons_lock_is_killed_once_others_have_finished(
     job: Job, tmp_path: Path
 ) -> None:
-    """At once, as each hangs for as long as workers may: one beside another of its node, and its node's only one."""
+    """In parallel, as each hangs for as long as workers may: one of a node's two workers, and a node's only one."""
     script = tmp_path / "locked.py"
     script.write_text(LOCKED)
     flags = ["--max-restarts", "0", "--no-warm"]

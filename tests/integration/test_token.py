@@ -140,7 +140,7 @@ PLAIN = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() ==
 
 
 def seen(pid: int, file: str) -> str:
-    """What another process of the same user can see of a process."""
+    """What another process of the same user can read about a process."""
     command = [*PLAIN, "cat", f"/proc/{pid}/{file}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     return done.stdout if done.returncode == 0 else done.stderr
@@ -149,7 +149,7 @@ def seen(pid: int, file: str) -> str:
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs setpriv")
 @pytest.mark.parametrize("script", ["loop.py", "meeting.py"])
 def test_other_processes_of_its_user_cannot_look_into_an_agent(job: Job, script: str) -> None:
-    """Whether it begins as one process with the warm server or not; workers are as open as any program."""
+    """Whether or not it begins as one process with the warm server; workers are as readable as any other program."""
     agent = job.launch(command=[str(SCRIPTS / script), str(job.work)], env={ENV_TOKEN: TOKEN}, prefix=PLAIN)
     wait_for("a worker", lambda: len(tree(agent.process.pid)) > 2)
     wait_for("the agent's start", lambda: "Permission denied" in seen(agent.process.pid, "environ"))

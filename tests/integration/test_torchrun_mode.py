@@ -31,7 +31,7 @@ class Ended:
     """How a launcher's process ended.
 
     Attributes:
-        started: what its workers noted as they began, in order of their text.
+        started: what its workers wrote at their start, sorted.
     """
 
     code: int
@@ -40,7 +40,7 @@ class Ended:
 
 
 class Run:
-    """One launcher's runs: torchrun's, or ours in its place."""
+    """The runs of one launcher: torchrun or its replacement."""
 
     def __init__(self, program: Sequence[str], directory: Path, environ: dict[str, str]) -> None:
         directory.mkdir()
@@ -90,7 +90,7 @@ class Run:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
-    """Torchrun's and ours, by a link of its name."""
+    """torchrun, and its replacement through a link named ``torchrun``."""
     link = tmp_path / "torchrun"
     link.symlink_to(Path(sys.executable).parent / "elastic-launch")
     unset = ("PET_", "ELASTIC_LAUNCH_", "TORCH_ELASTIC_", "TORCHELASTIC_", "LOGLEVEL")
@@ -112,7 +112,7 @@ def both(
     nodes: int = 1,
     shell: bool = True,
 ) -> Ended:
-    """Do the same under both at once, see that they end alike, and return how."""
+    """Do the same under both in parallel, check that they end alike, and return how they ended."""
     for run in runs:
         line = flags if isinstance(flags, str) else flags()
         for _ in range(nodes):
@@ -127,13 +127,13 @@ def both(
 
 
 def files(run: Run) -> dict[str, str]:
-    """What is below the directory of a run's logs with the flag ``--log-dir``, by torchrun's names."""
+    """The files below a run's log directory given by ``--log-dir``, by torchrun's names."""
     (logs,) = (path for path in (run.directory / "logs").iterdir() if not path.is_symlink())
     return {str(path.relative_to(logs)): path.read_text() for path in logs.glob("attempt_*/**/*") if path.is_file()}
 
 
 def logged(runs: tuple[Run, Run], flags: str) -> Callable[[], str]:
-    """Flags with a directory of logs for each launcher, in their order."""
+    """Flags with a separate log directory for each launcher, in their order."""
     directories = iter(run.directory / "logs" for run in runs)
     return lambda: f"--log-dir {next(directories)} {flags}"
 

@@ -1,4 +1,4 @@
-"""The examples written after PyTorch's own tutorials, run as they say."""
+"""The examples based on PyTorch's own tutorials, run as documented."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_devices_the_tutorial_trains_on_the_cpu_under_each_launcher(laun
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_composers_launcher_starts_the_tutorial_too(tmp_path: Path) -> None:
-    """Rank 0 is seen; the other has a file."""
+    """Rank 0 prints to the console; the other rank's output is in a file."""
     seen = run("-m", "elastic_launch.cli.composer", "--nproc", "2", "--stdout", f"{tmp_path}/{{rank}}.txt", TUTORIAL)
     assert_tutorial(seen + (tmp_path / "1.txt").read_text(), 2, devices=0)
 
@@ -92,7 +92,7 @@ def test_the_series_begins_on_one_node(job: Job) -> None:
 
 
 def gated(job: Job, hold: int, script: str, *options: str) -> list[str]:
-    """A script whose workers are held behind a step."""
+    """A script whose workers are held after a step."""
     (job.work / "hold").write_text(str(hold))
     return [str(SCRIPTS / "gated.py"), str(job.work), str(SERIES / script), *options]
 

@@ -1,4 +1,4 @@
-"""Runs that must not write checkpoints beside others: two in one directory, and one whose node is cut off."""
+"""Runs that must not write checkpoints while others do: two in one directory, and one whose node is cut off."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Pod:
 
     @property
     def init(self) -> int:
-        """The container's process 1, as this host sees it; 0 before there is one."""
+        """The pid of the container's process 1 on this host; 0 before it exists."""
         assert self._process is not None
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()

@@ -327,7 +327,7 @@ def test_parts_are_no_less_than_nothing_and_no_more_than_the_whole(history: list
 
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[list[tuple[float, ev.Event]], int, int, int]:
-    """A run of rounds that each go back to some step; with its steps done, its last one, and its rounds."""
+    """A run of rounds that each go back to some step: its events, the steps done, the last step and the rounds."""
     clock, step, done = 0.0, 0, 0
     told: list[tuple[float, ev.Event]] = []
     rounds = draw(st.integers(1, 5))
@@ -376,7 +376,7 @@ def test_each_step_done_was_either_kept_or_lost(run: tuple[Any, int, int, int]) 
 
 @pytest.mark.parametrize(("others", "unsaved"), [(["b"], 5), ([], 0)])
 def test_steps_are_lost_if_all_members_leave_at_once_without_a_drain(others: list[str], unsaved: int) -> None:
-    """One that stays has them in its memory."""
+    """A node that stays has them in its memory."""
     leaving = [(32.0, ev.NodeLeft(node, "SIGTERM", 1, "x")) for node in ("a", *others)]
     told = ledger(
         *first_round(),

@@ -74,7 +74,7 @@ def test_json_has_all_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_hosts_are_joined_by_round_numbers_and_their_clocks_never_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The leader trains itself, but died before it wrote how far round 1 had come; a member knows."""
+    """The leader also trained, but died before it wrote how far round 1 had come; a member has recorded it."""
     mine = [one for one in WORKERS if not isinstance(one[1], ev.RoundSteps | ev.TrainingBegun | ev.FirstStep)]
     write(tmp_path, "a", LEADER + mine)
     write(tmp_path, "b", WORKERS, start=1e6)

@@ -62,7 +62,7 @@ NAN = replace(CRASH, repeats="The loss is nan in step 4, micro-batch 1.", traine
 
 
 def test_a_failure_that_a_restart_repeats_has_one() -> None:
-    """The first may have come of a flipped bit; what else happened before the same step does not matter."""
+    """The first may have been caused by a flipped bit; other events before the same step do not matter."""
     budget = RestartBudget(0, 3)
     assert rule(budget, NAN, begun=0).charged
     assert rule(budget, CRASH, begun=2).charged
@@ -194,6 +194,6 @@ def test_other_failures_are_tried_again_at_once(other: Failure) -> None:
 
 
 def test_the_budget_decides_how_often() -> None:
-    """What is missing, a mount or a licence, may be there the next time."""
+    """What is missing, such as a mount or a licence, may exist at the next attempt."""
     budget = RestartBudget(0, 100)
     assert all(rule(budget, SOON).charged for _ in range(100))

@@ -80,7 +80,7 @@ def test_a_leader_is_cut_off_when_its_store_is_whatever_it_hears_of_itself() -> 
 
 @pytest.mark.parametrize(("dead_after", "beat"), [(5.0, 1.0), (2.0, 1.0), (15.0, 5.0), (60.0, 1.0)])
 def test_a_node_cut_off_knows_it_before_its_leader_counts_it_as_dead(dead_after: float, beat: float) -> None:
-    """The leader's count begins with the last beat that arrived, a whole interval before the cut perhaps."""
+    """The leader counts from the last beat that arrived, which may be a whole interval before the cut."""
     detector = linked(dead_after, beat)
     assert detector.judge(100.0 + dead_after - detector.beat + 1e-9) is not None
 

@@ -1,4 +1,4 @@
-"""Tests of why a node says that it hosts the run, or does not."""
+"""The reasons that a node logs for hosting the run or not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_contradiction_by_the_scheduler_is_logged_too() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_later_node_that_hosts_at_loopback_is_warned(host: str) -> None:
-    """Every node of the job would host its own run, and wait for the others."""
+    """Otherwise every node of the job would host its own run, and wait for the others."""
     said = (3, "JOB_COMPLETION_INDEX=3")
     level, text = line(Endpoint(host, 29400), said, hosts=True)
     assert level == logging.WARNING

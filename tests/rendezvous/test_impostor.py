@@ -65,7 +65,7 @@ class Sink:
 
 
 class Pointing:
-    """A backend that only ever knows one leader."""
+    """A backend that always names the same leader."""
 
     def __init__(self, record: ControlRecord) -> None:
         self._record = record
@@ -137,7 +137,7 @@ def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
 
 
 def test_reports_made_without_a_leader_do_not_block() -> None:
-    """Workers train on without a leader, and save, for hours perhaps."""
+    """Workers may train and save for hours without a leader."""
     config = _config()
     membership = Membership(config, Pointing(_record(config, 1)), MonotonicClock(), print, lambda address: 29500)
     for step in range(2000):

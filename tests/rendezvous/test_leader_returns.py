@@ -148,7 +148,7 @@ def test_a_new_link_of_the_same_agent_replaces_the_old_one() -> None:
 
 
 def test_a_hello_that_tells_of_stopped_workers_breaks_the_round() -> None:
-    """The reports of a lost link are lost: by its hello the node says what matters."""
+    """The reports of a lost link are lost; the node's hello contains what matters."""
     run = running("1:2", "ab")
     run.hello("b", holding=0, seen_term=1, seen_round=1, store_port=7009)
     assert run.forming

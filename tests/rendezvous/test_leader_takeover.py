@@ -49,7 +49,7 @@ def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> No
 
 
 def test_no_round_is_formed_while_a_member_may_still_train() -> None:
-    """b stopped under the old leader; a is not heard of yet, and may have its workers."""
+    """b stopped under the old leader; a has not connected yet, and its workers may live."""
     run = Run("1:3", record=record_of_running_round("abc"))
     run.hello("b", **STOPPED)
     assert run.told(RoundBroken)[0].cause == "node b came to the new leader without its workers"

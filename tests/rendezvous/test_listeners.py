@@ -89,7 +89,7 @@ def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:
 
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This host knows its own name as 127.0.1.1, by /etc/hosts."""
+    """This host's own name is 127.0.1.1 in /etc/hosts."""
     ask = socket.getaddrinfo
 
     def answer(host: str, *arguments: Any, **options: Any) -> Any:

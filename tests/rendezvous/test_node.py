@@ -77,7 +77,7 @@ def test_a_lost_leader_is_reported_once_after_a_second() -> None:
 
 
 def test_a_leader_that_formed_a_round_while_it_seemed_silent_is_given_its_time_again() -> None:
-    """It was the node that was cut off, from the store as well, and now is back."""
+    """The node itself was cut off, also from the store, and is now back."""
     succession = Succession("a1", 5.0)
     record = ControlRecord("run", "digest", 3, Leader("b", "b1", "host-b", 1), round=Round(2))
     succession.unreachable(record, 10.0, refused=False, silent_for=5.0, seen_round=2)

@@ -21,7 +21,7 @@ CALLER = 1000
 
 
 class Asked(Run):
-    """A leader that is asked; see :class:`leader_run.Run` for the nodes."""
+    """A leader that receives requests; see :class:`leader_run.Run` for the nodes."""
 
     def __init__(self, nodes: str = "1:2", **arguments: Any) -> None:
         super().__init__(nodes, **arguments)
@@ -43,7 +43,7 @@ class Asked(Run):
         self._tell(self.requests.watch(instructions, self.clock.now()))
 
     def _tell(self, instructions: Sequence[Instruction]) -> None:
-        """Take out what goes to callers."""
+        """Take out the answers to callers."""
         others = []
         for instruction in instructions:
             if isinstance(instruction, Send) and instruction.link >= CALLER:
@@ -70,7 +70,7 @@ class Asked(Run):
         return found.status
 
     def drained(self, *node_ids: str, step: int = 7, saved: str = "", unsaved: str = "") -> None:
-        """Nodes have stopped; those named have saved the state, or all say why they have not."""
+        """Nodes have stopped; those named have saved the state, or all report why they have not."""
         for node_id in node_ids:
             self.report(node_id, m.Stopped(self.number, 7000, step, None, node_id in saved, unsaved))
 

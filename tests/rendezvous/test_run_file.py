@@ -61,7 +61,7 @@ def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_ru
 
 
 def test_a_close_that_fails_stops_nothing(tmp_path: Path) -> None:
-    """Network file systems may say only then that there was no room."""
+    """Network file systems may report a full disk only then."""
     file = RunFile(tmp_path)
     file.write(run_address("one"))
     os.close(file._lock)

@@ -66,7 +66,7 @@ class Node:
 
 
 def close(nodes: list[Node]) -> None:
-    """All at once: the leader of an ended run waits for the others."""
+    """Close all in parallel: the leader of an ended run waits for the others."""
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:
         list(pool.map(lambda node: node.membership.close(), nodes))
 

@@ -27,7 +27,7 @@ HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 1
 
 
 class Failing(MemoryStore):
-    """A store that at some time answers no more."""
+    """A store that stops answering at some time."""
 
     fails = False
 
@@ -64,7 +64,7 @@ def _orders(sock: socket.socket, channel: Channel, until: type[m.Order] | None) 
 
 
 def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
-    """What it has decided since stands nowhere, so it must not answer the next message by it either."""
+    """Its later decisions are recorded nowhere, so it must not answer the next message by them either."""
     listener = listen("127.0.0.1")
     address = listener.getsockname()
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()

@@ -91,7 +91,7 @@ class Run:
         return Link(self.stranger(), key)
 
     def node(self) -> Link:
-        """A node that is welcome."""
+        """A node that has been admitted."""
         link = self.link(self.key)
         link.say(HELLO)
         link.hear(m.Welcome)
@@ -101,7 +101,7 @@ class Run:
         return self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=20))
 
     def is_well(self, node: Link) -> None:
-        """The node still has its link, and the leader still answers a newcomer."""
+        """The node still has its link, and the leader still answers a new connection."""
         newcomer = self.link(self.key)
         newcomer.say(replace(HELLO, node_id="z", incarnation="z1"))
         newcomer.hear(m.Welcome)
@@ -195,7 +195,7 @@ def test_a_flood_of_silent_links_keeps_no_node_out(
 
 @contextlib.contextmanager
 def _no_descriptors_left() -> Iterator[list[int]]:
-    """Let this process have no further descriptor; those in the list may be closed."""
+    """Use up this process' descriptors; those in the list may be closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     taken: list[int] = []

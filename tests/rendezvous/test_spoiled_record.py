@@ -194,7 +194,7 @@ def test_a_node_that_comes_to_garbage_that_stays_gives_up_in_words(nodes: Nodes)
 
 
 def test_another_run_that_began_on_a_deleted_key_yields(nodes: Nodes) -> None:
-    """The node came between the deletion and the repair: of the two runs the older goes on."""
+    """The node came between the deletion and the repair: of the two runs the older one continues."""
     nodes.start("a", "b")
     nodes.together("a", "b")
     leader_term = nodes.nodes[nodes.leader()].backend._leader_term
@@ -209,7 +209,7 @@ def test_another_run_that_began_on_a_deleted_key_yields(nodes: Nodes) -> None:
 
 
 def test_a_run_without_a_round_yields_to_another() -> None:
-    """As where the key is deleted while nodes come."""
+    """As when the key is deleted while nodes join."""
     limits = Limits(2, 4, 3)
     nodes, other = Nodes(), Nodes()
     nodes.store = view = View(hidden := MemoryStore())
@@ -234,7 +234,7 @@ def test_a_run_without_a_round_yields_to_another() -> None:
 def test_of_two_runs_with_one_id_that_both_have_rounds_one_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, token: Token | None
 ) -> None:
-    """As where the key is deleted while nodes of one run cannot see it; before, both repaired it for ever."""
+    """As when the key is deleted while nodes of one run cannot see it; before the fix, both repaired it forever."""
     monkeypatch.setattr(elected_module, "WATCH", 0.05)
     runs = Nodes(), Nodes()
     runs[0].store = view = View(hidden := MemoryStore())

@@ -1,4 +1,4 @@
-"""At every point of a run, the leader or its link is lost right there: the others continue."""
+"""The leader or its link is lost at each point of a run: the others continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _spoiled(cluster: Cluster, *, die: bool) -> None:
 
 
 def _scenario(cluster: Cluster) -> None:
-    """Three form a round, a worker crashes, the leader is killed, and comes back."""
+    """Three nodes form a round, a worker crashes, the leader is killed, and comes back."""
     cluster.start("a", "b", "c")
     cluster.run(1.5)
     assert cluster.trains

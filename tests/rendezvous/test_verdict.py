@@ -80,7 +80,7 @@ def test_the_root_cause_is_the_first_by_the_nodes_own_clocks() -> None:
 @pytest.mark.parametrize("symptom", [BROKEN, LATE, PREEMPTED], ids=["broken connection", "time-out", "SIGTERM"])
 @pytest.mark.parametrize("kind", ["crash", "out of memory", "hang"])
 def test_what_follows_from_a_failure_is_never_the_root_cause(symptom: Failure, kind: str) -> None:
-    """However much earlier it ended, and whatever was reported first."""
+    """However much earlier it ended, and in any order of reports."""
     cause = replace(CRASH, kind=kind)
     assert root_cause([(1.0, symptom), (9.0, cause)]) == cause
     assert root_cause([(9.0, cause), (9.0, replace(symptom, ago=8.0))]) == cause

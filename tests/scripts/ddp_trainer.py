@@ -1,4 +1,4 @@
-"""Trains a layer with DDP in the way of PyTorch's own tutorial: what holds the model is freed after the process group.
+"""Trains a layer with DDP as PyTorch's own tutorial does: the model's owner is freed after the process group.
 
 The argument says how it ends: ``destroy`` (the group, as the last line), ``leave`` (it is left as it is), ``exit``
 (code 3 by ``sys.exit``), ``raise`` (an exception), ``often`` (as ``destroy``, many times, each in a group of its own).

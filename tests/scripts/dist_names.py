@@ -1,6 +1,6 @@
 """A worker of two that uses each name of ``elastic_launch.dist`` and writes what it got, by name, as ``<rank>.json``.
 
-With ``--fail`` local rank 0 raises where it is to run first, and nobody catches it.
+With ``--fail`` local rank 0 raises where it is to run first; the exception is not caught.
 """
 
 import json
@@ -42,7 +42,7 @@ def entered(name, context):
 
 
 def barrier():
-    """Whether rank 0 finds behind the barrier what rank 1 made before it, no sooner than rank 0 was on its way."""
+    """Whether rank 0 finds after the barrier what rank 1 made before it, once rank 0 was on its way."""
     on_its_way, made = directory / "barrier.on-its-way", directory / "barrier.made"
     if rank == 0:
         on_its_way.touch()

@@ -160,7 +160,7 @@ def mean_loss(c: Configuration, model: Any, index: Tensor, x: Tensor, target: Te
 
 
 class Training:
-    """A configuration's model, optimizer and scheduler, and what became of them."""
+    """A configuration's model, optimizer and scheduler, and their final values."""
 
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = c = configuration
@@ -233,7 +233,7 @@ def listening() -> Iterator[list[str]]:
 
 
 def train(run: Any, c: Configuration, *, exact: bool, until: int = STEPS, at: Path | None = None) -> dict[str, Any]:
-    """Train by the library; a loss that is not finite ends it, and the result says what the step had changed."""
+    """Train with the library; a loss that is not finite ends it, and the result lists what the step had changed."""
     training, error, before = Training(c), None, {}
     with listening() as messages:
         steps = run.steps(
@@ -278,7 +278,7 @@ def by_hand(c: Configuration) -> dict[str, Any]:
 
 
 def same_as_a_whole(c: Configuration) -> bool:
-    """Whether neither chance nor a micro-batch's statistics nor rounding make micro-batches differ from the whole."""
+    """Whether randomness, a micro-batch's statistics and rounding all leave micro-batches equal to the whole batch."""
     return not (c.norm or c.dropout or c.augmented or c.bf16)
 
 

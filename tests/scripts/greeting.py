@@ -1,4 +1,4 @@
-"""A worker that says hello to its agent, and stays: ``greeting.py DIRECTORY``, where started.jsonl has its pid."""
+"""A worker that sends a hello to its agent, and stays: ``greeting.py DIRECTORY``, where started.jsonl has its pid."""
 
 import json
 import os

@@ -25,7 +25,7 @@ TARGETS = torch.randn(STEPS * SIZE, 1, generator=torch.Generator().manual_seed(2
 
 
 class Case:
-    """A model of two layers; what a case has beside it, a subclass says."""
+    """A model of two layers; subclasses add what a case needs."""
 
     rate, momentum = 0.1, 0.9
 
@@ -61,7 +61,7 @@ class PlainModel(Case):
 
 
 class LossWeight(Case):
-    """A parameter that the optimizer has and the model has not."""
+    """A parameter that the optimizer has and the model does not."""
 
     def make(self) -> None:
         self.own = [nn.Parameter(torch.zeros(()))]
@@ -119,7 +119,7 @@ class Clipped(Case):
 
 
 class Zeroed(Case):
-    """The habit of setting gradients to zero before each backward pass."""
+    """Gradients set to zero before each backward pass."""
 
     def in_between(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
@@ -156,7 +156,7 @@ class Sparse(Case):
 
 
 class Graph(Case):
-    """A gradient that is part of a graph itself; and a buffer of which all elements are one in memory."""
+    """A gradient that is itself part of a graph; and a buffer whose elements all share one place in memory."""
 
     def make(self) -> None:
         self.model.register_buffer("mask", torch.ones(1).expand(4), persistent=False)
@@ -199,7 +199,7 @@ CASES: dict[str, type[Case]] = {
 
 
 class Differing(Case):
-    """Errors: what some ranks do and others do not."""
+    """Errors: actions of some ranks only."""
 
     at = -1
 
@@ -231,7 +231,7 @@ class OtherModel(Differing):
 
 
 class LateBackward(Differing):
-    """A backward pass of the script's own, behind the step's last one."""
+    """A backward pass by the script itself, after the step's last one."""
 
     def after_backward(self, step: int) -> None:
         if step == 2:

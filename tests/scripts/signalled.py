@@ -1,4 +1,4 @@
-"""A worker that notes the signals it gets: ``<directory>/got-<rank>``; ``deaf`` leaves their default action alone.
+"""A worker that notes the signals it gets: ``<directory>/got-<rank>``; with ``deaf`` it installs no handlers.
 
 It ends with 0 once ``<directory>/finish`` is there.
 """

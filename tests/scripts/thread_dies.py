@@ -1,4 +1,4 @@
-"""``elastic-launch``, but that the thread that listens to workers is ended by an error at a worker's first word."""
+"""``elastic-launch``, whose thread that listens to workers ends by an error at a worker's first message."""
 
 from elastic_agents.workers.control import Control
 from elastic_launch.cli.main import console_main

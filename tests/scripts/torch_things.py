@@ -1,4 +1,4 @@
-"""Does one thing with torch and prints what came of it: what a forked and an executed worker must do alike."""
+"""Does one thing with torch and prints the result, which must be the same in a forked and an executed worker."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def draw():
-    """What random numbers are like in a process that has seeded nothing."""
+    """Random numbers of a process that has set no seed."""
     import numpy
 
     print(torch.get_num_threads(), torch.get_default_dtype())
@@ -18,7 +18,7 @@ def draw():
 
 
 def threads():
-    """A sum that uses all threads, which a fork of a process with an OpenMP pool could not do."""
+    """A sum that uses all threads, which a fork of a process with an OpenMP pool cannot compute."""
     torch.set_num_threads(2)
     print(torch.ones(2_000_000).sum().item(), torch.get_num_threads())
 

@@ -18,7 +18,7 @@ from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Inciden
 
 
 class Net(nn.Module):
-    """Takes 1 GiB of addresses, not of memory, for each sample of a micro-batch."""
+    """Allocates 1 GiB of address space, not of memory, for each sample of a micro-batch."""
 
     def __init__(self, greedy: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two epochs' ends of a dataset of 10^9 samples that are computed; each rank writes how long its start took."""
+"""The ends of two epochs of a dataset of 10^9 computed samples; each rank writes how long its start took."""
 
 from __future__ import annotations
 

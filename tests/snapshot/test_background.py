@@ -27,7 +27,7 @@ from elastic_launch.snapshot.storage import background
 
 
 class Gate:
-    """Stands in for ``write``: it begins when it may."""
+    """Replaces ``write``: it begins when the test lets it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Semaphore(0)

@@ -196,7 +196,7 @@ def test_a_sweeper_that_comes_while_a_draft_is_made(
 
 
 def test_a_sweeper_that_holds_the_lock_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has opened and locked the new file before its writer did; the writer starts again."""
+    """Another process has locked the new file before its writer did; the writer starts again."""
     original, taken = drafts.create, []
 
     def create_and_lose(path: Path) -> int:
@@ -245,7 +245,7 @@ def test_what_changes_while_it_is_listed_is_listed_again(tmp_path: Path, monkeyp
 
 
 def test_a_directory_that_never_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process removes faster than any reader can look: it ends, and not with `there is nothing`."""
+    """Another process removes checkpoints faster than a reader reads: reading ends, but not with `there is nothing`."""
     (info,) = write_some(tmp_path, (1, 1))
     looks = []
 
@@ -280,7 +280,7 @@ def in_threads(*works: Callable[[], None]) -> None:
 
 
 def test_readers_beside_writers_that_prune(tmp_path: Path) -> None:
-    """Every newest one that is read is whole, none is older than the one before, and no writer harms the other."""
+    """Each newest checkpoint that is read is complete, none is older than the previous one, and writers do no harm."""
     ended = threading.Event()
     write_some(tmp_path, (0, 0))
 

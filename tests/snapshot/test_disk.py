@@ -46,7 +46,7 @@ def check_refused(error: ElasticLaunchError, directory: Path, cause: str, hint: 
 
 
 def check_unharmed(directory: Path) -> None:
-    """The checkpoint that was there is, and what failed has left nothing."""
+    """The earlier checkpoint still exists, and the failed write has left nothing."""
     loaded = newest(directory, refuse)
     assert loaded is not None
     assert same(loaded.state, state_of(1))

@@ -32,7 +32,7 @@ from elastic_launch.snapshot.format.manifest import share_file
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two sound checkpoints, of the steps 1 and 2, written once."""
+    """Two valid checkpoints, of the steps 1 and 2, written once."""
     directory = tmp_path_factory.mktemp("template")
     write(directory, state_of(1), step=1, round=0)
     write(directory, state_of(2), step=2, round=0, meta={"G": 64})
@@ -46,7 +46,7 @@ def info(template: Path, tmp_path: Path) -> CheckpointInfo:
 
 
 def check_skipped(info: CheckpointInfo, message: str, kind: type[CheckpointReadError] = DamagedCheckpointError) -> None:
-    """Reading says what is wrong in which directory; the older one is loaded instead, and that is said once."""
+    """Reading reports what is wrong in which directory; the older one is loaded instead, with one warning."""
     with pytest.raises(kind, match=message) as raised:
         load(inspect(info.path))
     assert str(info.path) in str(raised.value)
@@ -107,7 +107,7 @@ def test_a_missing_file(name: str, info: CheckpointInfo) -> None:
 
 
 def test_a_copy_in_progress_is_not_complete(info: CheckpointInfo) -> None:
-    """Whatever the order of copying, nothing but the whole is found; what is half there is damaged, not an error."""
+    """In any order of copying, only the complete one is found; a partial one counts as damaged, not as an error."""
     copy = info.path.with_name(info.path.name[:-16] + "0123456789abcdef")
     copy.mkdir()
     for name in ("manifest.json", "state.json"):

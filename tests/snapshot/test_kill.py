@@ -38,7 +38,7 @@ def drive(directory: Path, method: str, *more: str) -> dict[str, Any] | None:
 
 
 def test_a_kill_at_each_system_call_of_a_write(tmp_path: Path) -> None:
-    """At every one; where processes must not be traced, at every call of ours that changes files."""
+    """At every system call; where tracing is forbidden, at every call of this code that changes files."""
     figures = drive(tmp_path, "ptrace") or drive(tmp_path, "calls")
     assert figures is not None
     assert figures["points"] >= 50
@@ -55,7 +55,7 @@ def test_a_kill_halfway_through_each_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed", ["first", "other"])
 def test_a_kill_at_each_call_of_one_of_several_nodes_that_write_together(tmp_path: Path, killed: str) -> None:
-    """Whichever is killed: the first alone makes the checkpoint, with the other's share or without."""
+    """Whichever is killed: the first node alone publishes the checkpoint, with or without the other's share."""
     figures = drive(tmp_path, killed)
     assert figures is not None
     assert figures["points"] >= 10

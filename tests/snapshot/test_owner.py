@@ -14,7 +14,7 @@ from elastic_launch.snapshot.storage import owner
 
 
 def save(directory: Path, mine: str, step: int = 1) -> int:
-    """How many checkpoints there are after one more."""
+    """Save once more; return the number of checkpoints."""
     snapshot.write(directory, state_of(step), step=step, round=1, owner=mine)
     return len(snapshot.find(directory))
 

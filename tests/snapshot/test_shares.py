@@ -84,7 +84,7 @@ def files(place: str) -> list[str]:
 
 
 def names(*shares: str) -> list[str]:
-    """All that is there when a checkpoint is, with these files for its tensors."""
+    """All files of a checkpoint with these tensor files."""
     return sorted(f"{NAME}/{name}" for name in ("manifest.json", "state.json", *shares))
 
 

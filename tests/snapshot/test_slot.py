@@ -129,7 +129,7 @@ def test_the_parts_are_the_tensor_file(slot: Slot) -> None:
 
 
 def test_only_the_first_that_is_written_into_a_slot_has_to_find_its_memory(slot: Slot) -> None:
-    """However the sizes change: what comes after counts as what a snapshot costs."""
+    """However the sizes change: time after that counts as cost of a snapshot."""
     writer = SlotWriter(slot)
     found = []
     for number in (1, 2, 3):
@@ -209,9 +209,9 @@ def test_what_a_slot_takes_is_known(slot: Slot) -> None:
 def test_what_changes_before_it_is_copied_gives_the_snapshot_up(
     slot: Slot, part: str, by_data: bool, shift: int
 ) -> None:
-    """A script may decay its weights by hand, while the state of the step before is being copied.
+    """A script may decay its weights by hand, while the state of the previous step is being copied.
 
-    Behind a tensor of an odd number of elements the copy lies at an address that is no multiple of 8.
+    After a tensor with an odd number of elements, the copy's address is not a multiple of 8.
     """
     if part == "optimizer" and by_data:
         return  # is not seen, and no script is known that does it

@@ -1,4 +1,4 @@
-"""Snapshots of what is on a GPU."""
+"""Snapshots of tensors on a GPU."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_what_would_not_come_back_is_refused_with_its_place() -> None:
 
 
 def test_a_member_that_its_enum_no_longer_has_becomes_an_unknown_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is known by its name and value; of what is not there nothing is imported."""
+    """It is identified by its name and value; no missing name is imported."""
     coded = tree.encode([Level.HIGH, Parts.HEAD | Parts.TAIL])[1]
     module = sys.modules[Level.__module__]
     monkeypatch.setattr(module, "Level", enum.IntEnum("Level", {"LOW": 1, "HIGH": 3}))

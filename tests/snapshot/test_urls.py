@@ -58,7 +58,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def files(url: str) -> list[str]:
-    """All that is behind a URL, by relative path."""
+    """All objects below a URL, by relative path."""
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     return sorted(path.removeprefix(root).strip("/") for path in fs.find(root))

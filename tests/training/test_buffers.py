@@ -132,7 +132,7 @@ def test_a_change_that_no_rule_explains_is_refused_by_name(
 
 
 def test_a_change_without_a_trace_is_found_by_value_now_and_then() -> None:
-    """What the script itself changes like that between steps is not attributed to a micro-batch."""
+    """A change of this kind that the script makes between steps is not attributed to a micro-batch."""
     model = Model("found", torch.zeros(2), lambda model, x: None)
     buffers = Buffers(model, 1)
     refused = []

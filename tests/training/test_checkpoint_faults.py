@@ -59,7 +59,7 @@ def checkpoints(trained: tuple[Path, str], tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(job: Job) -> None:
-    """In /sys no directory can be made, not even by the superuser, to whom file modes do not apply."""
+    """In /sys no directory can be created, not even by the superuser, to whom file modes do not apply."""
     agent, _ = _launch(job, 2, "/sys/elastic-launch-test", "--every", "5")
     assert agent.wait(100) == 93, agent.output
     assert "step 20 loss" in agent.output
@@ -72,7 +72,7 @@ def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(
 
 @pytest.mark.slow
 def test_checkpoints_that_fail_at_first_and_work_later_are_a_success(job: Job) -> None:
-    """The worker may write files of 100 or 200 KiB only (shells differ), until it has said that this was too little."""
+    """The worker may write only 100 or 200 KiB per file (shells differ), until it has reported an error."""
     directory, result = job.directory / "checkpoints", job.directory / "result.json"
     options = ["--checkpoint", str(directory), "--every", "5", "--step-time", "0.2", "--result", str(result)]
     limited = ["sh", "-c", 'ulimit -S -f 200 && exec "$@"', "sh", sys.executable, DIGITS, *SHORT, *options]

@@ -1,4 +1,4 @@
-"""When the next checkpoint is due after a training went on from memory."""
+"""When the next checkpoint is due after a training resumed from memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that no list could hold, or that are drawn without a dataset, in runs with real workers and real kills."""
+"""Data too large for a list, or drawn without a dataset, in runs with real workers and real kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strongest oracle: the hash of the final weights, whatever the world size and whatever was killed."""
+"""The strongest oracle: the hash of the final weights, for any world size and after any kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _train(job: Job, nproc: int, *options: str, name: str = "run", halted: bool 
     """Start a training.
 
     Args:
-        halted: whether it stands still behind the 15th of its 23 steps until :func:`_go_on`.
+        halted: whether it stops after the 15th of its 23 steps until :func:`_go_on`.
     """
     result = job.directory / f"{name}.json"
     by = [str(SCRIPTS / "halted.py"), "15", str(job.directory / "go-on")] if halted else []
@@ -78,7 +78,7 @@ def _pids(job: Job) -> list[int]:
 
 
 def _saved(checkpoints: Path) -> int:
-    """The newest checkpoint's step; where cores are scarce the training goes first, and copies leave some out."""
+    """The newest checkpoint's step; where cores are scarce, training has priority and copies skip some."""
     return max((int(path.name.split("-")[1].split(".")[0]) for path in checkpoints.glob("step-*")), default=0)
 
 

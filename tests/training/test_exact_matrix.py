@@ -25,7 +25,7 @@ Modes = dict[str, dict[str, Any]]
 
 
 class Launches:
-    """The results of each world, launched when they are first asked for."""
+    """The results of each world, launched at the first access."""
 
     def __init__(self, directory: Path, jobs: ExitStack) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ def _all(results: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _differing(results: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What differs by more than rounding."""
+    """Values that differ by more than rounding."""
     assert results.keys() <= expected.keys()
     found = []
     for name, result in results.items():
@@ -148,7 +148,7 @@ def test_what_has_no_gradient_keeps_none_and_is_not_moved(launches: Launches, wo
 
 
 def test_each_configuration_is_a_training_of_its_own(launches: Launches) -> None:
-    """Else equal hashes would say little; the loader's processes alone change nothing."""
+    """Otherwise equal hashes would prove little; the loader's processes alone change nothing."""
     hashes = _all(launches.at(1)[0]["exact"], "hash")
     assert hashes.pop("augmented by workers") == hashes["augmented"]
     assert len(set(hashes.values())) == len(hashes)

@@ -1,4 +1,4 @@
-"""Data with generators of random numbers of their own cannot be exact, and are refused by the generator's name."""
+"""Data with their own random number generators cannot be exact, and are refused with the generator's name."""
 
 from __future__ import annotations
 

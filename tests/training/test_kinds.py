@@ -1,4 +1,4 @@
-"""Arguments of another kind, as scripts of other libraries would give them: each is named, with what to give."""
+"""Arguments of the wrong kind, as scripts for other libraries pass them: the error names each, and what to pass."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_of_other_calls(run: Run, call: Callable[[Run], object], message: str) -
 
 
 def test_a_loop_of_its_own_that_registers_and_does_not_resume(run: Run) -> None:
-    """It would save nothing and, after a restart, begin from the start without a word."""
+    """It would save nothing and, after a restart, silently begin from the start."""
     run.register("model", nn.Linear(2, 1))
     assert run.boundary() is False, "an evaluation has nothing to save"
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_a_loop_of_its_own_that_registers_nothing(run: Run, tmp_path: Path) -> N
 
 
 def test_a_loop_of_its_own_that_counts_the_steps_of_an_epoch(run: Run, tmp_path: Path) -> None:
-    """Its checkpoints would have the first epoch's numbers, and a restart would do epochs again."""
+    """Its checkpoints would have the first epoch's numbers, and a restart would repeat epochs."""
     run.register("model", nn.Linear(2, 1))
     run.resume(el.Checkpoint(tmp_path, every=100))
     run.boundary(1)

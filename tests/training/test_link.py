@@ -170,7 +170,7 @@ def test_a_final_checkpoint_whose_agent_is_gone_does_not_count_as_saved(
 def saver(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Run, el.Checkpoint]]:
-    """A run of one process, of one step between checkpoints, with an agent that says nothing by itself."""
+    """A run of one process, with one step between checkpoints and an agent that sends nothing unasked."""
     _, link = ends
     monkeypatch.setattr("elastic_launch.training.link.ANSWER_TIMEOUT", 0.1)
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
@@ -202,7 +202,7 @@ def _save(run: Run, checkpoint: el.Checkpoint, step: int, *, last: bool = False)
 def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
     ends: tuple[socket.socket, AgentLink], saver: tuple[Run, el.Checkpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Written by the worker itself, they would be newer than memory, and perhaps those of a node that is out."""
+    """Written by the worker itself, they would be newer than memory, and might be those of a node that is left out."""
     agent, _ = ends
     run, checkpoint = saver
     for step in (1, 2, 3):

@@ -15,7 +15,7 @@ VALUES = [0.1, -0.0, math.inf, math.nan, -5e-324]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("changed", [0, 2, 300])
 def test_a_table_arrives_to_the_bit_as_a_part_of_other_sums(dtype: torch.dtype, changed: int) -> None:
-    """With more ranks than a byte can count, each with one row, of which some want something."""
+    """With more ranks than a byte can count, each with one row, of which some have a request."""
     ranks = 300
     tables = [MeanTable(ranks, 1, [1.0, 0.0, float(rank == 7)]) for rank in range(ranks)]
     sums = torch.zeros(cargo_size(ranks, 1, 3) + 5, dtype=dtype)

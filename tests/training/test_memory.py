@@ -1,4 +1,4 @@
-"""Which tensors may be copied behind the training's back, and which node copies a snapshot to storage."""
+"""Which tensors may be copied while training continues, and which node copies a snapshot to storage."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Node:
         return snapshot.write(self.directory, state, step=step, round=round, meta=meta)
 
     def resumes(self, world_round: int) -> tuple[int, Branch]:
-        """Return the step that a round goes on from, and what it saves under."""
+        """Return the step that a round resumes from, and the numbers that it saves under."""
         agent, worker = socket.socketpair()
         with agent:
             link = AgentLink(worker)
@@ -134,7 +134,7 @@ def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(
 
 
 class Gate:
-    """Has the kernel's reads wait: for ever, or for a moment each."""
+    """Makes the kernel's reads wait: forever, or for a moment each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -200,7 +200,7 @@ def test_storage_that_is_slow_is_waited_for_as_long_as_bytes_come(
 
 
 def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> None:
-    """Two rounds that go on from one state, and know nothing of each other, save under different numbers."""
+    """Two rounds that resume from one state, and do not know each other, save under different numbers."""
     node.saved(50, 9)
     step, first = node.resumes(1)
     assert (step, first) == (9, Branch(51, 50, 51))
@@ -214,7 +214,7 @@ def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> Non
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=8), st.integers(0, 30))
 def test_numbers_rise_along_each_line_and_are_not_shared(starts: list[tuple[int, int]], before: int) -> None:
-    """Each start is a round of the run, which goes on from any state that an earlier one has left."""
+    """Each start is a round of the run, which resumes from any state that an earlier one has left."""
     number, states = 1, [following(1, RUN, {}, before)]
     for later, index in starts:
         number += later
@@ -242,7 +242,7 @@ def test_what_hangs_is_left_and_what_fails_fails() -> None:
 def test_a_save_of_an_earlier_run_does_not_count_for_this_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, earlier: bool
 ) -> None:
-    """A run that goes on from memory has saved something if that is where it was to be saved, and under its numbers."""
+    """A run that resumes from memory has saved something if that is in the right place and has the run's numbers."""
     node.saved(50, 9)
     _, first = node.resumes(1)
     node.remembers(51, 20, first)

@@ -20,7 +20,7 @@ STATE = {"weights": torch.arange(5000.0), "list": [torch.zeros(3, dtype=torch.bo
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Two checkpoints of a model as the script has it."""
+    """Two checkpoints of the script's model."""
     directory = tmp_path / "saved"
     for step in (1, 2):
         weights = {"weight": torch.full((500, 1000), float(step)), "bias": torch.zeros(500)}
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def _asked(job: Job, saved: Path, *more: str) -> tuple[dict[int, int], set[str], str]:
-    """Return how many bytes each of three workers has asked for, the hashes, and the output."""
+    """Return how many bytes each of three workers has read, the hashes, and the output."""
     agent = job.launch(
         "--standalone", "--nproc", "3", "--max-restarts", "1", command=[SCRIPT, str(saved), "500", *more]
     )
@@ -41,7 +41,7 @@ def _asked(job: Job, saved: Path, *more: str) -> tuple[dict[int, int], set[str],
 
 
 def test_three_workers_read_a_checkpoint_once(job: Job, saved: Path) -> None:
-    """And agree that the newest one is damaged, though one alone has looked."""
+    """They also agree that the newest one is damaged, though only one has read it."""
     newest = snapshot.find(saved)[0].path
     (tensors,) = Path(str(newest)).glob("*.safetensors")
     content = bytearray(tensors.read_bytes())

@@ -31,7 +31,7 @@ class Noisy(Dataset[Tensor]):
 
 
 def _train(directory: Path, until: int, **options: Any) -> tuple[int, list[list[list[float]]]]:
-    """Train to a step; return the one that it began at, and the micro-batches that it consumed."""
+    """Train to a step; return the first step, and the micro-batches that were consumed."""
     seen: list[list[list[float]]] = []
     with el.session() as run:
         model = torch.nn.Linear(4, 1, dtype=torch.float64)

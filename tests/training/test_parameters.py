@@ -1,4 +1,4 @@
-"""Whose gradients are reduced: the model's parameters and the optimizer's, whatever needs a gradient at each step."""
+"""Whose gradients are reduced: all parameters of model and optimizer that require a gradient at each step."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_parameter_that_only_the_optimizer_gets_in_the_middle_is_saved(tmp_pat
 
 
 def test_gradients_that_no_reduction_takes_are_named() -> None:
-    """A weight that an embedding and something else use; a sparse gradient in exact mode, which no module announces."""
+    """A weight that an embedding and another module share; a sparse gradient in exact mode that no module announces."""
     weight = nn.Parameter(torch.ones(4, 2))
     buckets = BucketedReduction([weight], ["tied"], frozenset([0]), rank=0, overlap=True)
     with pytest.raises(UsageError, match=r"tied is the weight of an embedding with sparse=True, and gets a dense"):
@@ -167,7 +167,7 @@ def test_an_optimizer_of_another_model_is_warned_of(whose: str, caplog: pytest.L
 
 
 def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> None:
-    """The loss of that step was finite; it is the next one's that is not."""
+    """The loss of that step was finite; the next one's is not."""
     with pytest.raises(NonFiniteLossError) as caught:
         _weighted(tmp_path, 4, poisoned=True)
     assert "The loss is nan in step 4, micro-batch 0, on rank 0." in str(caught.value)
@@ -189,7 +189,7 @@ def test_a_short_script_trains_one_model_at_one_and_two_workers(job: Job, case: 
 
 
 class Wrapping(torch.optim.Optimizer):
-    """One that wraps another and leaves its base class out, as scripts have it."""
+    """One that wraps another and does not call its base class, as some scripts do."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.slow, self.steps = inner, [p.detach().clone() for p in inner.param_groups[0]["params"]], 0

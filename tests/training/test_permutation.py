@@ -1,4 +1,4 @@
-"""Orders that are computed position by position are permutations, and as random as any test can tell.
+"""Orders that are computed position by position are permutations, and random as far as these tests can tell.
 
 Keys are fixed, so that a test gives the same result each time. The limits are five standard deviations of chi-square.
 """
@@ -95,7 +95,7 @@ def test_pairs_of_neighbours_in_a_long_order_fill_the_square(length: int) -> Non
 
 
 def test_the_order_is_what_it_was() -> None:
-    """Checkpoints depend on it: another order needs another version, and the present one goes on to be known."""
+    """Checkpoints depend on it: another order needs another version, and the present one must stay supported."""
     assert Permutation(1000, 0, 0)[torch.arange(6)].tolist() == ORDER
     assert uniform(torch.arange(3), 0, 0).tolist() == NUMBERS
 

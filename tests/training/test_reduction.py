@@ -1,4 +1,4 @@
-"""The exact reduction in one process; tests/training/test_exact_matrix.py has it on several ranks."""
+"""The exact reduction in one process; tests/training/test_exact_matrix.py tests it on several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _tree_sum(values: list[Tensor]) -> Tensor:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 1000))
 def test_one_process_adds_by_the_tree_in_every_step(totals: list[int], seed: int) -> None:
-    """The number of micro-batches may change from step to step; what a step leaves is used by the next."""
+    """The number of micro-batches may change from step to step; the next step reuses memory of the previous one."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [((3,), torch.float32), ((2, 2), torch.float64), ((1,), torch.float32)]
     reduction = ExactReduction([torch.empty(shape, dtype=dtype) for shape, dtype in shapes], 1, 0)

@@ -43,7 +43,7 @@ def test_the_remedy_does_what_max_norm_does() -> None:
 
 
 def test_a_model_that_is_wrapped_or_sharded(run: Run) -> None:
-    """By stand-ins that need no process group; the test under the launcher has DDP and fully_shard themselves."""
+    """With stand-ins that need no process group; the test under the launcher uses the real DDP and fully_shard."""
     with pytest.raises(UsageError, match=r"The model is wrapped in DataParallel(.|\n)*model\.module"):
         _steps(run, nn.DataParallel(nn.Linear(4, 4)))
     for name, module in (

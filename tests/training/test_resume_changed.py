@@ -211,7 +211,7 @@ def _square(directory: Path, until: str, order: Callable[[list[Any]], list[Any]]
 
 
 def test_an_optimizer_whose_parameters_come_in_another_order(tmp_path: Path) -> None:
-    """As from a set, in each process another one; torch would exchange the moments of layers of one shape."""
+    """As from a set, whose order differs between processes; torch would exchange the moments of layers of one shape."""
     undisturbed = _square(tmp_path / "undisturbed", "6ba", lambda given: given)
     _square(tmp_path / "resumed", "3ba", lambda given: given[::-1])
     assert _square(tmp_path / "resumed", "6ba", lambda given: given[2:] + given[:2]) == undisturbed
@@ -230,7 +230,7 @@ def test_an_optimizer_whose_groups_have_each_others_parameters(tmp_path: Path) -
 
 
 def test_checkpoints_without_names_are_refused_by_the_shapes() -> None:
-    """Such as were made before the order of an optimizer's parameters was saved."""
+    """Checkpoints made before the order of an optimizer's parameters was saved."""
     model = _small()
     optimizer = _adamw(model)
     model(DATA).sum().backward()

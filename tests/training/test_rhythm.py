@@ -28,7 +28,7 @@ def rhythm(step_seconds: float, cost: Cost | None) -> Rhythm:
 
 
 class Training:
-    """Steps that take as long as they are said to, and snapshots that slow down the step after them.
+    """Steps of a given duration, and snapshots that slow down the step after them.
 
     Args:
         step: seconds.
@@ -129,7 +129,7 @@ def test_what_a_slot_costs_once_does_not_count_unless_it_is_much() -> None:
 
 
 def test_a_training_that_gets_slower_by_its_snapshots_takes_fewer() -> None:
-    """As when another program begins to use the cores that the copying had for itself."""
+    """As when another program begins to use the cores that only copying had used."""
     training = Training(1.0, Cost(0.001, 0.2), 0.0)
     training.go(200)
     assert training.interval() == 2

@@ -1,4 +1,4 @@
-"""A checkpoint that the agent asks for: the worker's end of a real socket, the test at the other."""
+"""A checkpoint that the agent requests: the worker's end of a real socket; the test is the agent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Asking:
         self._agent.sendall(c.pack(c.Save()))
 
     def saved(self) -> list[c.Saved]:
-        """What the worker says of checkpoints, once it has said something."""
+        """The worker's messages about checkpoints, once there are any."""
         return wait_for("the worker's word", lambda: list(self._said))
 
     def _answer(self) -> None:

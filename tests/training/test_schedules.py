@@ -37,7 +37,7 @@ def _asked_for_its_state(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
 
 
 class Holder:
-    """A part of the script's own that saves a scheduler with its own state."""
+    """An object of the script that saves a scheduler with its own state."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -71,7 +71,7 @@ def test_accumulation_is_the_step_on_the_whole_global_batch(micro: int, exact: b
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_weights_make_the_mean_over_what_they_count(exact: bool) -> None:
-    """As with tokens: each sample counts as often as its weight says, whatever micro-batch it is in."""
+    """As with tokens: each sample counts as often as its weight says, in whichever micro-batch it is."""
     counts = torch.arange(1.0, 9.0)
 
     def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
@@ -127,7 +127,7 @@ def test_a_step_used_wrongly_says_how(backward: Callable[[Step, Any], None], mes
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None:
-    """Else a script that goes on after it would update by half of the gradients."""
+    """Otherwise a script that continues after it would update with half of the gradients."""
 
     def fails(gradient: Tensor) -> Tensor:
         raise RuntimeError("out of memory")
@@ -260,7 +260,7 @@ def test_a_gradient_that_comes_in_parts_is_added_up_first() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("micro", [1, 2, 3])
 def test_gradients_that_share_their_memory_are_added_one_by_one(exact: bool, micro: int) -> None:
-    """Autograd may give both terms of a sum one and the same gradient."""
+    """Autograd may give both terms of a sum the same gradient object."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -286,7 +286,7 @@ def test_gradients_that_share_their_memory_are_added_one_by_one(exact: bool, mic
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_the_script_does_to_gradients_in_the_loop_changes_nothing(exact: bool) -> None:
-    """They are out of its reach until the loop has ended, also where autograd adds to them in place."""
+    """The script cannot access them until the loop has ended, even if autograd adds to them in place."""
     model = _model()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Models and optimizers that are trained together, in one loop; and trainings that cannot be together."""
+"""Models and optimizers that are trained together, in one loop; and trainings that cannot be combined."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_micro_batch_that_the_first_pass_has_changed_is_not_given_to_the_secon
 
 @pytest.mark.parametrize("together", [False, True])
 def test_an_optimizer_that_the_script_steps_beside_update_is_refused(together: bool) -> None:
-    """As a line that is left over from a plain loop: the gradients would be applied twice."""
+    """A line left over from a plain loop would apply the gradients twice."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     models, optimizers = ({"a": model}, {"a": optimizer}) if together else (model, optimizer)

@@ -60,7 +60,7 @@ class Recorder(el.Callback):
 
 
 class Case:
-    """A trainer with all its parts, made anew as after a restart."""
+    """A trainer with all its parts, constructed as after a restart."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -276,7 +276,7 @@ class Greedy(nn.Module):
 
 @pytest.fixture
 def little_memory() -> Iterator[Callable[[int], None]]:
-    """Limits what the process may map beyond what it has: the allocator's real refusal, not an imitation."""
+    """Limits how much more memory the process may map: the allocator's real refusal, not an imitation."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
 
     def limit(beyond: int) -> None:

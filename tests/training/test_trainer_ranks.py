@@ -49,7 +49,7 @@ def test_everything_that_is_reported_is_the_same_at_three_ranks(job: Job, alone:
     ],
 )
 def test_ranks_that_build_other_models_train_the_first_ones(job: Job, options: list[str]) -> None:
-    """As DDP does: a script that seeds nothing must not train as many models as there are ranks."""
+    """As DDP does: a script that sets no seed must not train a different model on each rank."""
     _train(job, 2, "--unseeded", *options)
     hashes = {(job.directory / f"run.{rank}").read_text() for rank in range(2)}
     assert len(hashes) == 1

@@ -1,4 +1,4 @@
-"""What checkpoints contain, and that state which they cannot contain ends the training before it has done any work."""
+"""What checkpoints contain; state that they cannot contain ends the training before it has done any work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Best = namedtuple("Best", "step loss")
 
 
 class Extra:
-    """A part of the state that is what it was given."""
+    """An object whose state is the value that it was given."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

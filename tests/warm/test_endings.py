@@ -145,7 +145,7 @@ def starters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sta
 
 
 def _told(ended: Ended) -> tuple[int, str, str]:
-    """What must be equal: addresses and thread numbers never are."""
+    """The output that must be equal: without addresses and thread numbers."""
     texts = (re.sub(r"0x[0-9a-f]+", "0x", text) for text in (ended.stdout, ended.stderr))
     return (ended.code, *texts)  # type: ignore[return-value]
 

@@ -18,7 +18,7 @@ FORMS = ("script", "relative", "link", "module", "package", "directory", "archiv
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the script finds, by how it is written on the command line and how it is started."""
+    """What the script finds, by its form on the command line and by how it is started."""
     place = tmp_path_factory.mktemp("forms")
     commands = _commands(place)
     config = config_for(tmp_path_factory.mktemp("logs"), str(SCRIPTS / "fresh.py"))

@@ -1,4 +1,4 @@
-"""What is read from a script's source, without running any of it."""
+"""The imports found in a script's source, without running it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _server(starter: Starter) -> int:
 
 
 def _package(directory: Path, name: str, text: str) -> str:
-    """Something installed: anything in a directory of that name counts as installed."""
+    """Write an installed module: anything in a directory of that name counts as installed."""
     write(directory, f"site-packages/{name}.py", text)
     return str(directory / "site-packages")
 

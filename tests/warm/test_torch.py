@@ -39,7 +39,7 @@ def test_torch_does_in_a_forked_worker_what_it_does_in_an_executed_one(
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_torch_compiles_by_default_is_what_an_executed_worker_compiles(tmp_path: Path) -> None:
-    """The forked one goes first, and has no cache to find it in."""
+    """The forked worker runs first, without a cache."""
     cache = tmp_path / "cache"
     env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     with both_ways(config_for(tmp_path, SCRIPT, preload=()), env) as starters:

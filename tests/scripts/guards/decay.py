@@ -1,4 +1,4 @@
-"""Decays its weights by hand, while the snapshot of the step before is under way; prints a hash of the weights."""
+"""Decays its weights by hand, while the previous step's snapshot is being written; prints a hash of the weights."""
 
 import torch
 from torch.utils.data import TensorDataset

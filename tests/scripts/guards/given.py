@@ -1,4 +1,4 @@
-"""Prints each rank's hash of all that the optimizer trains.
+"""Prints each rank's hash of all parameters of the optimizer.
 
 ``plain``: calls the model and not ``step.model``; ``weight``: has a loss weight of its own; ``unfrozen``: unfreezes a
 layer at step 3; ``nan``: has a sample that is NaN.

@@ -1,4 +1,4 @@
-"""Start a training that cannot be right: ``refused.py KIND DIRECTORY``."""
+"""Start a training that must be refused: ``refused.py KIND DIRECTORY``."""
 
 import sys
 

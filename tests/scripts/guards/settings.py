@@ -1,4 +1,4 @@
-"""Print torch's settings before, in and after a session; with ``hang`` one rank never comes to a collective."""
+"""Print torch's settings before, in and after a session; with ``hang`` one rank never reaches a collective."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A GAN's two loops side by side, each with a model of its own: refused."""
+"""A GAN's two concurrent loops, each with its own model: refused."""
 
 import sys
 

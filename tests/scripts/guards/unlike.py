@@ -1,4 +1,4 @@
-"""Give rank 1 something else than rank 0, one thing after the other: ``unlike.py DIRECTORY``."""
+"""Give rank 1 other arguments than rank 0, one after the other: ``unlike.py DIRECTORY``."""
 
 import json
 import sys
