@@ -246,6 +246,34 @@ def test_a_generator_of_the_models_own_is_refused_in_exact_mode() -> None:
     iter(run.steps(loader, model, optimizer, until=1, exact=True))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("place", ["between steps", "in a step"])
+def test_a_model_that_is_converted_in_the_middle(place: str, exact: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    model.register_buffer("seen", torch.zeros(1))
+    loader = el.ElasticLoader(torch.randn(16, 3), el.GlobalBatch(4, 2))
+    run, optimizer = Run(Engine(World(), torch.device("cpu"))), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in run.steps(loader, model, optimizer, until="4ba", exact=exact, buffers={"seen": "sum"}):
+            if step.number == 3 and place == "between steps":
+                model.double()
+            for number, x in enumerate(step):
+                if step.number == 3 and number == 1 and place == "in a step":
+                    model[0].double()
+                    model[1:].double()
+                model.seen += 1
+                step.backward(model(x.to(model[0].weight.dtype)).square().mean())
+            step.update()
+
+    if place == "in a step":
+        with pytest.raises(UsageError, match=r"changed in the middle of a step: 0\.weight(.|\n)*convert(.|\n)*between"):
+            train()
+        return
+    train()
+    assert (model.seen.dtype, model.seen.item(), model[0].weight.dtype) == (torch.float64, 8, torch.float64)
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_model_that_stays_in_evaluation_mode_is_reported(caplog: pytest.LogCaptureFixture, forgotten: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout())

@@ -88,6 +88,7 @@ def _groups(*sizes: int) -> MakeOptimizer:
             {"make": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))},
             r"model: 2\.(weight has the shape \[1, 4\], and here \[2, 4\]|bias has the shape \[1\], and here \[2\])",
         ),
+        ({"make": lambda: _small().double()}, r"model: 0\.weight is torch\.float32 in it, and torch\.float64 here"),
         ({"make": lambda: nn.ModuleDict({"module": _small()})}, r"(.|\n)*register what it wraps, model\.module"),
         (
             {"optimizer": lambda m: torch.optim.Adam(m.parameters())},
@@ -107,6 +108,25 @@ def test_what_does_not_fit_names_the_part_the_checkpoint_and_a_remedy(
         _train(saved / "plain", until="6ba", **changed)
     assert f"The checkpoint of step 3 in {path} does not fit this script's" in str(raised.value)
     assert raised.value.hint
+
+
+class _Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _small().double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.double()).float()  # type: ignore[no-any-return]
+
+
+def test_the_state_of_an_optimizer_keeps_its_dtypes(tmp_path: Path) -> None:
+    """NAdam has float32 numbers for float64 parameters, and torch converts them when it loads them."""
+
+    def train(directory: Path, until: str) -> str:
+        return _train(directory, until, _Double, lambda model: torch.optim.NAdam(model.parameters(), lr=0.1))
+
+    train(tmp_path / "resumed", "3ba")
+    assert train(tmp_path / "resumed", "8ba") == train(tmp_path / "undisturbed", "8ba")
 
 
 def test_a_part_that_is_missing_or_too_much_names_the_argument(saved: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["class_of", "differences", "module_differences", "reordered"]
+__all__ = ["class_of", "differences", "module_differences", "other_dtype", "reordered"]
 
 _SHOWN = 4  # Names in a message.
 
@@ -115,6 +115,15 @@ def module_differences(module: nn.Module, saved: Any) -> tuple[str, str]:
     if {f"module.{name}" for name in own} == set(saved) or {f"module.{name}" for name in saved} == set(own):
         hint = "One of both is wrapped in DistributedDataParallel: register what it wraps, model.module."
     return "; ".join(found), hint
+
+
+def other_dtype(module: nn.Module, saved: Any) -> str:
+    """Describe a tensor of a model's saved state that has another dtype here, to which torch would round it; or ""."""
+    for name, mine in module.state_dict().items() if isinstance(saved, Mapping) else ():
+        other = saved.get(name)
+        if isinstance(mine, Tensor) and isinstance(other, Tensor) and not is_lazy(mine) and mine.dtype != other.dtype:
+            return f"{name} is {other.dtype} in it, and {mine.dtype} here"
+    return ""
 
 
 def _some(names: Iterable[str]) -> str:

@@ -8,13 +8,19 @@ from itertools import count
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path, show
 from elastic_launch.snapshot.format.small_values import UnknownMember
-from elastic_launch.training.checkpoints.matching import class_of, differences, module_differences, reordered
+from elastic_launch.training.checkpoints.matching import (
+    class_of,
+    differences,
+    module_differences,
+    other_dtype,
+    reordered,
+)
 from elastic_launch.training.kinds import found
 
 __all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
@@ -245,11 +251,34 @@ def _load(
             _refuse(name, origin, found)
     if found := differences(part, saved, classes.get(name, "")):
         _refuse(name, origin, found)
+    if isinstance(part, nn.Module) and (found := other_dtype(part, saved)):
+        # Torch would round the values without a message.
+        _refuse(name, origin, found, "Convert the model before the training to what it was when this was saved.")
     try:
         part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
+    if isinstance(part, torch.optim.Optimizer):
+        _keep_dtypes(part, saved)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Give an optimizer's state the dtypes that it was saved with; torch converts it to those of the parameters.
+
+    NAdam and ASGD, for example, have float32 numbers for parameters of any dtype. An optimizer that loads its state
+    itself is left alone.
+    """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        own = optimizer.state[parameter] if number in saved["state"] else {}
+        for key, value in own.items():
+            was = saved["state"][number].get(key)
+            if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
+                own[key] = was.to(value.device, copy=True)
 
 
 def _refuse(name: str, origin: str, found: str, hint: str = "", cause: Exception | None = None) -> NoReturn:

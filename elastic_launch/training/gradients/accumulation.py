@@ -85,6 +85,7 @@ class Gradients:
         self.parameters = Parameters(model, optimizer)
         self._overlap = overlap
         self._room = room
+        self._rules = buffers
         self._buffers = Buffers(model, world_size, buffers)
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
@@ -145,6 +146,7 @@ class Gradients:
                 for name, parameter in zip(self.parameters.names, self.parameters.all, strict=True)
                 if id(parameter) not in known
             ]
+            self._buffers = Buffers(self.model, self.world_size, self._rules)  # model.to(dtype) replaces their tensors
             self._follow()
             self._reduction.reset()
         for parameter in self.parameters.all:
@@ -177,8 +179,12 @@ class Gradients:
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         trained = self.parameters.trained
         self._totals = self._reduction.totals() if number else None
-        for parameter, total in zip(trained, self._totals or [], strict=False):
-            parameter.grad = total
+        try:
+            for parameter, total in zip(trained, self._totals or [], strict=False):
+                parameter.grad = total
+        except RuntimeError:  # a sum of another dtype
+            self._refuse_changes()
+            raise
         try:
             yield
         finally:
@@ -247,21 +253,24 @@ class Gradients:
             whole: whether any rank is :attr:`whole`.
 
         Raises:
-            UsageError: naming a parameter that was frozen, unfrozen or added since the step began, or that is new and
-                differs between ranks.
+            UsageError: naming a parameter that was frozen, unfrozen, converted or added since the step began, or that
+                is new and differs between ranks.
         """
-        if self.parameters.changed():
-            names = ", ".join(self.parameters.follow())
-            raise UsageError(
-                f"The parameters that are trained changed in the middle of a step: {names}.",
-                "Freeze, unfreeze and add parameters between steps, before `for sample in step`.",
-            )
+        self._refuse_changes()
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
         for parameter, gradient in zip(self.parameters.trained, self._sums(whole), strict=True):
             parameter.grad = gradient
         self.waiting = True
+
+    def _refuse_changes(self) -> None:
+        if self.parameters.changed():
+            names = ", ".join(self.parameters.follow())
+            raise UsageError(
+                f"The parameters that are trained changed in the middle of a step: {names}.",
+                "Freeze, unfreeze, convert and add parameters between steps, before `for sample in step`.",
+            )
 
     def finish_buffers(self) -> None:
         """Set every buffer to its new value, on all ranks; called after :meth:`finish`."""

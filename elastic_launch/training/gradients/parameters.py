@@ -40,7 +40,7 @@ class Parameters:
         self._model = model
         self._optimizer = optimizer
         self._in_optimizer: list[int] = []
-        self._flags: list[bool] = []
+        self._kinds: list[tuple[bool, torch.dtype]] = []
         self.all: list[Tensor] = []
         self.names: list[str] = []
         self.trained: list[Tensor] = []
@@ -52,8 +52,8 @@ class Parameters:
         self._find()
 
     def changed(self) -> bool:
-        """Whether the set of parameters has changed since it was last determined."""
-        if [parameter.requires_grad for parameter in self.all] != self._flags:
+        """Whether the set of parameters, or the dtype of one, has changed since it was last determined."""
+        if _kinds(self.all) != self._kinds:
             return True
         # The model is searched again only if the optimizer's parameters changed: others are not trained.
         return self._ids() != self._in_optimizer
@@ -70,13 +70,13 @@ class Parameters:
         return bool(own and models) and own.isdisjoint(models)
 
     def follow(self) -> list[str]:
-        """Determine the parameters again; return the names of those that are new, frozen or unfrozen."""
-        before = dict(zip(map(id, self.all), self._flags, strict=True))
+        """Determine the parameters again; return the names of those that are new, frozen, unfrozen or converted."""
+        before = dict(zip(map(id, self.all), self._kinds, strict=True))
         self._find()
         return [
             name
-            for name, parameter in zip(self.names, self.all, strict=True)
-            if before.get(id(parameter)) is not parameter.requires_grad
+            for name, parameter, kind in zip(self.names, self.all, self._kinds, strict=True)
+            if before.get(id(parameter)) != kind
         ]
 
     def _ids(self) -> list[int]:
@@ -102,7 +102,7 @@ class Parameters:
         self.names = [name for name, _ in found]
         self.extra = dict(own.values())
         self._in_optimizer = self._ids()
-        self._flags = [parameter.requires_grad for parameter in self.all]
+        self._kinds = _kinds(self.all)
         trained = [(name, parameter) for name, parameter in found if parameter.requires_grad]
         self.trained = [parameter for _, parameter in trained]
         self.trained_names = [name for name, _ in trained]
@@ -177,20 +177,24 @@ class OwnParameters:
         """Load the values.
 
         Raises:
-            UsageError: naming a parameter that the state or the optimizer lacks, or that has another shape.
+            UsageError: naming a parameter that the state or the optimizer lacks, or that has another shape or dtype.
         """
         own = self.state_dict()
         for name in [*own, *(name for name in state if name not in own)]:
             mine, theirs = own.get(name), state.get(name)
-            if mine is None or theirs is None or mine.shape != theirs.shape:
-                shapes = [None if value is None else list(value.shape) for value in (theirs, mine)]
+            if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                there, here = (None if x is None else f"{list(x.shape)} of {x.dtype}" for x in (theirs, mine))
                 raise UsageError(
-                    f"{name}, which is not the model's, has the shape {shapes[0]} in the checkpoint and {shapes[1]} in "
+                    f"{name}, which is not the model's, has the shape {there} in the checkpoint and {here} in "
                     "this script.",
                     "Give the optimizer the parameters that it had then, or start in another directory.",
                 )
             with torch.no_grad():
                 mine.copy_(theirs)
+
+
+def _kinds(parameters: list[Tensor]) -> list[tuple[bool, torch.dtype]]:
+    return [(parameter.requires_grad, parameter.dtype) for parameter in parameters]
 
 
 def _check(name: str, parameter: Tensor) -> None:
