@@ -100,3 +100,48 @@ def test_under_the_launcher_it_is_the_root_cause(job: Job, kind: str) -> None:
         "late": "'optimizer') came after",
     }
     assert said[kind] in agent.output.partition("root cause")[2]
+
+
+class Recurrent(nn.Module):
+    """Keeps the hidden state itself, or gets it from the script; or has an encoder whose state a decoder gets."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.encoder = nn.GRU(1, 2)
+        self.decoder = nn.GRUCell(1, 2)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, hidden = self.encoder(x, self.kept if self.kind == "kept" else state)
+        if self.kind == "kept":
+            self.kept = hidden.detach()
+        for _ in range(2 if self.kind == "decoder" else 0):
+            hidden = self.decoder(x[0], hidden[0])[None]
+        return out.mean() + hidden.mean(), hidden
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("kind", ["kept", "given", "given in the next step", "decoder"])
+def test_a_hidden_state_that_is_carried_to_the_next_micro_batch(run: Run, kind: str, exact: bool) -> None:
+    model, state = Recurrent(kind), None
+    batch = el.GlobalBatch(2, 2 if kind == "given in the next step" else 1)
+    loader = el.ElasticLoader(torch.ones(8, 3, 1), batch, collate_fn=lambda found: torch.stack(found, 1))
+    steps = run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until=1, exact=exact)
+
+    def train() -> None:
+        nonlocal state
+        for step in steps:
+            for x in step:
+                loss, hidden = model(x, state)
+                state = hidden.detach() if kind.startswith("given") else None
+                step.backward(loss)
+            step.update()
+
+    if exact and kind != "decoder":
+        who = "the module 'encoder'" if kind == "kept" else "the model"
+        with pytest.raises(UsageError, match=f"{who} is called with a tensor that it has returned in an earlier micro"):
+            train()
+    else:
+        train()
+        assert not model._forward_hooks, "no step pays for it any more"

@@ -2,6 +2,7 @@
 
 ``parameters``    the parameters of a training
 ``accumulation``  one step's gradients, in default and in exact mode
+``carried``       exact mode: refuses states carried from one micro-batch to the next
 ``buckets``       default mode: all-reduce in buckets during the last backward pass
 ``reduction``     exact mode: addition in a fixed tree
 ``tree``          that tree's arithmetic, without torch

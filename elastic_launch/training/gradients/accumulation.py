@@ -19,6 +19,7 @@ from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.buckets import BucketedReduction, LocalReduction
 from elastic_launch.training.gradients.buffers import Buffers
+from elastic_launch.training.gradients.carried import CarriedStates
 from elastic_launch.training.gradients.flat import Values
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
@@ -362,12 +363,22 @@ class ExactGradients(Gradients):
         check_model(model)
         self._buffer_sums: list[Tensor] = []
         super().__init__(model, optimizer, world_size, rank, buffers=buffers)
+        self._states = CarriedStates(model)
+
+    def begin(self, plan: BatchPlan) -> None:
+        super().begin(plan)
+        self._states.begin_step()
+
+    def close(self) -> None:
+        super().close()
+        self._states.close()
 
     def _new_reduction(self) -> ExactReduction:
         like = [*self.parameters.trained, *self._buffers.summed]
         return ExactReduction(like, self.world_size, self.rank, names=self.parameters.trained_names)
 
     def _begin_micro_batch(self, number: int) -> None:
+        self._states.begin_micro_batch()
         self._reduction.begin(self._plan.micro_batches[number].index)
 
     def _end_micro_batch(self, number: int) -> None:

@@ -1,0 +1,103 @@
+"""Detects hidden states that a script carries from one micro-batch to the next, which exact mode cannot repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["CarriedStates"]
+
+STEPS = 2
+"""Number of steps to watch, as each micro-batch of later steps would do the same."""
+
+
+class CarriedStates:
+    """Watches the calls of a model, and of the recurrent layers in it, during the first steps.
+
+    The ranks go through the micro-batches at the same time, and a restart begins in the middle, so a state carried from
+    one micro-batch to the next depends on the number of ranks and on restarts. It is found if a module is called with a
+    tensor that it has computed itself in an earlier micro-batch, also with a detached one, but not with a copy.
+
+    Args:
+        model: the model; of several in a ``ModuleDict``, each is watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._steps = 0
+        self._micro_batch = 0
+        self._returned: dict[tuple[str, int], tuple[StorageWeakRef, int]] = {}
+        self._handles: list[RemovableHandle] = []
+        called = set(model.values() if isinstance(model, nn.ModuleDict) else [model])
+        for path, module in model.named_modules():
+            if module in called or isinstance(module, nn.RNNBase | nn.RNNCellBase):
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._called, path), with_kwargs=True),
+                    module.register_forward_hook(partial(self._has_returned, path), with_kwargs=True),
+                ]
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._steps += 1
+        if self._steps > STEPS:
+            self.close()
+
+    def begin_micro_batch(self) -> None:
+        """Note that a micro-batch begins."""
+        self._micro_batch += 1
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._returned.clear()
+
+    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training:
+            return
+        for tensor in _tensors((args, kwargs)):
+            _, when = self._returned.get((path, _storage(tensor).cdata), (None, self._micro_batch))
+            if when != self._micro_batch:
+                called = f"the module {path!r}" if path else "the model"
+                raise UsageError(
+                    f"exact=True: {called} is called with a tensor that it has returned in an earlier micro-batch, "
+                    "such as a hidden state. With another number of ranks, and after a restart, it would be a "
+                    "different one.",
+                    "Begin each micro-batch with a new state, keep it in a buffer with a rule (buffers=), or train "
+                    "without exact=True.",
+                )
+
+    def _has_returned(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training:
+            return
+        given = {_storage(tensor).cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(output):
+            storage = _storage(tensor)
+            if tensor.requires_grad and storage.cdata not in given:
+                # The weak reference keeps the number from being used for another storage.
+                self._returned[path, storage.cdata] = storage, self._micro_batch
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the dense tensors in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
