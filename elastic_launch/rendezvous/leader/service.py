@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import select
 import selectors
 import socket
 import threading
@@ -181,7 +182,9 @@ class LeaderService:
             for link in self._links.values():
                 link.sock.close()
             self._selector.close()
-            if not self._deposed:
+            if self._deposed:
+                self._refuse_waiting()
+            else:
                 self._listener.close()
             self._wake_in.close()
 
@@ -215,6 +218,15 @@ class LeaderService:
             if now >= next_pulse and not self._deposed:
                 next_pulse = now + self._beat
                 self._pulse(now)
+
+    def _refuse_waiting(self) -> None:
+        """Close the connections that nothing serves now: among them may be that of this node's own membership."""
+        waiting = select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        # accept() may block: the listener's copies share one flag, and the next leader sets it for its own.
+        while waiting.poll(0):
+            with contextlib.suppress(OSError):
+                self._listener.accept()[0].close()
 
     def _patience(self) -> float:
         """Seconds that nodes have, once this leader must stop, to receive the run's end or to finish a drain."""
