@@ -18,6 +18,7 @@
 ``outcome``       how the node's part ended; ``summary`` is the final message of a failed run
 ``console``       the agent's own log lines; ``torch_events`` emits torch's events
 ``output_sinks``  the consoles and files that output goes to
+``child``         a child process, however it was started
 ``helpers``       starts helper processes with a safe import path
 ``priority``      lowers the priority of background work
 ``dumpable``      whether other processes may inspect this one

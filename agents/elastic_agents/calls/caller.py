@@ -6,14 +6,12 @@ import json
 import logging
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
@@ -24,6 +22,7 @@ from elastic_agents.calls.forking import fork_agent
 from elastic_agents.calls.function import ForkedCall
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
+from elastic_agents.child import UNKNOWN, Child
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.system.descriptors import given_limit
@@ -32,14 +31,10 @@ __all__ = ["Ended", "run_agent"]
 
 _log = logging.getLogger("elastic_launch")
 
-UNKNOWN = 255
-"""Exit code of a process whose own exit code is lost."""
-
 MARGIN = 10.0
 """Seconds that an agent gets beyond its workers' shutdown timeout before it is killed, if the caller cannot wait."""
 
-KILLED = 10.0
-"""Seconds that a process gets between SIGKILL and its end."""
+NAME = "the agent's process"
 
 
 class Ended:
@@ -105,81 +100,6 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
     return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
 
 
-class _Process:
-    """The agent's process, a child of this one.
-
-    Attributes:
-        exit_code: -N for signal N; None while it runs, and if it cannot be reaped.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.exit_code: int | None = None
-        self._descriptor = -1
-        try:
-            self._descriptor = os.pidfd_open(pid)
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            self._reap()
-            raise
-
-    def signal(self, number: int) -> None:
-        """Forward a signal; safe to call from a signal handler."""
-        if self._descriptor >= 0:
-            with suppress(ProcessLookupError):  # it has just been reaped
-                signal.pidfd_send_signal(self._descriptor, number)
-
-    def wait(self, timeout: float | None = None, pipe: int = -1) -> bool:
-        """Wait for its end, or until a pipe is readable; return whether the process has ended.
-
-        Signal handlers run meanwhile.
-        """
-        end = select.poll()
-        end.register(self._descriptor, select.POLLIN)
-        if pipe >= 0:
-            end.register(pipe, select.POLLIN)
-        found = end.poll(None if timeout is None else 1000 * timeout)
-        return any(descriptor == self._descriptor for descriptor, _ in found)
-
-    def end(self, timeout: float) -> None:
-        """End it if it still runs: by SIGTERM, after a timeout by SIGKILL, upon which the guard ends its workers."""
-        if self._descriptor < 0:
-            return
-        try:
-            if not self.wait(0):
-                self.signal(signal.SIGTERM)
-                if not self.wait(timeout):
-                    self.signal(signal.SIGKILL)
-        except BaseException:
-            self.signal(signal.SIGKILL)
-            raise
-        finally:
-            self._reap()
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-    def _reap(self) -> None:
-        """Read its exit code. It has ended or was killed, but the kernel or a debugger may still hold it."""
-        deadline = time.monotonic() + KILLED
-        while True:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                self.exit_code = UNKNOWN  # other code in this process has already waited for it
-                return
-            if pid:
-                self.exit_code = os.waitstatus_to_exitcode(status)
-                return
-            if time.monotonic() > deadline:
-                _log.error(
-                    "the agent's process, pid %d, cannot be reaped after %g s and is left behind: the kernel or a "
-                    "debugger holds it (see /proc/%d/status)",
-                    *(self.pid, KILLED, self.pid),
-                )
-                return
-            time.sleep(0.01)
-
-
 def _command(order: int, report: int, *server: int) -> list[str]:
     # After the interpreter's own path: no module of the caller's can shadow the standard library.
     path = [os.path.abspath(entry) for entry in sys.path if entry]
@@ -195,7 +115,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
 
 
-def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
+def _executed(inherit: Sequence[int], order: int, report: int) -> Child:
     with given_limit():
         started = subprocess.Popen(
             _command(order, report),
@@ -204,12 +124,13 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> _Process:
             start_new_session=True,  # a terminal's signals reach it through the caller only
         )
     started.returncode = UNKNOWN  # Popen must no longer wait for it
-    return _Process(started.pid)
+    return Child(started.pid, NAME)
 
 
-def _forked(forked: ForkedCall, inherit: Sequence[int], mask: Collection[int], order: int, report: int) -> _Process:
+def _forked(forked: ForkedCall, inherit: Sequence[int], mask: Collection[int], order: int, report: int) -> Child:
     command = partial(_command, order, report)
-    return _Process(fork_agent(command, _environment(), inherit, mask, forked.function, forked.args, forked.results))
+    pid = fork_agent(command, _environment(), inherit, mask, forked.function, forked.args, forked.results)
+    return Child(pid, NAME)
 
 
 def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:
@@ -222,7 +143,7 @@ def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, in
     return Monitor(source, config.role, config.options.monitor_interval), tell
 
 
-def _await(process: _Process, monitor: Monitor | None) -> None:
+def _await(process: Child, monitor: Monitor | None) -> None:
     if monitor is None:
         process.wait()
         return

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_agents.calls.metrics import Meter, MetricPipe
-from elastic_agents.warm.fork_bootstrap import Bootstrap, ForkedServer, ServerLink
+from elastic_agents.child import Child
+from elastic_agents.warm.fork_bootstrap import SERVER, Bootstrap, ServerLink
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.events.types import Event
@@ -72,7 +73,7 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     if server:
         for descriptor in (orders, source):
             os.set_inheritable(descriptor, False)
-        begun = Bootstrap([], server=ServerLink(ForkedServer(server), socket.socket(fileno=orders), source))
+        begun = Bootstrap([], server=ServerLink(Child(server, SERVER), socket.socket(fileno=orders), source))
     pipe = None
     if ordered.metrics is not None:
         os.set_inheritable(ordered.metrics, False)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import threading
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
+from elastic_agents.child import UNKNOWN, Child
 from elastic_agents.warm import prefork
 from elastic_agents.warm._import_watch import PER_WORKER
-from elastic_agents.warm.fork_bootstrap import ServerLink
+from elastic_agents.warm.fork_bootstrap import SERVER, ServerLink
 from elastic_agents.warm.prefork import Prefork
 from elastic_agents.warm.server import command, open_log, server_environment, server_settings
 from elastic_agents.workers.processes import StartRequest
@@ -108,8 +110,10 @@ class WarmServer:
                     pass_fds=[theirs.fileno(), tell],
                     start_new_session=True,
                 )
+            process.returncode = UNKNOWN  # Popen must no longer wait for it
+            server = Child(process.pid, SERVER)
             undo.pop_all()
-        return WarmServer(ServerLink(process, orders, source), env, ahead)
+        return WarmServer(ServerLink(server, orders, source), env, ahead)
 
     @property
     def pid(self) -> int:
@@ -175,7 +179,7 @@ class WarmServer:
         """Treat the server as lost: its pending requests must never produce a process."""
         with self._lock:
             self._usable, self.lost = False, True
-        self._process.kill()
+        self._process.signal(signal.SIGKILL)
         self._dismiss()
 
     def close(self) -> None:
@@ -183,7 +187,7 @@ class WarmServer:
         if self._closing:
             return
         self._closing = True
-        self._process.kill()
+        self._process.signal(signal.SIGKILL)
         self._dismiss()  # the thread may be waiting for them
         self._thread.join(10)
         self._reap()
@@ -224,10 +228,7 @@ class WarmServer:
             if self._reaped:
                 return  # its pid may already belong to another process
             self._reaped = True
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                _log.warning("the warm server, pid %d, does not end", self._process.pid)
+            self._process.reap()
             with suppress(OSError):  # processes cannot be listed
                 kill_sessions({self._process.pid})
                 reap_orphans({self._process.pid})

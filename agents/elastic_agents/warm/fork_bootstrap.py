@@ -13,18 +13,15 @@ import importlib
 import json
 import os
 import pickle
-import selectors
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
+from elastic_agents.child import Child
 from elastic_agents.dumpable import set_dumpable
 from elastic_agents.probes.http_server import HttpServer, Response
 from elastic_agents.warm._preload import Loading, Plan, plan
@@ -32,62 +29,10 @@ from elastic_agents.warm._script_imports import Import
 from elastic_agents.warm.run_script import BLOCKED, show
 from elastic_agents.warm.server import open_log, serve_as
 
-__all__ = ["AgentState", "Bootstrap", "ForkedServer", "ServerLink", "answering", "bootstrap"]
+__all__ = ["SERVER", "AgentState", "Bootstrap", "ServerLink", "answering", "bootstrap"]
 
 
-class ServerProcess(Protocol):
-    """A server's process, executed (:class:`subprocess.Popen`) or forked."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout: float) -> object: ...
-
-
-class ForkedServer:
-    """A child forked by this process, with the interface that :class:`subprocess.Popen` has for an executed one.
-
-    Raises:
-        OSError: if no descriptor is left; the child is then ended.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._lock = threading.Lock()
-        self._ended = False
-        try:
-            self._descriptor = os.pidfd_open(pid)
-        except OSError:
-            self.kill()
-            self._reap()
-            raise
-
-    def kill(self) -> None:
-        with self._lock:
-            if not self._ended:
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float) -> None:
-        """Reap it; only one thread at a time may call this.
-
-        Raises:
-            subprocess.TimeoutExpired: if it has not ended within the timeout.
-        """
-        if self._ended:
-            return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._descriptor, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                raise subprocess.TimeoutExpired("warm server", timeout)
-        self._reap()
-        os.close(self._descriptor)
-
-    def _reap(self) -> None:
-        with self._lock:
-            self._ended = True
-            os.waitpid(self.pid, 0)
+SERVER = "the warm server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +96,7 @@ class ServerLink:
         source: descriptor of the pipe from it.
     """
 
-    process: ServerProcess
+    process: Child
     orders: socket.socket
     source: int
 
@@ -159,8 +104,8 @@ class ServerLink:
         """End the server."""
         self.orders.close()
         os.close(self.source)
-        self.process.kill()
-        self.process.wait(10)
+        self.process.signal(signal.SIGKILL)
+        self.process.reap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +183,7 @@ class _Fork:
         self.theirs.close()
         os.close(self.tell)
         try:
-            return ServerLink(ForkedServer(self.pid), self.orders, self.source)
+            return ServerLink(Child(self.pid, SERVER), self.orders, self.source)
         except OSError:
             self.orders.close()
             os.close(self.source)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from elastic_agents.child import UNKNOWN
 from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans
 from elastic_launch.system.descriptors import given_limit
 from elastic_launch.system.threads import VitalThread
@@ -26,9 +27,6 @@ OnExit = Callable[[int, int], None]
 
 SWEEP_EVERY = 10.0
 """Seconds between reapings of dead processes that workers left behind; twice that if their session is unknown."""
-
-UNKNOWN = 255
-"""Exit code of a process whose own exit code is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The agent's process as seen by a Python caller: elastic_agents.calls.caller."""
+"""Children of this process: elastic_agents.child."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from elastic_agents.calls import caller
+from elastic_agents import child
 
 SLEEP = "import ctypes, time; ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0); print(flush=True); time.sleep(600)"
 """Any process may trace it (PR_SET_PTRACER)."""
@@ -25,12 +25,12 @@ sys.stdin.read()
 def test_a_killed_process_that_cannot_be_reaped_is_left_behind_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(caller, "KILLED", 0.2)
+    monkeypatch.setattr(child, "KILLED", 0.2)
     held = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE)
     assert held.stdout is not None
     with held, held.stdout as said:
         said.readline()
-        process = caller._Process(held.pid)
+        process = child.Child(held.pid, "the agent's process")
         # A debugger learns of the process' end first, and has not waited for it yet.
         with subprocess.Popen(
             [sys.executable, "-c", TRACE, str(held.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
