@@ -19,6 +19,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -53,6 +54,7 @@ from elastic_launch.config.torch_options import TorchOptions
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.rendezvous.torch_handler import TorchrunHandler
 from elastic_launch.secret import Token
+from elastic_launch.system.descriptors import standard_numbers_taken
 from elastic_launch.system.program import check_kernel
 
 __all__ = ["LaunchConfig", "LocalElasticAgent", "elastic_launch", "launch_agent"]
@@ -283,8 +285,10 @@ def _run(
     group: WorkerGroup | None = None,
 ) -> RunResult:
     call: FunctionCall | ForkedCall | None = None
+    taken = ExitStack()
     try:
         try:
+            taken.enter_context(standard_numbers_taken())
             check_kernel()
             check_directory()
             if isinstance(entrypoint, str):
@@ -307,6 +311,7 @@ def _run(
             put_results(config.role, result, ended.report["restarts"], ended.report["max_restarts"])
             return result
     finally:
+        taken.close()
         if call is not None:
             call.close()
         if health_check_server is not None:

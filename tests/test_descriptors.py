@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -67,3 +68,14 @@ def test_what_is_in_reserve_is_there_when_there_is_nothing_else(
         os.close(descriptor)
     assert len([text for text in caplog.messages if "tries again" in text]) == 1
     assert not descriptors.scarce(OSError(errno.ENOENT, "no"))
+
+
+def test_no_descriptor_is_taken_for_a_closed_standard_stream() -> None:
+    code = (
+        "import os; from elastic_launch.system.descriptors import standard_numbers_taken as taken\n"
+        "os.close(0); os.close(2)\n"
+        "with taken(): print(os.dup(1))\n"
+        "print(os.dup(1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["3", "0"]

@@ -13,7 +13,7 @@ import resource
 import threading
 from collections.abc import Iterator
 
-__all__ = ["PAUSE", "given_limit", "raise_limit", "release", "reserve", "scarce"]
+__all__ = ["PAUSE", "given_limit", "raise_limit", "release", "reserve", "scarce", "standard_numbers_taken"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,16 @@ def raise_limit() -> None:
     with contextlib.suppress(ValueError, OSError):  # more than the kernel's own bound, fs.nr_open
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         _given = (soft, hard)
+
+
+@contextlib.contextmanager
+def standard_numbers_taken() -> Iterator[None]:
+    """While entered, no new descriptor gets a number from 0 to 2: a child would take it for a standard stream."""
+    with contextlib.ExitStack() as taken:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            taken.callback(os.close, descriptor)
+        os.close(descriptor)
+        yield
 
 
 def reserve() -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def test_forked_workers_have_what_the_caller_has(tmp_path: Path) -> None:
         return shared, more(), os.environ["TORCHELASTIC_RESTART_COUNT"], signal.getsignal(signal.SIGTERM)
 
     config = configured(tmp_path, start_method="fork", max_restarts=1)
-    found = elastic_launch(config, work)(lambda: 3)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(elastic_launch(config, work), lambda: 3).result()
     assert found == {rank: (shared, 3, "1", signal.getsignal(signal.SIGTERM)) for rank in (0, 1)}
 
 

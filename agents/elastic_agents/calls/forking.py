@@ -104,6 +104,8 @@ def _serve(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     _limit_threads()
+    # As newer versions of Python do: this may be a thread of a pool, which would wait for itself at the end.
+    vars(sys.modules.get("concurrent.futures.thread", sys)).get("_threads_queues", {}).clear()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL if on_child is None else on_child)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     local_rank = orders.argv[-1]
