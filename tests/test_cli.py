@@ -259,7 +259,7 @@ def test_etcd_takes_several_addresses(parse: Parse) -> None:
         ("--rdzv-backend etcd --rdzv-endpoint a,,b --rdzv-id x train.py", "--rdzv-endpoint"),
     ],
 )
-def test_what_etcd_needs_is_said(parse: Parse, line: str, message: str) -> None:
+def test_settings_that_etcd_needs_are_reported(parse: Parse, line: str, message: str) -> None:
     assert message in refused(parse, line).message
 
 

@@ -51,14 +51,14 @@ def refused(parse: Parse, *line: str, **environ: str) -> UsageError:
         ["train.py", "-m"],
     ],
 )
-def test_what_follows_the_script_is_its_own(parse: Parse, arguments: list[str]) -> None:
+def test_everything_after_the_script_is_passed_to_it(parse: Parse, arguments: list[str]) -> None:
     config = parse("--nproc", "2", "train.py", *arguments)
     assert config.nproc == 2
     assert config.command.argv == (sys.executable, "-u", "train.py", *arguments)
     assert config.command.display == ("train.py", *arguments)
 
 
-def test_two_dashes_end_our_flags(parse: Parse) -> None:
+def test_two_dashes_end_the_launchers_flags(parse: Parse) -> None:
     config = parse("--nproc 2 -- train.py -- --nproc 3")
     assert config.nproc == 2
     assert config.command.display == ("train.py", "--", "--nproc", "3")
@@ -112,7 +112,7 @@ def test_module(parse: Parse, flag: str) -> None:
     assert command.display == ("-m", "train", "--lr", "1")
 
 
-def test_modules_that_are_there(parse: Parse) -> None:
+def test_existing_modules(parse: Parse) -> None:
     Path("package").mkdir()
     Path("package/__init__.py").write_text("raise AssertionError('imported')\n")
     Path("package/__main__.py").touch()

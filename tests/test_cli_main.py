@@ -93,7 +93,7 @@ def test_main_helps(agent: list[LaunchConfig], capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("line", ["--version", "--vers", "--nnodes 1:4 --version train.py"])
-def test_main_tells_its_version(capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_main_prints_its_version(capsys: pytest.CaptureFixture[str], line: str) -> None:
     assert cli.main(line.split()) == 0
     assert capsys.readouterr().out == f"elastic-launch {elastic_launch.__version__}\n"
 

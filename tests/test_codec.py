@@ -66,7 +66,7 @@ JSON = st.recursive(
 @pytest.mark.parametrize("kind", [*REPORTS, *ORDERS], ids=lambda kind: kind.__name__)
 @STEADY
 @given(data=st.data())
-def test_any_message_comes_back_as_it_was(kind: type[Any], data: st.DataObject) -> None:
+def test_any_message_survives_a_round_trip(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(instances(kind))
     line = m.pack(message)
     assert line.endswith(b"\n")
@@ -76,11 +76,11 @@ def test_any_message_comes_back_as_it_was(kind: type[Any], data: st.DataObject) 
 
 @STEADY
 @given(instances(ControlRecord) | instances(Round))
-def test_any_value_comes_back_as_it_was(value: Any) -> None:
+def test_any_value_survives_a_round_trip(value: Any) -> None:
     assert codec.decode(type(value), codec.loads(codec.dumps(value))) == value
 
 
-def test_a_message_says_first_what_it_is() -> None:
+def test_a_message_begins_with_its_type() -> None:
     assert m.pack(m.Joined(3)) == b'{"type":"joined","round":3}\n'
     assert m.pack(m.Beat()) == b'{"type":"beat"}\n'
 
@@ -149,7 +149,7 @@ def test_a_field_of_another_type_is_named(line: str, found: str) -> None:
         m.unpack(line.encode())
 
 
-def test_whole_numbers_do_for_floats() -> None:
+def test_whole_numbers_are_accepted_as_floats() -> None:
     welcome = m.unpack(b'{"type":"welcome","term":1,"node_id":"a","beat":1,"dead_after":5}')
     assert isinstance(welcome, m.Welcome)
     assert type(welcome.beat) is float

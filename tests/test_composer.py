@@ -117,7 +117,7 @@ SEVERAL = "-n 2 --world_size 4 --node_rank 0"
         ("-n 2 --stdout {rank", {}, "is no format", "a brace itself is written twice"),
     ],
 )
-def test_what_cannot_be_a_world_is_said(
+def test_an_impossible_world_is_reported(
     parse: Parse, line: str, environ: dict[str, str], problem: str, hint: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -126,7 +126,7 @@ def test_what_cannot_be_a_world_is_said(
     assert hint in caught.value.hint
 
 
-def test_a_missing_script_is_said(parse: Parse) -> None:
+def test_a_missing_script_is_reported(parse: Parse) -> None:
     for line, problem in (("-n 1", "there is no script to run"), ("-n 1 none.py", "there is no script 'none.py'")):
         with pytest.raises(UsageError, match=problem):
             parse(line)
@@ -220,7 +220,7 @@ def test_arguments_are_expanded(text: str, becomes: str, monkeypatch: pytest.Mon
         ("--world_size", True),
     ],
 )
-def test_elastic_launch_knows_when_it_is_asked_for_a_fixed_world(line: str, expected: bool) -> None:
+def test_elastic_launch_recognizes_a_request_for_a_fixed_world(line: str, expected: bool) -> None:
     assert composer.wanted(line.split()) is expected
 
 

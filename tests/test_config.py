@@ -130,7 +130,7 @@ def test_endpoint_takes_the_default_port_that_it_is_given() -> None:
         ("node0:\u0661", "the port"),
     ],
 )
-def test_endpoints_that_are_none(text: str, message: str) -> None:
+def test_invalid_endpoints(text: str, message: str) -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint") as caught:
         parse_endpoint(text)
     assert message in caught.value.message
@@ -214,7 +214,7 @@ def test_digest_ignores_what_may_differ_between_nodes(change: dict[str, object])
         {"backend": "etcd"},
     ],
 )
-def test_digest_tells_other_scripts_apart(change: dict[str, object]) -> None:
+def test_digest_distinguishes_scripts(change: dict[str, object]) -> None:
     assert dataclasses.replace(CONFIG, **change).digest() != CONFIG.digest()  # type: ignore[arg-type]
 
 
@@ -244,7 +244,7 @@ def test_a_commands_target(
     assert Command(("x",), display).target == expected
 
 
-def test_digest_takes_any_bytes_of_a_command_line() -> None:
+def test_digest_accepts_any_bytes_of_a_command_line() -> None:
     config = dataclasses.replace(CONFIG, command=Command(("x",), ("\udcff.py",)))
     assert len(config.digest()) == 64
 

@@ -58,7 +58,7 @@ def torchruns_names() -> set[str]:
     return {str(name) for name in names if str(name).isupper()} | {"LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"}
 
 
-def test_all_that_torchrun_sets_is_there() -> None:
+def test_all_variables_of_torchrun_are_set() -> None:
     assert "TORCHELASTIC_RESTART_COUNT" in torchruns_names()
     assert torchruns_names() - set(environment()) == set()
 
@@ -252,7 +252,7 @@ def _read(line: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(_LINES)
-def test_whatever_a_worker_says_is_a_message_or_refused(line: bytes) -> None:
+def test_anything_that_a_worker_sends_is_a_message_or_refused(line: bytes) -> None:
     _read(line)
 
 
@@ -260,5 +260,5 @@ def test_whatever_a_worker_says_is_a_message_or_refused(line: bytes) -> None:
 @pytest.mark.timeout(3600)
 @settings(max_examples=300_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_LINES)
-def test_whatever_a_worker_says_is_a_message_or_refused_at_length(line: bytes) -> None:
+def test_anything_that_a_worker_sends_is_a_message_or_refused_at_length(line: bytes) -> None:
     _read(line)

@@ -460,7 +460,7 @@ def check(target: Target, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_right_is_read(name: str) -> None:
+def test_valid_input_is_read(name: str) -> None:
     target = TARGETS[name]
     for sample in target.samples:
         if name not in (
@@ -506,7 +506,7 @@ def test_anything_else_is_read_or_refused_as_declared_at_length(name: str, data:
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "job file"])  # the user's own
-def test_no_decoder_takes_much_more_memory_than_it_is_given_bytes(name: str) -> None:
+def test_no_decoder_takes_much_more_memory_than_its_input(name: str) -> None:
     """Input that nests, repeats, counts or never ends."""
     target, size = TARGETS[name], 2**13
     for unit in (b"[", b'{"a":', b"9", b" ", b"x", b"\n", b'["a"],', b"\xff", b"\x00", b"- a\n", b"GET / HTTP/1.1\r\n"):

@@ -52,7 +52,7 @@ def test_the_limit_is_not_lowered_below_descriptors_in_use(limit: tuple[int, int
             os.close(descriptor)
 
 
-def test_what_is_in_reserve_is_there_when_there_is_nothing_else(
+def test_the_reserve_is_available_when_no_other_descriptor_is(
     limit: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     descriptors.reserve()

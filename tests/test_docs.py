@@ -176,7 +176,7 @@ def test_the_events_are_shown_with_their_fields() -> None:
         assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [item.name for item in fields(kind)], name
 
 
-def test_the_leaders_events_stand_under_their_heading() -> None:
+def test_the_leaders_events_are_under_their_heading() -> None:
     section = sections(REFERENCE / "events.md", "##")["The leader's decisions"]
     leaders = [event_name(kind) for kind in kinds_of_events() if kind.leader]
     assert sorted(re.findall(r"^### (\w+)$", section, re.MULTILINE)) == sorted(leaders)

@@ -208,7 +208,7 @@ def test_any_event_can_be_written(kind: type[ev.Event], tmp_path: Path) -> None:
     assert {item.name for item in fields(kind)} <= set(value)
 
 
-def test_a_file_that_is_there_is_continued(tmp_path: Path) -> None:
+def test_an_existing_file_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for _ in range(2):
         ev.JsonLines(path, FakeClock(), fail).emit(ev.LinkChanged(up=True, cause="x"))
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_fails_nothing(tmp_pa
     assert len(errors) == 1
 
 
-def test_recording_goes_on_when_the_file_can_be_written_again(tmp_path: Path) -> None:
+def test_recording_continues_when_the_file_can_be_written_again(tmp_path: Path) -> None:
     blocker = tmp_path / "run"
     blocker.write_text("")
     sink = ev.JsonLines(blocker / "events.jsonl", FakeClock(), lambda error: None)

@@ -78,7 +78,7 @@ def test_an_invalid_plan_is_refused_before_anything_is_started(text: str, messag
     assert caught.value.hint
 
 
-def test_a_launcher_says_that_faults_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_launcher_logs_that_faults_are_planned(caplog: pytest.LogCaptureFixture) -> None:
     parse([__file__], {**os.environ, **FaultPlan.fail_at(0, 1).environment()})
     assert caplog.messages == [f"{ENV_FAULTS} is set: workers of this run fail on purpose, 1 in all."]
 
@@ -104,13 +104,13 @@ def worker(plan: FaultPlan, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("do", "code", "output"), [("kill", -signal.SIGKILL, ""), ("exit", 1, "")])
-def test_a_worker_says_what_it_does_and_does_it(do: str, code: int, output: str) -> None:
+def test_a_worker_logs_a_fault_and_executes_it(do: str, code: int, output: str) -> None:
     done = worker(FaultPlan.fail_at(1, do=do), ELASTIC_LAUNCH_ROUND="1")
     assert (done.returncode, done.stdout) == (code, output)
     assert done.stderr == f"[elastic-launch] planned fault: rank 1 {WAYS[do]} behind step 5, in round 1\n"
 
 
-def test_a_slow_worker_goes_on() -> None:
+def test_a_slow_worker_continues() -> None:
     done = worker(FaultPlan.fail_at(1, do="slow", seconds=0.01))
     assert (done.returncode, done.stdout) == (0, "went on\n")
     assert "rank 1 waits 0.01 s behind step 5" in done.stderr

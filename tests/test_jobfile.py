@@ -103,7 +103,7 @@ def test_arguments_of_the_command_line_follow_those_of_the_file(
     assert parse(text, *line).command.display == display
 
 
-def test_a_stranger_among_the_flags_is_sent_behind_two_dashes(parse: Parse) -> None:
+def test_an_unknown_flag_beside_a_job_file_is_answered_with_a_hint_at_two_dashes(parse: Parse) -> None:
     assert refused(parse, "script: train.py\n", "--lr", "2").hint.endswith(
         "If the job file names it, they go after --."
     )
@@ -161,7 +161,7 @@ def test_mistakes_name_line_key_and_remedy(parse: Parse, text: str, where: str, 
     assert remedy in error.hint
 
 
-def test_a_value_that_its_flag_refuses_is_said_to_come_from_the_file(parse: Parse) -> None:
+def test_a_value_that_its_flag_refuses_is_reported_with_its_file(parse: Parse) -> None:
     error = refused(parse, "role: a\nmax-restarts: many\n", "train.py")
     assert error.message == "--max-restarts many is not a whole number. --max-restarts comes from job.yaml:2."
     error = refused(parse, "nnodes: 4:1\n", "train.py")
@@ -238,7 +238,7 @@ def test_every_value_is_shown_with_its_source(
     assert {flag.name[2:] for flag in FLAGS if flag.name not in hidden} <= shown_flags
 
 
-def test_what_is_shown_is_a_job_file_that_gives_the_same(parse: Parse) -> None:
+def test_the_printed_configuration_is_an_equivalent_job_file(parse: Parse) -> None:
     odd = ["a b", "", "#x", "1:4", "null", "é\u2028", "'\"\\", "- x", "trailing:", "!t", "&a", "yes", "\U0001f600"]
     environ = {"PET_NPROC": "2", "HOME": "/"}
     job = Job(split(["--node-id", "a#b", "--role", " x ", "train.py", *odd]), environ)

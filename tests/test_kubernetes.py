@@ -217,7 +217,7 @@ def documented() -> dict[int, str]:
     return {int(code): line[2].strip().strip("`") for line in lines for code in re.findall(r"`(\d+)`", line[1])}
 
 
-def test_the_page_tells_what_the_job_does_for_each_exit_code() -> None:
+def test_the_page_states_what_the_job_does_for_each_exit_code() -> None:
     table = documented()
     assert set(table) >= {code.value for code in ExitCode} - {0}
     for code, action in table.items():
@@ -225,7 +225,7 @@ def test_the_page_tells_what_the_job_does_for_each_exit_code() -> None:
 
 
 @pytest.mark.parametrize("code", [1, 91, 95, 137, 143])
-def test_a_pod_that_was_evicted_or_lost_is_replaced_whatever_it_ended_with(code: int) -> None:
+def test_a_pod_that_was_evicted_or_lost_is_replaced_whatever_its_exit_code(code: int) -> None:
     assert decide(job()["spec"], code, disrupted=True) == "Ignore"
 
 

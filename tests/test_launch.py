@@ -89,7 +89,7 @@ def test_it_comes_before_the_arguments_of_a_job_file() -> None:
         ("--local-rank-name= train.py", "'' is no argument's name", "--local-rank-name local_rank"),
     ],
 )
-def test_what_cannot_be_handed_is_said(line: str, problem: str, hint: str) -> None:
+def test_a_local_rank_that_cannot_be_passed_is_reported(line: str, problem: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         handed(*line.split())
     assert problem in caught.value.message

@@ -29,7 +29,7 @@ def test_the_docstring_of_a_package_lists_its_modules_and_nothing_else(package: 
     assert set(listed) <= stems | packages
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert len(set(elastic_launch.__all__)) == len(elastic_launch.__all__)
     for name in elastic_launch.__all__:
         assert getattr(elastic_launch, name) is not None

@@ -89,7 +89,7 @@ def test_a_torch_that_is_newer_than_the_tests_know_gets_a_line(
     )
 
 
-def test_a_launch_says_it_once_and_imports_no_torch_for_it(tmp_path: Path) -> None:
+def test_a_launch_logs_it_once_and_imports_no_torch_for_it(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('torch is imported')")
     (tmp_path / "torch" / "version.py").write_text("__version__ = '9.0.0'\n")
@@ -130,7 +130,7 @@ def test_what_is_not_a_pair_is_named(word: str) -> None:
     assert f"{word!r} is not a pair" in done.stderr
 
 
-def test_a_pair_that_cannot_be_installed_says_why_and_nothing_tested_is_a_failure(tmp_path: Path) -> None:
+def test_a_pair_that_cannot_be_installed_is_explained_and_nothing_tested_is_a_failure(tmp_path: Path) -> None:
     old = tmp_path / "python-of-old"
     old.write_text("#!/bin/sh\necho no module named venv >&2\nexit 1\n")
     old.chmod(0o755)
@@ -257,7 +257,7 @@ def test_it_fails_when_a_pair_that_installed_fails_or_none_installed(matrix: Mod
     ]
 
 
-def test_the_tests_that_it_runs_are_there(matrix: ModuleType) -> None:
+def test_the_tests_that_it_runs_exist(matrix: ModuleType) -> None:
     files = matrix.tests()
     assert all((ROOT / file).is_file() for file in files)
     assert {"tests/training/test_exact.py", "tests/integration/test_one_node.py"} < set(files)

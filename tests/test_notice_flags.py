@@ -53,12 +53,12 @@ def test_an_unknown_source_of_notices_is_refused(text: str, message: str) -> Non
         parsed("--notice", text)
 
 
-def test_notices_of_another_handlers_run_are_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_notices_with_another_handler_are_reported_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert parsed("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:1", "--notice", "aws").notices == ()
     assert "--notice has no effect: torch's own agent runs the workers." in caplog.messages
 
 
-def test_what_is_ignored_at_the_start_is_taken_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_ignored_at_the_start_are_handled_only_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ignored = {SIGHUP, SIGINT, SIGUSR2}
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     assert parsed().signals == Signals((SIGTERM, SIGQUIT), (SIGUSR1,), (SIGINT, SIGHUP, SIGUSR2))

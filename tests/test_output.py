@@ -218,7 +218,7 @@ def test_redirected_streams_can_go_to_files_of_other_names() -> None:
     assert (errors.console, errors.path) == (False, Path("/logs/run/round_1/5/stderr.log"))
 
 
-def test_without_a_home_or_temporary_directory_a_place_for_files_is_asked_for(
+def test_without_a_home_or_temporary_directory_a_place_for_files_is_required(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

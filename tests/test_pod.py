@@ -30,7 +30,7 @@ def told(*flags: str, name: str = NAME, **environ: str) -> dict[str, str]:
     return {flag: value.text for flag, value in found.items()}
 
 
-def test_a_pod_of_several_tells_endpoint_run_and_node_by_its_name() -> None:
+def test_endpoint_run_and_node_are_derived_from_a_pods_name() -> None:
     assert told("--nnodes", "2:4") == TOLD
     assert told(PET_NNODES="4") == TOLD
     assert told("--nnodes", "4", "--rdzv-backend", "c10d", PET_MASTER_ADDR="digits-0.workers") == TOLD
@@ -55,14 +55,14 @@ def test_a_node_that_is_alone_or_has_its_place_derives_nothing_from_its_pod(
     assert told(*flags, **environ) == {}
 
 
-def test_what_the_user_says_of_the_meeting_leaves_the_name_of_the_node_only() -> None:
+def test_with_the_users_rendezvous_settings_only_the_nodes_name_is_derived() -> None:
     assert told("--nnodes", "2:4", PET_RDZV_ENDPOINT="store:29400") == {"--node-id": "digits-2"}
     assert told("--nnodes", "2:4", "--rdzv-backend", "etcd", "--rdzv-endpoint", "etcd:2379") == {
         "--node-id": "digits-2"
     }
 
 
-def test_an_endpoint_serves_where_the_name_tells_nothing() -> None:
+def test_an_endpoint_is_enough_if_the_name_is_not_of_a_job() -> None:
     assert told("--nnodes", "2:4", "--rdzv-endpoint", "a:1", name="node17") == {}
 
 
@@ -89,7 +89,7 @@ def test_names_of_pods(index: str, name: str, pod: Pod | None) -> None:
     assert Pod.of(index, name) == pod
 
 
-def test_a_line_says_what_was_found_out_and_by_what() -> None:
+def test_a_line_names_the_derived_values_and_their_source() -> None:
     values = Values({"--nnodes": ["2:4"], "--rdzv-id": ["mine"]}, {"JOB_COMPLETION_INDEX": "2"})
     values.beneath = (found_out(values, NAME),)
     assert (
@@ -102,7 +102,7 @@ def test_a_line_says_what_was_found_out_and_by_what() -> None:
     assert sentence(Values({}, {})) == ""
 
 
-def test_elsewhere_nothing_is_looked_up_or_said(tmp_path: Path) -> None:
+def test_elsewhere_nothing_is_looked_up_or_logged(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert parse(["--nnodes", "2:4", str(tmp_path / "train.py")], {}).found_out == ""
 

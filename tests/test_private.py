@@ -42,7 +42,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_what_is_made_is_private_and_what_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_new_files_are_private_and_existing_ones_keep_their_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     before = os.umask(0)
     try:

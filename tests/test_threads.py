@@ -26,7 +26,7 @@ def test_an_exception_that_ends_a_thread_is_reported_with_its_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_listener_that_has_left_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_listener_receives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[ThreadDied] = []
     printed = threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda *_: printed.set())

@@ -162,9 +162,7 @@ def test_what_torchrun_does_not_know_has_no_effect(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.usefixtures("here")
-def test_a_job_file_and_what_is_shown_of_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_file_and_its_printed_form(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_TORCHRUN, "1")
     Path("job.yaml").write_text("script: train.py\njoin-settle: 5\n")
     assert cli.main(["--config", "job.yaml", "--print-config"]) == 0
@@ -191,7 +189,7 @@ REFUSED = """
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("line", [line.strip() for line in REFUSED.split("|")])
-def test_what_is_refused_has_torchruns_code(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_have_torchruns_code(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_TORCHRUN, "1")
     theirs: object = 0  # torch makes nothing of an exit with 0
     try:

@@ -62,7 +62,7 @@ def test_the_list_of_torchruns_names_is_that_of_its_parser() -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
-def test_an_option_of_torchrun_is_one_of_ours_in_all_its_spellings(action: argparse.Action) -> None:
+def test_every_option_of_torchrun_is_accepted_in_all_its_spellings(action: argparse.Action) -> None:
     names = {BY_NAME[name.replace("_", "-")].name for name in action.option_strings}
     assert len(names) == 1
     switch = action.nargs == 0
@@ -140,7 +140,7 @@ def test_the_choices_are_torchs() -> None:
         ("--rdzv-backend etcd-v2 --node-rank 1 train.py", {}, "--node-rank has no effect under --rdzv-backend etcd-v2"),
     ],
 )
-def test_what_has_no_effect_says_so_once(
+def test_options_without_effect_are_reported_once(
     parse: Parse, caplog: pytest.LogCaptureFixture, line: str, environ: dict[str, str], said: str
 ) -> None:
     parse(line, **environ)
@@ -177,7 +177,7 @@ def test_registered_backends_are_taken(
     assert config.foreign == (Foreign("e:1", (("a", "1"), ("b", "3"))) if foreign else None)
 
 
-def test_xpu_is_what_torch_says_of_it(parse: Parse) -> None:
+def test_xpu_is_refused_if_torch_finds_none(parse: Parse) -> None:
     """No test machine has one: torch finds none, and neither does the launcher."""
     assert "--nproc xpu" in refused(parse, "--nproc xpu train.py").message
 
@@ -197,7 +197,9 @@ def test_xpu_is_what_torch_says_of_it(parse: Parse) -> None:
         ("--nnodes 2 --node-rank 1 --rdzv-backend static --rdzv-endpoint n:7 train.py", Endpoint("n", 7), 1),
     ],
 )
-def test_static_is_asked_for_by_its_master(parse: Parse, line: str, endpoint: Endpoint, rank: int) -> None:
+def test_static_is_selected_by_the_masters_address_or_the_backend(
+    parse: Parse, line: str, endpoint: Endpoint, rank: int
+) -> None:
     config = parse(line)
     assert (config.backend, config.endpoint, config.node_rank) == ("static", endpoint, rank)
     assert (config.node_id, config.is_host, config.announce) == (f"node-{rank}", rank == 0, False)

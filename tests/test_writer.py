@@ -99,7 +99,7 @@ def test_a_writer_that_cannot_wait_has_room_of_its_own(pipe: Pipe) -> None:
     assert b"again" not in seen
 
 
-def test_what_is_asked_of_a_stuck_thread_is_given_up(pipe: Pipe) -> None:
+def test_requests_to_a_stuck_thread_are_given_up(pipe: Pipe) -> None:
     writer = pipe.writer_with(limit=10_000, patience=0.2)
     assert writer.ask(lambda: 7, 30) == 7
     with pytest.raises(FileNotFoundError):

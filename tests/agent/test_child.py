@@ -22,7 +22,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_process_that_cannot_be_reaped_is_left_behind_and_named(
+def test_a_killed_process_that_cannot_be_reaped_is_left_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "KILLED", 0.2)

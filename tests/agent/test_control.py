@@ -103,7 +103,7 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
     assert heard == [Saved(1, 7, "", False), Saved(1, 8, "full", True), Saved(1, 9, "", False)]
 
 
-def test_steps_are_found_where_the_worker_writes_them_and_the_last_one_when_it_has_hung_up(
+def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hung_up(
     control: Control, said: Said, events: Events
 ) -> None:
     """It reports the first step, and none after that."""

@@ -51,7 +51,7 @@ def test_a_notice_without_seconds_leaves_the_shutdown_timeout() -> None:
     assert leave.seconds == 30.0
 
 
-def test_without_time_for_two_steps_nothing_is_drained_and_workers_get_what_is_left() -> None:
+def test_without_time_for_two_steps_workers_get_the_remaining_time_and_no_drain() -> None:
     node = Node(steps=20.0)
     leave = node.departure.by_notice(replace(SPOT, seconds=25.0), RUNNING)
     assert leave is not None
@@ -74,7 +74,7 @@ def test_a_hint_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) 
     assert len(node.events) == 1
 
 
-def test_a_second_notice_shortens_what_is_left_and_never_ends_the_drain() -> None:
+def test_a_second_notice_shortens_the_remaining_time_and_never_ends_the_drain() -> None:
     node = Node()
     node.departure.by_notice(SPOT, RUNNING)
     sooner = Notice("file", "request", "leave is there", 12.0)

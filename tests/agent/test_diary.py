@@ -43,14 +43,14 @@ def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -
     assert len(book.events) == 3
 
 
-def test_a_round_without_a_step_says_so() -> None:
+def test_a_round_without_a_step_is_recorded() -> None:
     book = Book()
     book.ready(1, step=5)
     book.diary.hung_up(1)
     assert book.events[1:] == [RoundSteps(1, 5, 5, 0.0)]
 
 
-def test_what_is_open_is_written_when_the_next_round_begins_and_at_the_end() -> None:
+def test_pending_events_are_written_when_the_next_round_begins_and_at_the_end() -> None:
     book = Book()
     book.ready(1)
     book.step(1, 1)
@@ -63,7 +63,7 @@ def test_what_is_open_is_written_when_the_next_round_begins_and_at_the_end() -> 
     ]
 
 
-def test_words_of_an_older_round_count_for_nothing() -> None:
+def test_messages_of_an_older_round_are_ignored() -> None:
     book = Book()
     book.ready(2, step=5)
     before = list(book.events)

@@ -145,7 +145,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(error_file: Path) -> None:
 # Workers that ask not to be retried.
 
 
-def test_a_worker_says_that_a_retry_is_of_no_use(
+def test_a_worker_reports_that_a_retry_would_not_help(
     error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
@@ -181,7 +181,7 @@ def test_without_a_launcher_the_reason_is_printed(
     assert capsys.readouterr().err == "of no use\n"
 
 
-def test_exit_code_93_says_so_in_any_language(error_file: Path) -> None:
+def test_exit_code_93_means_the_same_in_any_language(error_file: Path) -> None:
     assert failed(error_file, exit_code=93, stderr=("no licence",)).kind == "fatal"
 
 
@@ -247,7 +247,7 @@ def test_no_other_error_counts_as_misuse_of_the_library(error_file: Path) -> Non
     assert failed(error_file).kind == "crash"
 
 
-def test_a_copy_of_a_final_error_says_so_once() -> None:
+def test_a_copy_of_a_final_error_is_reported_once() -> None:
     """For example, a copy of an exception from a loader's process."""
     for copied in (pickle.loads(pickle.dumps(FINAL[0])), copy.copy(FINAL[0])):
         assert copied.__notes__ == [FINAL_NOTE]
@@ -294,7 +294,7 @@ def ranked(lines: Sequence[str], rank: int) -> list[str]:
     return [f"[rank{rank}]: {line}" for line in lines]
 
 
-def test_the_exception_is_found_behind_torchs_rank(error_file: Path) -> None:
+def test_the_exception_is_found_after_torchs_rank_prefix(error_file: Path) -> None:
     assert failed(error_file, stderr=ranked(TRACEBACK, 5)).message == "exit code 1: ValueError: boom"
 
 
@@ -349,7 +349,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("lines", [1, 10_000])
-def test_a_report_is_small_and_plain_whatever_the_exception_says(error_file: Path, text: str, lines: int) -> None:
+def test_a_report_is_small_and_printable_for_any_exception(error_file: Path, text: str, lines: int) -> None:
     """The leader drops a link with a line of 1 MiB, and would treat the node as lost."""
     line = text * (100_000 // lines)
     huge = "\n".join(["ValueError: " + line] * lines)
@@ -365,7 +365,7 @@ def test_a_report_is_small_and_plain_whatever_the_exception_says(error_file: Pat
             assert said.encode()
 
 
-def test_what_is_cut_says_so(error_file: Path) -> None:
+def test_truncated_text_is_marked(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: " + "x" * 100_000}}))
     assert re.search(r"x \[\.\.\. \d+ more characters\]$", failed(error_file).message)
     found = failed(error_file.parent / "none", stderr=[f"line {number}" for number in range(1000)])
@@ -462,7 +462,7 @@ def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it
     assert raised_in(("epoch 1", *ranked(TRACEBACK, 3), "bye"), stopped=True) == 4
 
 
-def test_out_of_memory_is_said(error_file: Path) -> None:
+def test_out_of_memory_is_reported(error_file: Path) -> None:
     found = failed(error_file, exit_code=-9, out_of_memory=True)
     assert found.message == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
 
@@ -508,7 +508,7 @@ def test_this_process_can_be_looked_up() -> None:
     assert not OutOfMemoryCounter().risen()
 
 
-def test_text_that_is_none_is_escaped(error_file: Path) -> None:
+def test_undecodable_text_is_escaped(error_file: Path) -> None:
     """A file's name may hold any bytes; Python represents undecodable ones as lone surrogates."""
     message = {"message": "no such file: \udcff", "extraInfo": {"py_callstack": "open(\udcff)", "timestamp": "1"}}
     error_file.write_text(json.dumps({"message": message}))

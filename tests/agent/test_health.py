@@ -79,9 +79,7 @@ def test_an_agent_that_still_imports_torch_is_alive_and_not_ready() -> None:
 
 
 @pytest.mark.parametrize(("phase", "ready"), [("waiting", 503), ("running", 200), ("stopping", 503)])
-def test_an_agent_is_alive_whatever_it_does_and_ready_while_its_workers_train(
-    health: Health, phase: str, ready: int
-) -> None:
+def test_an_agent_is_always_alive_and_ready_while_its_workers_train(health: Health, phase: str, ready: int) -> None:
     with loop(health, phase):
         assert asked(f"http://{health.endpoint}/livez") == (200, phase)
         assert asked(f"http://{health.endpoint}/readyz") == (ready, phase)

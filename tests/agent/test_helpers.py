@@ -79,7 +79,7 @@ def test_secrets_stay_with_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("program", ["elastic_launch", "elastic_launch.launch"])
-def test_an_agent_that_runs_by_m_imports_nothing_from_the_working_directory(here: Path, program: str) -> None:
+def test_an_agent_run_by_python_m_imports_nothing_from_the_working_directory(here: Path, program: str) -> None:
     (here / "types.py").unlink()  # the interpreter itself would import it, before any of our code
     (here / "elastic_agents.py").write_text(HOSTILE)
     command = [sys.executable, "-m", program, "--version"]

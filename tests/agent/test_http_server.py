@@ -71,7 +71,7 @@ def get(path: str = "/") -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode()
 
 
-def test_a_response_is_what_http_1_1_asks_for(server: Server) -> None:
+def test_a_response_conforms_to_http_1_1(server: Server) -> None:
     client = http.client.HTTPConnection(*server.address, timeout=20)
     with contextlib.closing(client):
         client.request("GET", "/?a=1")
@@ -199,7 +199,7 @@ def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
     | st.lists(st.sampled_from([b"GET", b" ", b"/", b"HTTP/1.1", b"\r\n", b"Host:", b"x"]), max_size=20).map(b"".join)
 )
 @settings(max_examples=300, deadline=None)
-def test_whatever_comes_is_a_request_or_has_a_status(head: bytes) -> None:
+def test_any_input_is_a_request_or_gets_an_error_status(head: bytes) -> None:
     found = module._parse(head)
     if isinstance(found, Request):
         assert head.startswith(b"HEAD " if found.bare else b"GET ")

@@ -37,7 +37,7 @@ def test_none_is_an_item(inbox: Inbox[object]) -> None:
     assert inbox.take() is None
 
 
-def test_a_timer_comes_when_it_is_due(inbox: Inbox[object], clock: FakeClock) -> None:
+def test_a_timer_fires_when_it_is_due(inbox: Inbox[object], clock: FakeClock) -> None:
     inbox.put_later(5.0, "later")
     inbox.put("now")
     clock.advance(4.9)

@@ -34,7 +34,7 @@ from elastic_launch.snapshot.storage.shares import nonce_of
 
 
 @given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
-def test_what_is_needed_is_never_written_over(events: list[str]) -> None:
+def test_a_slot_in_use_is_never_overwritten(events: list[str]) -> None:
     book, sequence = SlotTable(), 0
     for event in events:
         if event == "store":
@@ -153,7 +153,7 @@ def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(n
     assert [copied.step for copied in node.told] == [1, 7]
 
 
-def test_the_copying_process_takes_what_the_training_leaves(node: Node) -> None:
+def test_the_copying_process_runs_at_a_lower_priority(node: Node) -> None:
     before, looked = os.getpriority(os.PRIO_PROCESS, 0), threading.Event()
     node.may_commit = lambda: looked.wait(20)
     node.store(1)
@@ -222,9 +222,7 @@ def test_a_copying_process_that_cannot_be_started_is_tried_again(
     assert node.copied() == [1]
 
 
-def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_without_a_word(
-    node: Node, tmp_path: Path
-) -> None:
+def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_silently(node: Node, tmp_path: Path) -> None:
     node.store(1, durable=False)
     slot = (node.slots[0].tensors, node.slots[0].head)
     job = codec.dumps(CopyJob(1, 1, 1, str(tmp_path))).decode()
@@ -262,7 +260,7 @@ def test_a_copying_process_that_sends_an_unexpected_reply_is_ended(
     assert node.copied() == [2]
 
 
-def test_a_copying_process_imports_nothing_from_where_the_script_lies(
+def test_a_copying_process_imports_nothing_from_the_scripts_directory(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("secrets", "json", "types", "elastic_launch", "elastic_agents", "sitecustomize"):
@@ -318,7 +316,7 @@ def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
         assert "was taken since by run 'another'" in node.keeper.failed
 
 
-def test_what_an_ended_run_left_does_not_keep_a_node_that_comes_late_from_saving(node: Node) -> None:
+def test_checkpoints_of_an_ended_run_do_not_prevent_a_late_node_from_saving(node: Node) -> None:
     """It has restored from the others' memory, and so has never claimed the directory on its own disk."""
     owner.claim(node.directory, "ended")
     node.owner = owner.owned_by("mine")
@@ -329,7 +327,7 @@ def test_what_an_ended_run_left_does_not_keep_a_node_that_comes_late_from_saving
     assert node.copied() == [1], "that one came after this node"
 
 
-def test_what_is_only_in_memory_is_secured_at_the_end(node: Node) -> None:
+def test_a_snapshot_only_in_memory_is_secured_at_the_end(node: Node) -> None:
     node.store(1)
     node.copied()
     node.store(2, durable=False)
@@ -575,7 +573,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_copying_process_that_cannot_be_killed_holds_nothing_up(
+def test_a_copying_process_that_cannot_be_killed_delays_nothing(
     node: Node, made: list[copiers.Copier], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernel reports a traced process' end to its tracer first: until then it looks like one in a dead mount."""

@@ -27,7 +27,7 @@ def test_a_worker_is_run_by_numactl_on_the_cpus_that_torch_names(monkeypatch: py
     check_binding(config("exclusive"))
 
 
-def test_without_a_mode_nothing_is_asked() -> None:
+def test_without_a_mode_torch_is_not_called() -> None:
     assert bound(["python", "train.py"], 7, None) == ["python", "train.py"]
     check_binding(config(None))
 

@@ -20,12 +20,12 @@ def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0)
     return pace
 
 
-def test_the_rest_is_estimated_from_the_rounds_own_steps() -> None:
+def test_the_remaining_time_is_estimated_from_the_rounds_own_steps() -> None:
     assert trained(4, total=50, first=10).remaining() == pytest.approx(2.0 * (50 - 14))
     assert trained(100, total=150).remaining() == pytest.approx(2.0 * 50)
 
 
-def test_another_rounds_steps_say_nothing_of_the_rest() -> None:
+def test_another_rounds_steps_do_not_count_for_the_remaining_time() -> None:
     pace = trained(30, total=50)
     pace.begin(2, 20, 500.0, 50)
     for step in (21, 22):

@@ -54,7 +54,7 @@ def test_waiting_a_round_is_formed() -> None:
 
 
 @pytest.mark.parametrize("before", [RUNNING, FINISHED, STOPPING, OVER], ids=lambda before: before.phase.value)
-def test_no_workers_are_started_beside_others(before: View) -> None:
+def test_no_workers_are_started_while_others_live(before: View) -> None:
     assert decide(before, form(2), 2) == (before, [])
 
 
@@ -184,7 +184,7 @@ def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
     assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailed(0), v.Terminate(1)])
 
 
-def test_with_the_agents_own_signal_it_is_none() -> None:
+def test_with_the_agents_own_signal_it_is_not_a_preemption() -> None:
     signalled = view(gone(0, TERM_CODE), leave(SIGTERM))
     assert signalled.held == frozenset()
     assert decide(signalled, v.HoldOver(1, 0), 2) == (signalled, [])
@@ -209,7 +209,7 @@ def test_a_held_worker_does_not_count_as_finished() -> None:
     )
 
 
-def test_a_failure_beside_a_held_worker_reports_the_preemption_first() -> None:
+def test_a_failure_next_to_a_held_worker_reports_the_preemption_first() -> None:
     held = view(gone(0, TERM_CODE))
     assert after(held, gone(1, 1)) == (
         Phase.WAITING,
@@ -253,7 +253,7 @@ def test_running_a_signal_stops_the_workers_first() -> None:
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
-def test_running_a_signal_goes_on_to_the_workers_as_it_is() -> None:
+def test_running_a_signal_is_forwarded_to_the_workers_unchanged() -> None:
     left = [m.Leaving("SIGINT"), v.Terminate(1, number=SIGINT)]
     assert after(RUNNING, leave(SIGINT)) == (Phase.STOPPING, left)
     mixed = view(v.WorkerReady(1, 1), leave(SIGINT))
@@ -336,7 +336,7 @@ def test_a_run_that_ends_before_its_work_is_done_is_saved_first(before: View) ->
     assert v.ReportStopped(1) not in actions, "the leader has ended the run"
 
 
-def test_a_second_signal_ends_what_is_saved() -> None:
+def test_a_second_signal_ends_the_save() -> None:
     assert after(SAVING, leave(SIGINT)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
@@ -393,7 +393,7 @@ def test_workers_started_before_the_failed_one_are_stopped_first() -> None:
 
 
 @pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
-def test_waiting_without_a_leader_is_said(event: LinkDown) -> None:
+def test_waiting_without_a_leader_is_logged(event: LinkDown) -> None:
     found, actions = decide(WAITING, event, 2)
     assert found == WAITING
     assert [type(action) for action in actions] == [v.Warn]
@@ -423,7 +423,7 @@ def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> No
     ],
     ids=["alone", "alone, frozen", "alone, leaving", "frozen", "in its grace"],
 )
-def test_cut_off_what_could_train_or_save_beside_the_others_is_killed(before: View, event: v.Event) -> None:
+def test_cut_off_workers_that_could_train_or_save_concurrently_are_killed(before: View, event: v.Event) -> None:
     found, actions = decide(before, event, 2)
     assert found.phase is Phase.STOPPING
     assert isinstance(actions[0], v.Warn)

@@ -129,7 +129,7 @@ def test_a_break_gives_workers_that_save_no_grace_and_others_theirs() -> None:
 
 
 @pytest.mark.parametrize("event", [SILENT, GONE], ids=["silent", "gone"])
-def test_a_drain_goes_on_without_the_leader(event: v.Event) -> None:
+def test_a_drain_continues_without_the_leader(event: v.Event) -> None:
     found, actions = decide(DRAINING, event, 2)
     assert found == DRAINING
     assert [type(action) for action in actions] == [v.Warn]
@@ -202,7 +202,7 @@ def test_copying_ends_when_no_time_is_left(event: v.Event) -> None:
 
 
 @pytest.mark.parametrize("event", [brk(1), SILENT, GONE, m.RunEnd(1, 0, "done")], ids=lambda e: type(e).__name__)
-def test_copying_goes_on_whatever_becomes_of_the_run(event: v.Event) -> None:
+def test_copying_continues_whatever_happens_to_the_run(event: v.Event) -> None:
     saving = view(*LEFT)
     assert decide(saving, event, 2) == (saving, [])
 

@@ -81,7 +81,9 @@ def test_a_command_that_cannot_be_executed_raises(processes: ExecProcesses) -> N
         processes.start(StartRequest(["/no/such/program"], {}, 1, 2))
 
 
-def test_a_process_leads_a_session_that_is_killed_whole(processes: ExecProcesses, exits: Exits, tmp_path: Path) -> None:
+def test_a_process_leads_a_session_that_is_killed_as_a_whole(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     pid = processes.start(_shell(f"sleep 600 & (sleep 600 & echo $! >> {pids}; wait) & echo $! >> {pids}; wait"))
     wait_for("the grandchildren", lambda: pids.exists() and len(pids.read_text().split()) == 2)

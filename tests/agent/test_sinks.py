@@ -71,7 +71,7 @@ def poured(*pieces: bytes, filters: tuple[str, ...] = ()) -> Poured:
 # Lines.
 
 
-def test_lines_come_whole_whatever_pieces_they_are_written_in() -> None:
+def test_lines_are_complete_in_whatever_pieces_they_are_written() -> None:
     assert poured(b"a", b"b\nc", b"", b"d\n\n", b"end").lines == [b"> ab", b"> cd", b"> ", b"> end"]
 
 
@@ -292,7 +292,7 @@ def test_files_that_cannot_be_written_are_mentioned_once(
     assert len([record for record in caplog.records if "not kept in files" in record.message]) == 1
 
 
-def test_what_helper_processes_say_is_the_launchers_own(
+def test_output_of_helper_processes_is_logged_by_the_launcher(
     pump: OutputPump, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
@@ -442,7 +442,7 @@ def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.usefixtures("logging_as_it_was")
-def test_lines_have_the_form_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_have_the_requested_form(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for form in LOG_FORMATS:
         configure_logging(form, node="a")
@@ -502,7 +502,7 @@ def test_last_words_hold_the_end_of_a_long_traceback() -> None:
     assert len(words.encode()) > LIMIT - 20
 
 
-def test_last_words_are_bounded_whatever_they_say() -> None:
+def test_last_words_are_bounded_for_any_text() -> None:
     words = failure_summary(91, "ä" * 5000, FAILURE)
     assert LIMIT - 1 <= len(words.encode()) <= LIMIT
 

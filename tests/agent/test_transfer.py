@@ -117,7 +117,7 @@ def test_a_node_that_has_it_fetches_nothing(nodes: tuple[Node, Node]) -> None:
     assert new.fetched == []
 
 
-def test_what_it_has_stays_until_the_newer_one_is_there(nodes: tuple[Node, Node]) -> None:
+def test_an_older_snapshot_is_kept_until_the_newer_one_is_complete(nodes: tuple[Node, Node]) -> None:
     old, new = nodes
     new.store(3)
     old.store(7)
@@ -314,7 +314,7 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300), st.booleans())
-def test_whatever_a_stranger_sends_is_refused_as_no_message(sent: bytes, token: bool) -> None:
+def test_anything_that_a_stranger_sends_is_refused(sent: bytes, token: bool) -> None:
     _hear(sent, KEY if token else None)
 
 
@@ -322,7 +322,7 @@ def test_whatever_a_stranger_sends_is_refused_as_no_message(sent: bytes, token: 
 @pytest.mark.timeout(3600)
 @settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=3000), st.booleans())
-def test_whatever_a_stranger_sends_is_refused_as_no_message_at_length(sent: bytes, token: bool) -> None:
+def test_anything_that_a_stranger_sends_is_refused_at_length(sent: bytes, token: bool) -> None:
     _hear(sent, KEY if token else None)
 
 

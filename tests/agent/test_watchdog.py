@@ -92,14 +92,14 @@ def test_torchs_client_reaches_the_watchdog(
     assert "garbage" in caplog.text
 
 
-def test_it_is_not_there_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pipe_exists_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_ENABLE, "0")
     monkeypatch.setenv(ENV_FILE, str(tmp_path / "pipe"))
     with watchdog(pytest.fail):
         assert not (tmp_path / "pipe").exists()
 
 
-def test_a_pipe_of_before_is_replaced_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_pipe_is_replaced_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pipe"
     monkeypatch.setenv(ENV_ENABLE, "1")
     monkeypatch.setenv(ENV_FILE, str(path))

@@ -94,7 +94,7 @@ def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
         pytest.param(signal.SIGXCPU, 128 + signal.SIGXCPU, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_while_torch_is_imported_is_heard(job: Job, number: signal.Signals, code: int) -> None:
+def test_a_signal_during_torchs_import_is_handled(job: Job, number: signal.Signals, code: int) -> None:
     message = job.directory / "message"
     message.touch()
     agent = job.launch(
@@ -208,7 +208,7 @@ def test_an_error_of_torchs_import_is_shown_unchanged(job: Job) -> None:
     assert agent.output.rstrip().endswith("OSError: libnothing.so: cannot open shared object file")
 
 
-def test_what_cannot_begin_anew_goes_on_as_it_is(job: Job) -> None:
+def test_an_agent_that_cannot_be_reexecuted_continues_unchanged(job: Job) -> None:
     # One string of a command may have 128 KiB (execve(2)), and the settings hold all of a worker's.
     agent = job.launch(*LEAN, command=[*_script(job, "import torch"), *["x" * 1000] * 140])
     job.world(1)

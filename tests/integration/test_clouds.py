@@ -108,7 +108,7 @@ def preempt(cloud: str, service: Service, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("cloud", "seconds"), [("aws", 120.0), ("gcp", 30.0), ("azure", 30.0)])
-def test_a_machine_that_is_preempted_leaves_drained_and_the_other_goes_on(
+def test_a_machine_that_is_preempted_leaves_drained_and_the_other_continues(
     job: Job, hosts: list[Host], tmp_path: Path, cloud: str, seconds: float
 ) -> None:
     a, b = hosts

@@ -83,7 +83,7 @@ def test_a_worker_does_not_wait_for_a_file_system_that_hangs_to_report_its_excep
     assert "the data is gone" in agent.output
 
 
-def test_what_is_not_kept_is_not_said_to_be_in_files(job: Job) -> None:
+def test_output_that_is_not_kept_is_not_said_to_be_in_files(job: Job) -> None:
     (job.logs / "r" / "round_1").mkdir(parents=True)
     (job.logs / "r" / "round_1" / "0").touch()  # no directory can be made there
     failing = ["--no-python", "sh", "-c", "echo out; exit 3"]
@@ -95,7 +95,7 @@ def test_what_is_not_kept_is_not_said_to_be_in_files(job: Job) -> None:
     assert "its logs" not in agent.output
 
 
-def test_every_line_of_the_launcher_is_a_json_object_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_every_line_of_the_launcher_is_a_json_object_on_request(tmp_path: Path) -> None:
     flags = (
         f"--log-format json --node-id a --log-dir {tmp_path} --notice none --duplicate-stdout-filters x --redirects 3"
     )

@@ -52,7 +52,7 @@ def test_the_image_trains_and_its_exit_codes_are_the_launchers(podman: Podman, a
     assert "usage" in podman(*image, "elasticctl", "--help").lower()
 
 
-def test_a_run_goes_on_when_containers_are_killed_started_and_stopped(
+def test_a_run_continues_when_containers_are_killed_started_and_stopped(
     podman: Podman, alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with up(podman, tmp_path_factory.mktemp("compose"), STEP_TIME="1") as compose:

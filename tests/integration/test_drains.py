@@ -67,7 +67,7 @@ def test_workers_whose_local_ranks_are_all_0_are_distinguished(job: Job) -> None
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, undisturbed: str) -> None:
+def test_a_node_that_joins_and_one_that_leaves_cost_no_step(job: Job, undisturbed: str) -> None:
     command = digits(job, step_time=0.5)  # enough work is left for a resize to pay off
     host = job.node("a", command=command)
     first = trains(job, 1)
@@ -95,7 +95,7 @@ def _resumed(job: Job, *, nproc: int = 1) -> Agent:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_stopped_by_hand_goes_on_at_its_step(job: Job, undisturbed: str, number: signal.Signals) -> None:
+def test_a_run_that_is_stopped_by_hand_resumes_at_its_step(job: Job, undisturbed: str, number: signal.Signals) -> None:
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job), name="first")
     trains(job, 2)
     agent.signal(number)
@@ -109,7 +109,7 @@ def test_a_run_that_is_stopped_by_hand_goes_on_at_its_step(job: Job, undisturbed
 
 
 @pytest.mark.slow
-def test_a_worker_that_gets_sigterm_alone_makes_all_stop_and_go_on(job: Job, undisturbed: str) -> None:
+def test_a_sigterm_to_one_worker_makes_all_stop_and_continue(job: Job, undisturbed: str) -> None:
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job))
     trains(job, 2)
     os.kill(job.events("worker_started")[1]["pid"], signal.SIGTERM)

@@ -40,7 +40,7 @@ class Run:
         return str(wait_for("a leader", lambda: self.job.events("leader_elected"))[-1]["node"])
 
 
-def test_the_run_goes_on_when_the_leader_is_killed(job: Job, servers: list[Member]) -> None:
+def test_the_run_continues_when_the_leader_is_killed(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name) for name in "abc"}
     first = job.world(3)
@@ -74,7 +74,7 @@ def test_node_rank_orders_ranks(job: Job, servers: list[Member]) -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, servers: list[Member]) -> None:
+def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_new_node(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name, "--rdzv-conf", "dead_after=2,beat=0.2") for name in "ab"}
     before = int(job.world(2)[0]["env"]["ELASTIC_LAUNCH_ROUND"])
@@ -93,7 +93,7 @@ def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_newcomer(job: Job, ser
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_etcd_is_gone(job: Job, servers: list[Member]) -> None:
+def test_training_continues_while_etcd_is_gone(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name) for name in "ab"}
     job.world(2)
@@ -180,13 +180,13 @@ def test_a_run_all_of_whose_nodes_were_killed_is_taken_over(job: Job, servers: l
         (["--rdzv-id", "x"], "needs the addresses of the cluster"),
     ],
 )
-def test_what_is_missing_is_said(job: Job, flags: list[str], message: str) -> None:
+def test_missing_settings_are_reported(job: Job, flags: list[str], message: str) -> None:
     agent = job.launch("--rdzv-backend", "etcd", *flags)
     assert agent.wait(30) == 2
     assert message in agent.output
 
 
-def test_an_etcd_that_is_not_there_is_said(job: Job) -> None:
+def test_an_unreachable_etcd_is_reported(job: Job) -> None:
     where = f"127.0.0.1:{free_port()}"
     agent = job.launch(
         "--rdzv-backend", "etcd", "--rdzv-endpoint", where, "--rdzv-id", "x", "--rdzv-conf", "join_timeout=2"

@@ -76,7 +76,7 @@ def test_a_user_that_etcd_refuses_is_reported_at_once(job: Job, etcd: Member) ->
 
 
 @pytest.mark.slow
-def test_an_etcd_that_is_full_at_the_start_is_said(job: Job, etcd: Member) -> None:
+def test_an_etcd_that_is_full_at_the_start_is_reported(job: Job, etcd: Member) -> None:
     etcd.fill()
     agent = launch(job, etcd.address, "--rdzv-conf", "join_timeout=1")
     assert agent.wait() == 95

@@ -67,7 +67,7 @@ def test_writes_and_watches_pass_through_the_proxy(proxy: GrpcProxy) -> None:
         assert one.load(TIMEOUT) == b"two"
 
 
-def test_the_store_goes_on_when_members_behind_the_proxy_are_lost(proxy: GrpcProxy, trio: list[Member]) -> None:
+def test_the_store_works_when_members_behind_the_proxy_are_lost(proxy: GrpcProxy, trio: list[Member]) -> None:
     leader = next(member for member in trio if member.metric("etcd_server_is_leader"))
     with opened(proxy.address) as one, opened(proxy.address) as two, ThreadPoolExecutor(1) as pool:
         assert one.compare_and_set(None, b"one", TIMEOUT)
@@ -86,7 +86,7 @@ def test_a_server_that_wants_tls_is_recognized(trio: list[Member]) -> None:
     assert "TLS" in str(caught.value)
 
 
-def test_a_run_goes_on_by_the_proxy_when_its_leader_is_killed(job: Job, proxy: GrpcProxy) -> None:
+def test_a_run_continues_through_the_proxy_when_its_leader_is_killed(job: Job, proxy: GrpcProxy) -> None:
     where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", proxy.address, "--rdzv-id", "run", "--nnodes", "1:2"]
     agents = {name: job.launch(*where, "--node-id", name, name=name) for name in "ab"}
     job.world(2)

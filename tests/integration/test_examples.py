@@ -28,7 +28,7 @@ def test_the_torchrun_script_trains_unmodified(job: Job, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_kills_a_worker_and_comes_to_the_weights_of_an_undisturbed_run() -> None:
+def test_the_demo_kills_a_worker_and_reaches_the_weights_of_an_undisturbed_run() -> None:
     demo = subprocess.run([sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=340)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert re.search(r"killing rank 1, pid \d+, from outside with SIGKILL", demo.stdout)

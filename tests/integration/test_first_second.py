@@ -72,7 +72,7 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:
     assert "SIGHUP received" not in agent.output
 
 
-def test_a_signal_that_is_ignored_at_the_start_is_heard_if_it_is_named(job: Job) -> None:
+def test_a_signal_that_is_ignored_at_the_start_is_handled_if_it_is_named(job: Job) -> None:
     agent = job.launch("--standalone", "--signals-to-handle", "HUP,TERM", prefix=["nohup"])
     job.world(1)
     agent.signal(signal.SIGHUP)
@@ -96,7 +96,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.parametrize("front_end", ["elastic_launch", "elastic_launch.cli.composer"])
-def test_a_kernel_without_pidfds_is_said_at_the_start(front_end: str, tmp_path: Path) -> None:
+def test_a_kernel_without_pidfds_is_reported_at_the_start(front_end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
     done = subprocess.run(

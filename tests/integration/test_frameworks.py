@@ -68,7 +68,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("extensions")
 @each("accelerate", "deepspeed", "lightning", "transformers")
 @pytest.mark.executed
-def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
+def test_a_script_on_a_framework_resumes_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
     script = FRAMEWORKS / name / "train.py"
     assert not re.search(r"^\s*(import|from)\s+elastic", script.read_text(), re.MULTILINE)
     agent = job.launch(
@@ -88,7 +88,7 @@ def test_a_script_on_a_framework_goes_on_from_its_own_checkpoint_when_a_worker_i
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @each("accelerate", "lightning", "transformers")
-def test_with_one_line_more_a_node_that_comes_and_one_that_goes_cost_no_step(job: Job, name: str) -> None:
+def test_with_one_more_line_a_node_that_joins_and_one_that_leaves_cost_no_step(job: Job, name: str) -> None:
     line = command(job, name, "drain.py", every=1000)  # by itself it saves nothing
     flags = ["--shutdown-timeout", "90"]
     host = job.node("a", *flags, command=line)

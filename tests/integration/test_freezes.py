@@ -59,7 +59,7 @@ def freeze_until_lost(job: Job, agent: Agent, number: int) -> tuple[list[int], f
 
 @pytest.mark.slow
 @pytest.mark.executed
-def test_a_node_that_freezes_comes_back_as_a_newcomer(job: Job) -> None:
+def test_a_node_that_freezes_comes_back_as_a_new_one(job: Job) -> None:
     host = node(job, "a", nnodes="1:2")
     host.says("hosts")
     other = node(job, "b", "--node-rank", "0", nnodes="1:2")
@@ -113,7 +113,7 @@ def test_on_etcd_a_frozen_node_comes_back_as_a_new_one(job: Job, servers: list[M
 
 
 @pytest.mark.slow
-def test_on_etcd_a_node_that_froze_alone_does_not_train_on_beside_its_successor(
+def test_on_etcd_a_node_that_froze_alone_does_not_train_on_next_to_its_successor(
     job: Job, servers: list[Member]
 ) -> None:
     first = node(job, "a", servers=servers)

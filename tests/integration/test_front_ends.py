@@ -169,7 +169,7 @@ def test_nodes_of_different_sizes_make_one_world(here: Path) -> None:
     assert (here / "2-1.txt").read_text() == "3 1 2 /home/me\n"
 
 
-def test_a_crash_ends_the_others_and_shows_what_the_rank_has_said(
+def test_a_crash_ends_the_others_and_shows_the_ranks_output(
     here: Path, loop: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = loop("-n", "3", script=("--child",))

@@ -44,6 +44,6 @@ def test_a_port_for_probes_that_is_taken_ends_the_agent_before_it_begins(job: Jo
     assert f"--health-port 127.0.0.1:{job.port}: this node cannot listen there: Address already in use" in agent.output
 
 
-def test_a_port_for_probes_that_is_none_is_refused() -> None:
+def test_an_invalid_port_for_probes_is_refused() -> None:
     with pytest.raises(UsageError, match="--health-port 70000 is not a port"):
         LaunchConfig(Command((), ()), health_port=70000)

@@ -7,7 +7,7 @@ from harness import SCRIPTS, Job, alive
 FLAGS = ["--standalone", "--no-warm", "--max-restarts", "0"]
 
 
-def test_nothing_that_a_worker_says_or_leaves_ends_its_agent(job: Job) -> None:
+def test_nothing_that_a_worker_sends_or_leaves_ends_its_agent(job: Job) -> None:
     agent = job.launch(*FLAGS, command=[str(SCRIPTS / "hostile.py"), str(job.work)])
     assert agent.wait(60) == 3, agent.output
     heard = (job.work / "heard").read_text().splitlines()
@@ -17,7 +17,7 @@ def test_nothing_that_a_worker_says_or_leaves_ends_its_agent(job: Job) -> None:
     assert "Exception in thread" not in agent.output
 
 
-def test_an_agent_whose_thread_dies_ends_its_workers_and_says_so(job: Job) -> None:
+def test_an_agent_whose_thread_dies_ends_its_workers_and_reports_it(job: Job) -> None:
     command = [str(SCRIPTS / "greeting.py"), str(job.work)]
     agent = job.program([str(SCRIPTS / "thread_dies.py"), "--log-dir", str(job.logs), *FLAGS, *command])
     assert agent.wait(60) == 1, agent.output

@@ -44,7 +44,7 @@ def host() -> Iterator[str]:
 
 
 @pytest.mark.executed
-def test_a_run_whose_hosts_have_ipv6_alone_is_joined_by_the_command_that_it_prints(job: Job, host: str) -> None:
+def test_a_run_on_ipv6_only_hosts_is_joined_by_the_command_that_it_prints(job: Job, host: str) -> None:
     prefix, env = ("ip", "netns", "exec", host), {"GLOO_SOCKET_IFNAME": "cable0"}
     script = [STEPS, str(job.work)]
     flags = ("--nnodes", "1:2", "--health-port", "29480", "--node-id", "a")

@@ -233,7 +233,7 @@ def one_pod(command: list[str], **fields: Any) -> list[Manifest]:
     return [job]
 
 
-def test_the_stand_in_makes_the_root_read_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_stand_in_makes_the_root_read_only_on_request(tmp_path: Path) -> None:
     tries = "for f in /x /usr/x /etc/x /tmp/x /dev/termination-log; do touch $f 2>/dev/null && echo $f; done"
     command = ["sh", "-c", tries]
     strict = {"securityContext": {"readOnlyRootFilesystem": True}, "volumeMounts": [{"name": "t", "mountPath": "/tmp"}]}
@@ -243,7 +243,7 @@ def test_the_stand_in_makes_the_root_read_only_where_that_is_asked_for(tmp_path:
         assert made.pods[0].output.split() == ["/tmp/x", "/dev/termination-log"]
 
 
-def test_the_stand_in_kills_what_does_not_end_in_its_grace(tmp_path: Path) -> None:
+def test_the_stand_in_kills_processes_that_do_not_end_in_their_grace(tmp_path: Path) -> None:
     """If a hook takes all of the grace period, SIGTERM still gets two seconds."""
     deaf = ["sh", "-c", "trap 'echo told' TERM; echo up; while :; do sleep 0.1; done"]
     hook = {"lifecycle": {"preStop": {"exec": {"command": ["sleep", "100"]}}}}

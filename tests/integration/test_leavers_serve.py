@@ -64,7 +64,7 @@ def steps(job: Job, number: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [False, True], ids=["no token", "token"])
-def test_a_spare_goes_on_from_the_memory_of_the_node_whose_place_it_takes(
+def test_a_spare_resumes_from_the_memory_of_the_node_whose_place_it_takes(
     job: Job, servers: list[Member], undisturbed: str, token: bool
 ) -> None:
     (job.directory / "token").write_text("0123456789abcdef0123456789abcdef\n")

@@ -118,7 +118,7 @@ def _copiers(job: Job) -> list[int]:
 
 
 @pytest.mark.slow
-def test_storage_that_hangs_holds_up_nothing_but_the_end(job: Job, undisturbed: str) -> None:
+def test_storage_that_hangs_delays_only_the_end(job: Job, undisturbed: str) -> None:
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "3"]
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job, *saving))
     (hanging,) = wait_for("a copying process", lambda: _copiers(job), 60)

@@ -50,7 +50,7 @@ class Pair:
 
 
 @pytest.mark.slow
-def test_a_spare_with_an_older_state_in_memory_goes_on_from_the_durable_one(
+def test_a_spare_with_an_older_state_in_memory_resumes_from_the_durable_one(
     job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
 ) -> None:
     pair = Pair(job, servers, tmp_path / "checkpoints")
@@ -71,7 +71,7 @@ def test_a_spare_with_an_older_state_in_memory_goes_on_from_the_durable_one(
 
 @pytest.mark.slow
 @pytest.mark.executed
-def test_a_node_that_thaws_with_an_older_state_in_memory_goes_on_from_the_durable_one(
+def test_a_node_that_thaws_with_an_older_state_in_memory_resumes_from_the_durable_one(
     job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
 ) -> None:
     pair = Pair(job, servers, tmp_path / "checkpoints")
@@ -90,7 +90,7 @@ def test_a_node_that_thaws_with_an_older_state_in_memory_goes_on_from_the_durabl
 
 
 @pytest.mark.slow
-def test_with_directories_of_their_own_what_is_newest_on_either_node_is_the_branch_to_come(
+def test_with_separate_directories_the_newest_state_of_either_node_is_the_branch_that_continues(
     job: Job, servers: list[Member], undisturbed: str
 ) -> None:
     """The state that b cannot see is abandoned; when its node is back, the current branch wins on both."""

@@ -16,7 +16,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SIGNALLED = str(SCRIPTS / "signalled.py")
 
 
-def test_a_file_makes_a_node_leave_and_the_other_goes_on(job: Job, tmp_path: Path) -> None:
+def test_a_file_makes_a_node_leave_and_the_other_continues(job: Job, tmp_path: Path) -> None:
     job.node("a", "--notice", "none", nnodes="1:2").says("hosts")
     b = job.node("b", "--notice", f"file:{tmp_path}/leave", nnodes="1:2")
     number = round_of(job.world(2)[0])

@@ -50,7 +50,7 @@ def test_workers_get_every_variable_of_torchrun_and_their_arguments(job: Job, mo
     assert "done: all workers finished; restarts: 0; logs in" in agent.output.splitlines()[-1]
 
 
-def test_a_killed_worker_takes_the_round_down_and_the_next_one_starts(job: Job) -> None:
+def test_a_killed_worker_ends_the_round_and_the_next_one_starts(job: Job) -> None:
     agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child"])
     first = job.world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_the_spent_budget_ends_the_run_with_91(job: Job) -> None:
     assert "all restarts spent (--max-restarts 1)" in agent.output
 
 
-def test_failures_at_the_start_are_tried_again_as_the_budget_says(job: Job) -> None:
+def test_failures_at_the_start_are_retried_within_the_budget(job: Job) -> None:
     """What is missing may exist at the next attempt."""
     job.tell("raise-0")
     agent = job.launch("--standalone", "--max-restarts", "1")
@@ -135,7 +135,7 @@ def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
     assert len(job.events("round_formed")) == 1
 
 
-def test_a_worker_that_says_that_a_retry_is_of_no_use_ends_the_run(job: Job, tmp_path: Path) -> None:
+def test_a_worker_that_reports_that_a_retry_would_not_help_ends_the_run(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "hopeless.py"
     script.write_text("import elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
     agent = job.launch("--standalone", command=[str(script)])

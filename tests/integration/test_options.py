@@ -142,7 +142,7 @@ def test_a_worker_that_a_signal_would_end_does_not_get_it(job: Job) -> None:
     assert agent.output.count("is kept from") == 1
 
 
-def test_a_signal_to_handle_makes_the_node_leave_and_others_do_what_the_kernel_does(job: Job) -> None:
+def test_a_signal_to_handle_makes_the_node_leave_and_others_have_their_default_action(job: Job) -> None:
     agent = job.launch("--standalone", "--signals-to-handle", "SIGUSR1")
     job.world(1)
     agent.signal(signal.SIGUSR1)

@@ -96,7 +96,7 @@ def test_lines_of_stderr_with_a_filter_are_duplicated(job: Job) -> None:
     assert kept(job) == {**ALL_KEPT, "filtered_stderr-a.log": "[default1]:err 1\n"}
 
 
-def test_the_prefix_names_node_and_rank_and_keeps_lines_whole(job: Job) -> None:
+def test_the_prefix_names_node_and_rank_and_lines_stay_complete(job: Job) -> None:
     script = 'for i in 1 2 3 4 5; do printf begin; printf " %d " $i; echo end; done'
     expected = [f"[a:{rank}] begin {i} end" for rank in (0, 1) for i in range(1, 6)]
     assert lines(job, "--prefix", script=script) == expected
@@ -206,7 +206,7 @@ def test_colours_are_for_terminals(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_shown_is_what_torchrun_shows(job: Job) -> None:
+def test_the_console_shows_what_torchrun_shows(job: Job) -> None:
     flags = ["-r", "0:3,1:1", "-t", "1:1,2:2", "--local-ranks-filter", "1,2"]
     script = job.directory / "say.py"
     script.write_text(

@@ -88,7 +88,7 @@ def test_nodes_on_hosts_of_one_name_meet_by_their_addresses(c10d: Run) -> None:
     c10d.finish()
 
 
-def test_a_member_that_is_cut_off_comes_back_as_a_newcomer(c10d: Run) -> None:
+def test_a_member_that_is_cut_off_comes_back_as_a_new_node(c10d: Run) -> None:
     job = c10d.job
     c10d.start("a").says("hosts")
     c10d.start("b")
@@ -104,7 +104,7 @@ def test_a_member_that_is_cut_off_comes_back_as_a_newcomer(c10d: Run) -> None:
 
 
 @pytest.mark.parametrize("end", ["switch", "host"])
-def test_a_host_that_is_cut_off_goes_on_alone_and_takes_the_others_back(c10d: Run, end: str) -> None:
+def test_a_host_that_is_cut_off_continues_alone_and_readmits_the_others(c10d: Run, end: str) -> None:
     job = c10d.job
     c10d.start("a", "--node-rank", "1", nnodes="1:2").says("hosts")
     c10d.start("b", "--node-rank", "0", nnodes="1:2")
@@ -166,7 +166,7 @@ def test_on_etcd_a_run_of_one_node_that_is_cut_off_is_killed_before_its_spare_tr
     etcd.finish()
 
 
-def test_training_goes_on_while_etcd_is_cut_off(etcd: Run, hosts: list[Host]) -> None:
+def test_training_continues_while_etcd_is_cut_off(etcd: Run, hosts: list[Host]) -> None:
     job = etcd.job
     leader = etcd.start("a")
     leader.says("leads the run")

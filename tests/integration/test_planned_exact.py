@@ -72,7 +72,7 @@ def test_each_node_is_drained_in_turn_and_the_host_of_the_store_ends_the_run(job
 
 
 @pytest.mark.executed
-def test_the_host_of_the_store_leaves_and_another_agent_at_its_address_goes_on_from_the_others_memory(
+def test_the_host_leaves_and_another_agent_at_its_address_resumes_from_the_others_memory(
     job: Job, undisturbed: str
 ) -> None:
     changes = Changes(job)

@@ -56,7 +56,7 @@ def _states(pid: int) -> list[str]:
     return found
 
 
-def test_process_one_reaps_whatever_workers_leave_and_drains_on_sigterm(job: Job) -> None:
+def test_process_one_reaps_all_orphans_and_drains_on_sigterm(job: Job) -> None:
     agent = _launch(job)
     started = _started(job, 2)
     assert {text for _, _, text in started} == {"''"}  # their stdin is empty, not missing
@@ -75,7 +75,7 @@ def test_process_one_reaps_whatever_workers_leave_and_drains_on_sigterm(job: Job
     assert not any(map(alive, pids))
 
 
-def test_signals_end_process_one_before_it_has_begun_and_kill_takes_all_with_it(job: Job) -> None:
+def test_early_signals_end_process_one_and_a_kill_ends_all_its_processes(job: Job) -> None:
     message = job.work / "termination-log"
     message.touch()
     early = _launch(job, ELASTIC_LAUNCH_TERMINATION_LOG=str(message))

@@ -107,7 +107,7 @@ def test_a_keyboard_interrupt_that_a_script_raises_costs_a_restart(
     assert len(job.events("round_formed")) == 2
 
 
-def test_whatever_an_exception_says_it_costs_one_restart_and_goes_on(job: Job, tmp_path: Path) -> None:
+def test_an_exception_with_any_text_costs_one_restart(job: Job, tmp_path: Path) -> None:
     """Emoji take twelve bytes each on a link, a NUL cannot be in an environment, and escapes move a cursor."""
     agent = job.launch("--standalone", "--max-restarts", "1", command=script(tmp_path, ODD))
     assert agent.wait(60) == 0

@@ -13,7 +13,7 @@ from harness import Job
 
 
 @pytest.mark.executed
-def test_a_run_that_is_drained_has_saved_its_state_when_it_says_so(job: Job, tmp_path: Path) -> None:
+def test_a_drained_run_that_reports_its_state_as_saved_has_saved_it(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     changes = Changes(job, "--checkpoint", str(checkpoints))
     agent = changes.alone()
@@ -31,7 +31,7 @@ def test_a_run_that_is_drained_has_saved_its_state_when_it_says_so(job: Job, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [[], ["--checkpoint", "/sys/elastic-launch-test"]], ids=["none", "impossible"])
-def test_a_run_that_is_drained_and_cannot_be_saved_says_so(job: Job, checkpoint: list[str]) -> None:
+def test_a_drained_run_that_cannot_be_saved_reports_it(job: Job, checkpoint: list[str]) -> None:
     changes = Changes(job, *checkpoint)
     agent = changes.alone()
     changes.trains(1, steps=5)
@@ -48,7 +48,7 @@ def test_a_run_that_is_drained_and_cannot_be_saved_says_so(job: Job, checkpoint:
     assert (changes.ledger()["unsaved_steps"], changes.ledger()["steps"]) == (last, 0)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_and_the_state_is_saved(job: Job, tmp_path: Path) -> None:
+def test_a_signal_sent_twice_at_once_counts_once_and_the_state_is_saved(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     changes = Changes(job, "--checkpoint", str(checkpoints))
     agent = changes.alone()

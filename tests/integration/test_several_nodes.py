@@ -28,7 +28,7 @@ def test_two_nodes_form_one_world(job: Job) -> None:
 
 
 @pytest.mark.executed
-def test_a_dead_worker_takes_its_round_down_on_every_node(job: Job) -> None:
+def test_a_dead_worker_ends_its_round_on_every_node(job: Job) -> None:
     a, b = job.node("a", nnodes="2"), job.node("b", nnodes="2")
     first = job.world(2)
     os.kill(first[1]["pid"], signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
     assert (host.wait(), other.wait()) == (0, 0)
 
 
-def test_members_park_while_the_host_is_gone_and_go_on_with_it(job: Job) -> None:
+def test_members_park_while_the_host_is_gone_and_continue_with_it(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
     host.says("hosts")
     other = job.node("b", nnodes="1:2")
@@ -173,7 +173,7 @@ def test_node_ranks_are_honoured(job: Job) -> None:
     assert job.events("round_formed")[0]["nodes"] == ["b", "a"]
 
 
-def test_the_session_of_a_dead_program_is_ended_whole(job: Job) -> None:
+def test_all_processes_of_a_dead_programs_session_are_ended(job: Job) -> None:
     command = ["bash", "-c", f"echo $$ > {job.work}/pid-$GROUP_RANK-$WORLD_SIZE; sleep 600; true"]
     host = job.node("a", "--no-python", nnodes="1:2", command=command)
     host.says("hosts")

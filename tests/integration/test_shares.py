@@ -23,7 +23,7 @@ def tensor_files(path: Path) -> list[str]:
     return sorted(file.name for file in path.glob("*.safetensors"))
 
 
-def test_a_run_goes_on_from_what_three_nodes_have_written_together(job: Job, undisturbed: str) -> None:
+def test_a_run_resumes_from_a_checkpoint_that_three_nodes_wrote_together(job: Job, undisturbed: str) -> None:
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--every", "10", "--split", "1")
     lost = [changes.node(name, nnodes="3:3") for name in "abc"]
     wait_for("a checkpoint", changes.durable, 100)
@@ -73,7 +73,7 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
 
 
 @pytest.mark.executed
-def test_where_each_node_has_a_directory_of_its_own_it_writes_all_of_it_there(job: Job) -> None:
+def test_a_node_with_its_own_directory_writes_the_whole_checkpoint_there(job: Job) -> None:
     changes = Changes(job, "--checkpoint", "checkpoints", "--every", "100", "--split", "1")
     changes.hurry()
     homes = [job.directory / name for name in "ab"]

@@ -28,7 +28,7 @@ def _step(job: Job) -> int:
 
 
 @pytest.mark.slow
-def test_a_worker_saves_nothing_durable_while_its_agent_stands_still(job: Job) -> None:
+def test_a_worker_saves_nothing_durable_while_its_agent_is_stopped(job: Job) -> None:
     agent = _launch(job, 2000, 3, 0.05)
     wait_for("a checkpoint", lambda: _durable(job), 60)
     freeze(agent.process.pid)
@@ -66,7 +66,7 @@ def _hold(agent: Agent, ended: threading.Event) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(int(300 * SLOWNESS))
-def test_a_run_whose_storage_hangs_says_so_at_once_and_fails_at_its_end(job: Job) -> None:
+def test_a_run_whose_storage_hangs_reports_it_at_once_and_fails_at_its_end(job: Job) -> None:
     agent = _launch(job, 40, 10, 0.05, restarts=0)
     ended = threading.Event()
     holding = threading.Thread(target=_hold, args=(agent, ended))

@@ -51,7 +51,7 @@ def test_one_node_at_an_ipv6_address(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_of_two_nodes_with_one_rank_the_later_takes_over(job: Job) -> None:
+def test_if_two_nodes_have_one_rank_the_later_takes_over(job: Job) -> None:
     master = ["--master-port", str(job.port)]
     host, first = start(job, 0, *master), start(job, 1, *master)
     met(job, 1, 2)
@@ -63,7 +63,7 @@ def test_of_two_nodes_with_one_rank_the_later_takes_over(job: Job) -> None:
     assert (host.wait(), second.wait()) == (0, 0)
 
 
-def test_node_0_says_when_its_port_is_taken(job: Job) -> None:
+def test_node_0_reports_a_port_in_use(job: Job) -> None:
     with socket.create_server(("127.0.0.1", job.port)):
         node = start(job, 0, "--master-port", str(job.port))
         assert node.wait() == 95

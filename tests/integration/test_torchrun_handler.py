@@ -95,7 +95,7 @@ def test_two_nodes_survive_a_killed_worker(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_later_is_taken_in(nodes: Nodes) -> None:
+def test_a_node_that_joins_later_is_admitted(nodes: Nodes) -> None:
     nodes.start("1:2")
     nodes.workers(1)
     nodes.start("1:2")
@@ -107,7 +107,7 @@ def test_a_node_that_comes_later_is_taken_in(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_the_others_go_on_when_a_node_is_killed(nodes: Nodes) -> None:
+def test_the_others_continue_when_a_node_is_killed(nodes: Nodes) -> None:
     """Not the first one: on c10d it hosts the run."""
     nodes.start("1:2")
     nodes.workers(1)
@@ -151,7 +151,7 @@ def test_a_leader_that_is_killed_is_succeeded(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["elastic-etcd"], indirect=True)
-def test_what_etcd_needs_is_said(nodes: Nodes) -> None:
+def test_settings_that_etcd_needs_are_reported(nodes: Nodes) -> None:
     nodes._where[-1] = "none"
     nodes.start("1")
     assert nodes.exit_codes() == [1]

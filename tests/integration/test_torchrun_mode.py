@@ -197,7 +197,7 @@ def test_ends_of_one_node(runs: tuple[Run, Run], flags: str, script: str, code: 
     "flags",
     ["nonesuch.py", "--max-restarts 1 nonesuch.py", "-m nonesuch", "--no-python ./nonesuch", "--run-path nonesuch.py"],
 )
-def test_what_is_not_there(runs: tuple[Run, Run], flags: str) -> None:
+def test_a_script_module_or_program_that_does_not_exist(runs: tuple[Run, Run], flags: str) -> None:
     assert both(runs, flags).code == 1
 
 

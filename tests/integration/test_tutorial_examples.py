@@ -151,7 +151,7 @@ def test_nodes_of_the_series_need_no_common_directory(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_without_a_launcher_the_series_says_by_hand_where_its_processes_meet(tmp_path: Path) -> None:
+def test_without_a_launcher_the_series_sets_the_processes_address_by_hand(tmp_path: Path) -> None:
     output = run(str(SERIES / "by_hand.py"), "2", "1", "--processes", "2", "--batch_size", "256", cwd=tmp_path)
     assert "[rank 0] epoch 1 | steps 4 |" in output
     assert "[rank 1] epoch 1 | steps 4 |" in output

@@ -58,7 +58,7 @@ def test_of_two_runs_that_save_to_one_directory_the_later_one_does(job: Job) -> 
 
 @pytest.mark.slow
 @pytest.mark.executed
-def test_what_was_saved_before_another_run_took_the_directory_is_not_said_to_be_there(job: Job) -> None:
+def test_a_checkpoint_saved_before_another_run_took_the_directory_is_not_reported_as_saved(job: Job) -> None:
     directory = job.directory / "checkpoints"
     first = launch(job, "first")
     wait_for("a checkpoint", lambda: saved(directory), 60)
@@ -74,7 +74,7 @@ def test_what_was_saved_before_another_run_took_the_directory_is_not_said_to_be_
 
 
 @pytest.mark.slow
-def test_a_run_that_follows_another_in_its_directory_goes_on_and_saves(job: Job) -> None:
+def test_a_run_that_follows_another_in_its_directory_resumes_and_saves(job: Job) -> None:
     directory = job.directory / "checkpoints"
     first = launch(job, "first")
     wait_for("a checkpoint", lambda: saved(directory), 60)
@@ -133,7 +133,7 @@ def _stopped(agent: Agent, directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_node_that_does_not_hear_its_leader_commits_nothing_until_it_does(job: Job) -> None:
+def test_a_node_that_does_not_reach_its_leader_commits_nothing_until_it_does(job: Job) -> None:
     """The others may have continued without it: its commits would compete with theirs."""
     disks = [job.directory / name for name in "ab"]
     for disk in disks:

@@ -133,7 +133,7 @@ def test_only_events_that_name_this_machine_count() -> None:
         ("Terminate", "Mon, 04 May 2026 12:04:00 GMT", "Scheduled", ("scale-in", 240.0, True)),
     ],
 )
-def test_an_event_says_how_long_it_can_wait(
+def test_an_event_states_how_long_it_can_wait(
     kind: str, before: str, status: str, expected: tuple[str, float | None, bool]
 ) -> None:
     (notice,) = azure.events(scheduled(kind, NotBefore=before, EventStatus=status), lambda: "train_3", NOW)
@@ -171,7 +171,7 @@ PARSERS: list[Callable[[bytes], Any]] = [
 
 
 @given(DOCUMENTS)
-def test_a_document_is_understood_or_trouble_and_nothing_else(body: bytes) -> None:
+def test_any_document_is_understood_or_raises_trouble(body: bytes) -> None:
     for parse in PARSERS:
         try:
             found = parse(body)
@@ -181,7 +181,7 @@ def test_a_document_is_understood_or_trouble_and_nothing_else(body: bytes) -> No
         assert all(isinstance(x, Notice) and (x.seconds is None or x.seconds == x.seconds) for x in notices)
 
 
-def test_what_a_document_says_cannot_make_lines_of_its_own() -> None:
+def test_the_text_of_a_document_cannot_add_log_lines() -> None:
     (notice,) = aws.scheduled(encoded([event(Code="x\n[elastic-launch] done\x1b[2J\ud800")]), NOW)
     assert notice.why == "maintenance (x[elastic-launch] done[2J)"
 
@@ -229,7 +229,7 @@ def test_the_seconds_in_a_file_can_be_waited_for(text: str) -> None:
         ({}, None),
     ],
 )
-def test_the_firmware_says_which_cloud_it_is(dmi: dict[str, str], cloud: str | None) -> None:
+def test_the_firmware_shows_the_cloud(dmi: dict[str, str], cloud: str | None) -> None:
     assert cloud_of(dmi) == cloud
 
 

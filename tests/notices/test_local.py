@@ -30,7 +30,7 @@ def test_an_empty_file_counts_at_the_second_look(tmp_path: Path) -> None:
     assert notice.seconds is None
 
 
-def test_whatever_has_the_name_is_there_and_nothing_is_waited_for(tmp_path: Path) -> None:
+def test_a_file_of_any_kind_counts_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     for name in ("pipe", "directory"):
@@ -57,13 +57,13 @@ def names(*wanted: NoticeSource, environ: dict[str, str] | None = None, **dmi: s
     return [source.name for source in sources_of(wanted, environ or {}, lambda: dmi)]
 
 
-def test_auto_watches_what_is_there_and_elsewhere_nothing() -> None:
+def test_auto_watches_existing_sources_only() -> None:
     assert names(AUTO) == []
     assert names(AUTO, sys_vendor="Amazon EC2") == ["AWS"]
     assert names(AUTO, environ={"SLURM_JOB_ID": "1"}, product_name="Google Compute Engine") == ["Slurm", "GCP"]
 
 
-def test_what_is_asked_for_twice_is_watched_once() -> None:
+def test_a_source_named_twice_is_watched_once() -> None:
     early, file = NoticeSource("aws", early=True), NoticeSource("file", path="a")
     assert names(
         AUTO, NoticeSource("aws"), early, file, file, NoticeSource("file", path="b"), sys_vendor="Amazon EC2"

@@ -173,7 +173,7 @@ class Scripted:
         return
 
 
-def test_a_node_that_leaves_hears_of_what_makes_it_leave_sooner() -> None:
+def test_a_node_that_leaves_receives_notices_that_shorten_its_time() -> None:
     late, sooner = Notice("script", "maintenance", "reboot", 60.0), Notice("script", "preemption", "preemption", 30.0)
     hint = replace(late, kind="rebalance", leaves=False)
     other = replace(hint, kind="migration")

@@ -230,7 +230,7 @@ def test_a_plain_script_is_known_by_its_workers_running_alone() -> None:
     assert told.line().startswith("workers ran for 17.5 of 21.0 s; 1 incident (1 crash)")
 
 
-def test_a_leader_without_workers_of_its_own_claims_nothing_of_their_time() -> None:
+def test_a_leader_without_workers_makes_no_claim_about_their_time() -> None:
     told = ledger((0.0, formed(1)), (90.0, broken(1)), (95.0, formed(2)), (95.0, form(2)), (95.0, started(2)),
                   (100.0, exited(2)))  # fmt: skip
     assert (told.total_s, told.productive_s) == (10.0, 5.0)

@@ -79,7 +79,7 @@ def test_holders_of_the_token_understand_each_other_however_the_bytes_are_cut(
     assert heard == {"up": up, "down": down}
 
 
-def test_without_a_token_the_bytes_are_the_messages_own() -> None:
+def test_without_a_token_messages_are_sent_unchanged() -> None:
     node, leader = _pair(None, None)
     assert node.ready
     assert leader.ready
@@ -91,7 +91,7 @@ def test_without_a_token_the_bytes_are_the_messages_own() -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["another token", "another run"])
-def test_the_node_finds_out_a_leader_with_another_token_before_it_says_anything(other: bytes) -> None:
+def test_the_node_detects_a_leader_with_another_token_before_it_sends_anything(other: bytes) -> None:
     node, leader = _pair(KEY, other)
     node.send(b"secretive\n")
     leader.feed(_take(node))
@@ -174,9 +174,7 @@ EDITS = st.sampled_from(["drop", "repeat", "swap", "flip", "insert", "reflect", 
     where=st.integers(0, 10**6),
     upwards=st.booleans(),
 )
-def test_of_lines_that_were_tampered_with_only_those_before_are_heard(
-    sent: list[bytes], edit: str, where: int, upwards: bool
-) -> None:
+def test_only_lines_before_a_tampered_one_are_accepted(sent: list[bytes], edit: str, where: int, upwards: bool) -> None:
     node, leader = _ready()
     source, sink = (node, leader) if upwards else (leader, node)
     for message in sent:

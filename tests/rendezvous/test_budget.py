@@ -138,7 +138,7 @@ def test_going_back_and_forth_makes_no_progress() -> None:
     assert rulings[-1].ends
 
 
-def test_a_script_that_says_nothing_of_steps_advances_by_running() -> None:
+def test_a_script_that_reports_no_steps_advances_by_running() -> None:
     budget = RestartBudget(0, 0)
     for _ in range(100):
         assert not rule(budget, PREEMPTED, lasted=LONG).ends
@@ -166,7 +166,7 @@ def test_a_resize_is_free_and_counts_for_nothing() -> None:
     assert not any(rule(budget, PREEMPTED).ends for _ in range(FREE))
 
 
-def test_a_new_leader_goes_on_counting() -> None:
+def test_a_new_leader_continues_the_count() -> None:
     budget = RestartBudget(0, 0, idle=FREE, mark=10)
     assert rule(budget, PREEMPTED, begun=10).ends
     assert not rule(RestartBudget(0, 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends

@@ -19,7 +19,7 @@ WORKERS = st.integers(1, 10_000)
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(remaining=SECONDS, workers=WORKERS, more=WORKERS)
-def test_what_is_saved_is_the_difference_of_two_times_of_the_same_work(
+def test_the_gain_is_the_difference_between_two_times_for_the_same_work(
     remaining: float, workers: int, more: int
 ) -> None:
     larger = workers + more
@@ -159,7 +159,7 @@ def test_a_resize_costs_what_the_last_one_did() -> None:
     assert event.saved_s < event.cost_s
 
 
-def test_other_rounds_tell_nothing_of_a_resizes_cost() -> None:
+def test_other_rounds_do_not_count_for_the_cost_of_a_resize() -> None:
     run = ready("1:4", "ab")
     run.close("b")
     stop(run, "a")

@@ -76,7 +76,7 @@ def test_one_of_several_that_come_at_once_leads(nodes: Nodes) -> None:
     assert nodes.record.term == 1
 
 
-def test_the_others_go_on_when_the_leader_is_gone(nodes: Nodes) -> None:
+def test_the_others_continue_when_the_leader_is_gone(nodes: Nodes) -> None:
     nodes.start("a", "b", "c")
     nodes.together("a", "b", "c")
     first = nodes.leader()

@@ -272,7 +272,7 @@ def test_the_manifests_script_closes_etcd_to_all_but_the_run(etcd: Member) -> No
     assert etcd.healthy()
 
 
-def test_a_server_that_is_full_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_server_is_reported_with_a_hint(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, ("--quota-backend-bytes", "200000")) as members, opened(members) as store:
         value: bytes | None = None
 
@@ -290,7 +290,7 @@ def test_a_server_that_is_full_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1_600_000, 5_000_000])
-def test_a_value_that_is_too_large_says_so(etcd: Member, size: int) -> None:
+def test_a_value_that_is_too_large_is_reported(etcd: Member, size: int) -> None:
     with opened(etcd) as store:
         with pytest.raises(StoreError, match=rf"write of {size} bytes.*too large") as caught:
             store.compare_and_set(None, b"x" * size, TIMEOUT)

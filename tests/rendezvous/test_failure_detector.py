@@ -17,7 +17,7 @@ def linked(dead_after: float = 5.0, beat: float = 1.0) -> FailureDetector:
     return detector
 
 
-def test_a_node_is_cut_off_before_it_takes_its_silent_leader_for_lost() -> None:
+def test_a_node_counts_as_cut_off_before_it_counts_its_silent_leader_as_lost() -> None:
     detector = linked()
     for now in (101.0, 102.0, 103.0, 103.9):
         assert detector.judge(now, detector.turn(now)) is None
@@ -29,7 +29,7 @@ def test_a_node_is_cut_off_before_it_takes_its_silent_leader_for_lost() -> None:
     assert detector.leader_lost
 
 
-def test_a_node_that_was_frozen_is_out_but_takes_no_leader_for_lost() -> None:
+def test_a_node_that_was_frozen_is_cut_off_but_counts_no_leader_as_lost() -> None:
     detector = linked()
     cut_off = detector.judge(160.0, detector.turn(160.0))
     assert cut_off is not None
@@ -37,7 +37,7 @@ def test_a_node_that_was_frozen_is_out_but_takes_no_leader_for_lost() -> None:
     assert not detector.leader_lost
 
 
-def test_it_is_said_once_in_each_silence() -> None:
+def test_it_is_reported_once_in_each_silence() -> None:
     detector = linked()
     assert detector.judge(104.0) is not None
     assert detector.judge(104.1) is None
@@ -46,7 +46,7 @@ def test_it_is_said_once_in_each_silence() -> None:
     assert detector.judge(109.0) is not None
 
 
-def test_it_is_said_again_of_a_round_that_begins_meanwhile() -> None:
+def test_it_is_reported_again_for_a_round_that_begins_meanwhile() -> None:
     detector = linked()
     assert detector.judge(104.0, unsure=4.0) is not None
     detector.formed()
@@ -55,7 +55,7 @@ def test_it_is_said_again_of_a_round_that_begins_meanwhile() -> None:
     assert detector.judge(104.2, unsure=4.2) is None
 
 
-def test_a_new_link_says_nothing_until_something_is_heard() -> None:
+def test_a_new_link_does_not_end_the_silence_until_something_is_received() -> None:
     detector = linked()
     detector.linked(103.5)
     assert detector.judge(103.9) is None
@@ -66,7 +66,7 @@ def test_before_the_first_message_no_link_counts_as_cut_off() -> None:
     assert FailureDetector(5.0, 1.0).judge(1000.0) is None
 
 
-def test_a_leader_is_cut_off_when_its_store_is_whatever_it_hears_of_itself() -> None:
+def test_a_leader_counts_as_cut_off_once_it_was_unsure_of_its_term_for_too_long() -> None:
     detector = linked()
     assert detector.judge(200.0, gap=60.0, unsure=0.0) is None, "nobody else can lead"
     assert detector.judge(200.0, unsure=3.9) is None

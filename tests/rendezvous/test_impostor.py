@@ -122,7 +122,7 @@ def test_it_learns_nothing_is_not_obeyed_and_is_succeeded(impostor: Impostor, ca
     assert len([record for record in caplog.records if "link to the leader was closed" in record.getMessage()]) <= 1
 
 
-def test_it_is_not_tried_for_ever(impostor: Impostor) -> None:
+def test_it_is_not_retried_forever(impostor: Impostor) -> None:
     config = _config(beat=0.1, dead_after=1.0, join_timeout=0.5)
     heard: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
     backend = Pointing(_record(config, impostor.port))

@@ -40,7 +40,7 @@ def test_a_round_that_was_started_while_the_leader_slept_runs_on() -> None:
     assert run.told(RoundBroken) == []
 
 
-def test_a_node_that_leaves_says_so_in_the_hello_of_its_next_link() -> None:
+def test_a_node_that_leaves_states_it_in_the_hello_of_its_next_link() -> None:
     run = running("1:2", "ab")
     run.hello("b", holding=1, joined=True, leaving="SIGTERM")
     assert run.told(NodeLeft)[0].cause == "SIGTERM"

@@ -53,7 +53,7 @@ def test_one_plain_worker_group_has_the_round_broken_instead() -> None:
     assert len(run.orders("b", m.Break)) == 1
 
 
-def test_ready_of_another_round_counts_for_nothing() -> None:
+def test_ready_of_another_round_is_ignored() -> None:
     run = running("1:4", "a")
     run.report("a", m.Ready(2))
     run.hello("c")
@@ -223,7 +223,7 @@ def test_no_round_is_drained_for_a_node_that_still_imports() -> None:
     assert run.members == "abc"
 
 
-def test_a_resize_takes_those_that_can_begin_at_once_and_the_others_later() -> None:
+def test_a_resize_includes_nodes_that_can_begin_at_once_and_the_others_later() -> None:
     run = ready("1:4", "ab")
     run.hello("c", importing=True)
     run.hello("d")

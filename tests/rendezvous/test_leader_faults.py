@@ -231,7 +231,7 @@ def test_a_run_that_ends_waits_for_nodes_that_still_stop_and_for_their_reports()
     assert run.orders("b", m.RunEnd)[0].failure == failure("a", exit_code=3, ago=1.0)
 
 
-def test_what_comes_late_may_say_that_a_retry_is_of_no_use() -> None:
+def test_a_late_report_may_state_that_a_retry_would_not_help() -> None:
     run = running("1:2", "ab")
     run.fail("b", rank=1, **SYMPTOM)
     run.stop("b")
@@ -242,7 +242,7 @@ def test_what_comes_late_may_say_that_a_retry_is_of_no_use() -> None:
     assert run.orders("b", m.RunEnd)[0].failure == failure("a", kind="fatal", message="the data set is not complete")
 
 
-def test_a_lost_node_is_the_cause_of_what_others_said_before() -> None:
+def test_a_lost_node_is_the_cause_of_earlier_reports_of_others() -> None:
     run = running("1:2", "ab", max_restarts=0)
     run.fail("a", **SYMPTOM)
     run.close("b")
@@ -323,7 +323,7 @@ def test_without_budget_the_end_does_not_wait_long_for_workers_that_still_stop()
     ("exit_code", "expected"),
     [(1, 1), (3, 3), (89, 89), (100, 100), (255, 255), (-9, 137), (-11, 139), (2, 1), (90, 1), (95, 1), (99, 1)],
 )
-def test_without_budget_the_code_is_the_workers_own_unless_it_is_ours(exit_code: int, expected: int) -> None:
+def test_without_budget_the_code_is_the_workers_own_unless_it_has_a_meaning_here(exit_code: int, expected: int) -> None:
     run = running("1:1", "a", max_restarts=0)
     run.fail("a", exit_code=exit_code)
     run.stop("a")

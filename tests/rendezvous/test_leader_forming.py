@@ -296,7 +296,7 @@ def test_commands_are_compared_in_words(ours: str, theirs: str, found: str | Non
     assert bool(places) == ("`" in words)
 
 
-def test_a_refused_node_teaches_the_leader_nothing() -> None:
+def test_a_refused_node_does_not_change_the_leaders_state() -> None:
     run = Run("1:2")
     run.hello("b", digest="x", command="other.py", seen_term=9, seen_round=9, seen_restarts=3)
     run.hello("a")

@@ -75,7 +75,7 @@ def test_a_leader_that_slept_evicts_no_node(dead_after: float) -> None:
     assert not run.forming
 
 
-def test_a_gap_counts_as_little_silence_of_a_node_that_says_nothing() -> None:
+def test_a_gap_counts_as_little_silence_of_a_silent_node() -> None:
     run = running("1:2", "ab")
     run.silent.add("b")
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_a_member_that_was_late_takes_part_again_once_it_is_ready() -> None:
 # Nodes that leave.
 
 
-def test_leaving_is_free_and_the_others_go_on_as_soon_as_the_leaver_is_gone() -> None:
+def test_leaving_is_free_and_the_others_continue_as_soon_as_the_leaver_is_gone() -> None:
     run = running("1:3", "abc", max_restarts=0)
     run.leave("b")
     for node_id in "abc":
@@ -271,7 +271,7 @@ def test_a_spare_that_leaves_breaks_nothing() -> None:
 # Too few nodes.
 
 
-def test_below_min_the_run_parks_and_goes_on_when_a_node_arrives() -> None:
+def test_below_min_the_run_parks_and_continues_when_a_node_arrives() -> None:
     run = running("2:2", "ab")
     run.close("b")
     run.stop("a")

@@ -147,7 +147,7 @@ def test_a_new_link_of_the_same_agent_replaces_the_old_one() -> None:
     assert run.forming
 
 
-def test_a_hello_that_tells_of_stopped_workers_breaks_the_round() -> None:
+def test_a_hello_with_stopped_workers_breaks_the_round() -> None:
     """The reports of a lost link are lost; the node's hello contains what matters."""
     run = running("1:2", "ab")
     run.hello("b", holding=0, seen_term=1, seen_round=1, store_port=7009)
@@ -157,7 +157,7 @@ def test_a_hello_that_tells_of_stopped_workers_breaks_the_round() -> None:
     assert run.record.round.members[1].store_port == 7009
 
 
-def test_a_hello_that_tells_of_stopped_workers_ends_the_wait_for_them() -> None:
+def test_a_hello_with_stopped_workers_ends_the_wait_for_them() -> None:
     run = running("1:2", "ab")
     run.fail("a")
     run.stop("a")
@@ -165,7 +165,7 @@ def test_a_hello_that_tells_of_stopped_workers_ends_the_wait_for_them() -> None:
     assert (run.number, run.members) == (2, "ab")
 
 
-def test_a_hello_that_tells_of_finished_workers_counts_as_done() -> None:
+def test_a_hello_with_finished_workers_counts_as_done() -> None:
     run = running("1:2", "ab")
     run.done("a")
     run.hello("b", holding=1, done=True, seen_term=1, seen_round=1)

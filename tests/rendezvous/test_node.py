@@ -30,7 +30,7 @@ def test_an_order_of_a_lower_term_changes_nothing() -> None:
     assert (side.hello.seen_term, side.hello.seen_round, side.hello.holding) == (2, 3, 3)
 
 
-def test_the_hello_says_what_was_lost_with_the_link_before() -> None:
+def test_the_hello_repeats_what_was_lost_with_the_previous_link() -> None:
     side = _side()
     side.obey(_form(3))
     side.say(m.Joined(3))

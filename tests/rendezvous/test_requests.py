@@ -90,7 +90,7 @@ def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) ->
 # Status.
 
 
-def test_a_status_tells_of_every_node_and_counts_no_caller() -> None:
+def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     run = asked("1:2", "ab")
     run.hello("c")
     run.report("b", m.Progress(1, 40))
@@ -113,7 +113,7 @@ def test_what_no_node_has_reported_is_none() -> None:
     assert (status.step, status.checkpoint, status.snapshot) == (None, None, None)
 
 
-def test_a_status_tells_what_was_saved_and_how_long_ago() -> None:
+def test_a_status_shows_what_was_saved_and_how_long_ago() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.Saved(1, 20))
     assert run.status().step == 20, "whoever saved a step has done it"
@@ -128,7 +128,7 @@ def test_a_status_tells_what_was_saved_and_how_long_ago() -> None:
     assert status.step == 22
 
 
-def test_a_later_round_may_go_on_from_an_earlier_step() -> None:
+def test_a_later_round_may_resume_from_an_earlier_step() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.Progress(1, 40))
     run.fail("a")
@@ -299,7 +299,7 @@ def test_a_run_that_is_drained_ends_with_143_and_the_step() -> None:
 
 
 @pytest.mark.parametrize("why", ["", "the directory is full"])
-def test_a_run_that_is_drained_and_not_saved_says_so(why: str) -> None:
+def test_a_run_that_is_drained_and_not_saved_is_reported_as_such(why: str) -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskDrain())
     run.drained("a", "b", step=12, unsaved=why)
@@ -320,7 +320,7 @@ def test_a_resize_on_its_way_becomes_the_runs_last_drain() -> None:
     assert run.end == (143, "stopped by elasticctl drain after step 7, its state saved")
 
 
-def test_a_node_that_leaves_alone_with_an_unsaved_state_says_so() -> None:
+def test_a_lone_node_that_leaves_with_an_unsaved_state_is_reported() -> None:
     run = asked("1:2", "a")
     run.ask(a.AskDrain("a"))
     leaves(run, "a")
@@ -329,7 +329,7 @@ def test_a_node_that_leaves_alone_with_an_unsaved_state_says_so() -> None:
     assert "it was drained after step 7, its state not saved: the directory is full" in run.answer().text
 
 
-def test_a_run_of_plain_scripts_is_stopped_and_the_answer_says_that_nothing_was_drained() -> None:
+def test_a_run_of_plain_scripts_is_stopped_and_the_answer_states_that_nothing_was_drained() -> None:
     run = asked("1:3", "ab", ready=False)
     run.ask(a.AskDrain())
     run.stop("a", "b")
@@ -415,7 +415,7 @@ def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
 # Resize.
 
 
-def test_a_larger_maximum_takes_in_the_spares() -> None:
+def test_a_larger_maximum_includes_the_spares() -> None:
     run = asked("1:2", "ab")
     run.hello("c")
     run.advance(5.0)
@@ -470,7 +470,7 @@ def test_the_same_limits_change_nothing() -> None:
     assert len(run.commits) == commits
 
 
-def test_limits_that_are_none_are_refused() -> None:
+def test_invalid_limits_are_refused() -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskResize(3, 2))
     assert not run.answer().done

@@ -44,7 +44,7 @@ def test_the_leader_and_the_end_are_noted(tmp_path: Path) -> None:
     assert (run.leader, run.code, run.cause, alive) == ("10.0.0.1:4000", 91, "all 3 restarts spent", False)
 
 
-def test_a_token_that_the_agent_made_is_beside_it_for_its_user_as_long_as_the_run_is(tmp_path: Path) -> None:
+def test_a_token_that_the_agent_made_is_stored_next_to_it_while_the_run_lasts(tmp_path: Path) -> None:
     token, path = Token.made(), tmp_path / TOKEN_FILE
     path.write_text("left by an agent that was killed")
     path.chmod(0o644)

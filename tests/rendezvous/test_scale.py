@@ -117,7 +117,7 @@ def test_etcd_is_written_once_per_leader_and_round_and_never_in_between(
     assert writes() == formed + 1
 
 
-def test_a_record_that_etcd_does_not_take_ends_the_run_and_says_why(tmp_path: Path, start: Callable[..., Node]) -> None:
+def test_a_record_that_etcd_refuses_ends_the_run_with_the_reason(tmp_path: Path, start: Callable[..., Node]) -> None:
     with etcd_of(tmp_path, "--max-request-bytes", "1900") as member:
         nodes = [start(letter * 190, member, "large", Limits(4, 4)) for letter in "abcd"]
         wait_for("the end", lambda: all(node.ends for node in nodes))
@@ -128,7 +128,7 @@ def test_a_record_that_etcd_does_not_take_ends_the_run_and_says_why(tmp_path: Pa
         close(nodes)
 
 
-def test_a_record_that_no_line_could_hold_ends_the_run_and_says_why(
+def test_a_record_too_long_for_a_line_ends_the_run_with_the_reason(
     etcd: Member, start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MAX_RECORD", 800)
@@ -159,7 +159,7 @@ def without_beats(lines: dict[str, int]) -> dict[str, int]:
     return {name: number for name, number in lines.items() if name not in ("beat", "pulse")}
 
 
-def test_the_benchmark_counts_what_the_protocol_says(tmp_path: Path) -> None:
+def test_the_benchmark_counts_the_protocols_messages(tmp_path: Path) -> None:
     found = benchmark(tmp_path, "--nodes", "2", "4", "--who", "c10d", "etcd", "--simulate", "64")
     for size in (2, 4):
         for who in ("c10d", "etcd"):
@@ -179,7 +179,7 @@ def test_the_benchmark_counts_what_the_protocol_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_torch_beside_ours(tmp_path: Path) -> None:
+def test_the_benchmark_also_measures_torch(tmp_path: Path) -> None:
     found = benchmark(tmp_path, "--nodes", "3", "--who", "c10d", "torch")
     (torchs,) = found["measured"]["3"]["torch"]
     assert torchs["join"]["written"] >= 3, "each node adds itself"

@@ -72,7 +72,7 @@ def test_garbage_in_the_store_is_an_error(value: bytes) -> None:
         ValueSeal(TOKEN, "run").open(value)
 
 
-def test_a_refusal_is_believed_once_it_has_stood_for_long_enough() -> None:
+def test_a_refusal_is_believed_once_it_has_lasted_long_enough() -> None:
     patience, first, other = Patience(3.0), RefusedError("one"), RefusedError("other")
     found = [patience.refused(error, now) for now, error in ((0.0, first), (2.9, first), (3.0, other), (5.0, other))]
     assert [type(error) for error in found] == [StoreError] * 4

@@ -210,7 +210,7 @@ def _no_descriptors_left() -> Iterator[list[int]]:
             os.close(descriptor)
 
 
-def test_without_descriptors_strangers_go_first_and_nodes_are_let_in_later(
+def test_without_descriptors_strangers_are_dropped_first_and_nodes_are_admitted_later(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     node, stranger = run.node(), run.stranger()
@@ -235,7 +235,7 @@ def test_without_descriptors_strangers_go_first_and_nodes_are_let_in_later(
     assert "Too many open files" in _warnings(caplog)[0]
 
 
-def test_another_version_of_the_protocol_is_refused_in_words(run: Run) -> None:
+def test_another_version_of_the_protocol_is_refused_with_a_message(run: Run) -> None:
     node, other = run.node(), run.link(run.key)
     other.say(replace(HELLO, version=99, node_id="b", incarnation="b1"))
     refused = other.hear(m.Refused)

@@ -69,7 +69,7 @@ def test_a_member_believes_only_what_continues_its_run(stored: bytes | None) -> 
         assert member.judge(SEAL.close(following.encode())) == following
 
 
-def test_a_node_that_comes_believes_what_is_sealed_until_a_leader_says_which_run_it_leads() -> None:
+def test_a_new_node_believes_a_sealed_record_until_a_leader_names_its_run() -> None:
     newcomer = Continuity(SEAL)
     assert newcomer.judge(None) is None
     assert newcomer.judge(SEAL.close(OLD.encode())) == OLD
@@ -88,7 +88,7 @@ def test_a_member_hears_of_rounds_that_it_is_not_in() -> None:
 
 
 @pytest.mark.parametrize("stored", SPOILED.values(), ids=list(SPOILED))
-def test_a_leader_takes_all_but_its_own_and_its_successors_for_spoiled(stored: bytes | None) -> None:
+def test_a_leader_recognizes_its_own_record_and_those_of_others(stored: bytes | None) -> None:
     claim = Claim(SEAL, RECORD, now=9.0)
     assert claim.look(stored) is Sight.SPOILED
     assert claim.look(SEAL.close(RECORD.encode())) is Sight.OWN
@@ -116,7 +116,7 @@ def _repaired(nodes: Nodes, spoiled: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("value", [b"garbage", b"{}", None], ids=["garbage", "other json", "deleted"])
-def test_the_leader_repairs_its_record_and_the_run_goes_on(
+def test_the_leader_repairs_its_record_and_the_run_continues(
     nodes: Nodes, value: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes.start("a", "b")
@@ -154,7 +154,7 @@ def test_a_replayed_end_of_an_earlier_run_ends_neither_the_run_nor_a_node_that_c
     assert not nodes.nodes["b"].ends
 
 
-def test_a_node_that_comes_to_an_ended_run_makes_sure_of_it(nodes: Nodes) -> None:
+def test_a_new_node_verifies_that_a_run_has_ended(nodes: Nodes) -> None:
     """With a token; without one nothing proves the end, see test_elected."""
     config, backend = backend_for("b", nodes.store, nodes.events, Limits(1, 4, 3), token=TOKEN)
     leader = Leader("a", "a1", "127.0.0.1", 1)
@@ -185,7 +185,7 @@ def test_members_repair_what_no_leader_repairs_and_skip_rounds_that_they_may_not
     assert [event.term for event in elected] == [1, after.term]
 
 
-def test_a_node_that_comes_to_garbage_that_stays_gives_up_in_words(nodes: Nodes) -> None:
+def test_a_new_node_that_keeps_finding_garbage_gives_up_with_the_reason(nodes: Nodes) -> None:
     _spoil(nodes, b"garbage")
     nodes.start("a")
     nodes.until("the node to give up", lambda: bool(nodes.nodes["a"].lost), 20)

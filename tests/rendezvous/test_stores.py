@@ -69,7 +69,7 @@ def test_only_the_expected_value_is_replaced(open_store: Open) -> None:
     assert a.load(TIMEOUT) == b"two"
 
 
-def test_expecting_a_value_where_there_is_none_writes_nothing(open_store: Open) -> None:
+def test_expecting_a_missing_value_writes_nothing(open_store: Open) -> None:
     store = open_store()
     assert not store.compare_and_set(b"something", b"new", TIMEOUT)
     assert store.load(TIMEOUT) is None

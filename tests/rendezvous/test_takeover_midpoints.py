@@ -76,7 +76,7 @@ def _interrupted(events: int, befall: Callable[[Cluster], None]) -> Cluster:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_goes_on_from_every_point_at_which_its_leader_is(fault: str) -> None:
+def test_a_run_continues_from_every_point_at_which_its_leader_is(fault: str) -> None:
     terms = set()
     for events in range(1, _length(), 20):
         cluster = _interrupted(events, FAULTS[fault])
@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_every_point_at_which_its_leader_is(fault: str) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_goes_on_from_every_single_event_at_which_its_leader_is(fault: str) -> None:
+def test_a_run_continues_from_every_single_event_at_which_its_leader_is(fault: str) -> None:
     for events in range(1, _length()):
         _interrupted(events, FAULTS[fault]).recover()
 

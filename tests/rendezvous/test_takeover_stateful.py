@@ -151,7 +151,7 @@ def _profile(examples: int, *, random: bool) -> settings:
     )
 
 
-def test_under_random_faults_rounds_have_one_number_each_and_the_run_goes_on() -> None:
+def test_under_random_faults_rounds_have_one_number_each_and_the_run_continues() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(int(EXAMPLES or 40), random=EXAMPLES is not None))
 
 

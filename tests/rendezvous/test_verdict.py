@@ -90,7 +90,7 @@ def test_a_worker_ended_by_a_signal_breaks_the_connections_of_others() -> None:
     assert root_cause([(1.0, BROKEN), (2.0, LATE), (3.0, PREEMPTED)]) == PREEMPTED
 
 
-def test_what_may_have_failed_goes_behind_what_has_and_before_symptoms() -> None:
+def test_possible_failures_rank_after_certain_ones_and_before_symptoms() -> None:
     supposed = replace(CRASH, rank=3, supposed=True)
     assert root_cause([(9.0, supposed), (1.0, BROKEN), (1.0, LATE)]) == supposed
     assert root_cause([(1.0, supposed), (9.0, CRASH)]) == CRASH

@@ -90,7 +90,7 @@ def test_close_writes_what_waits(gate: Gate, tmp_path: Path) -> None:
         writer.submit({}, step=3, round=0)
 
 
-def test_an_error_comes_out_of_poll_and_ends_nothing(tmp_path: Path) -> None:
+def test_an_error_is_returned_by_poll_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with BackgroundWriter(tmp_path / "a", keep=1) as writer:
         writer.submit(state_of(1), step=1, round=0)
@@ -166,7 +166,7 @@ def test_close_gives_up_on_a_write_that_hangs(gate: Gate, tmp_path: Path) -> Non
     writer.close()
 
 
-def test_a_state_that_is_written_is_let_go(tmp_path: Path) -> None:
+def test_a_state_that_is_written_is_released(tmp_path: Path) -> None:
     with BackgroundWriter(tmp_path) as writer:
         tensor = torch.ones(1000)
         kept = weakref.ref(tensor)

@@ -43,7 +43,7 @@ def test_what_is_written_is_found_and_loaded(tmp_path: Path) -> None:
     assert info.bytes == sum((info.path / name).stat().st_size for name in ("state.json", "tensors.safetensors"))
 
 
-def test_where_there_is_nothing_there_is_nothing(tmp_path: Path) -> None:
+def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         assert find(directory, refuse) == []
         assert newest(directory, refuse) is None
@@ -59,7 +59,7 @@ def test_the_round_counts_before_the_step(tmp_path: Path) -> None:
     assert same(loaded.state, state_of(3, 10))
 
 
-def test_the_digest_tells_content_not_place(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_not_on_place(tmp_path: Path) -> None:
     one, other = write_some(tmp_path / "a", (1, 5)) + write_some(tmp_path / "b", (1, 5))
     assert one.path.name != other.path.name
     assert one.digest == other.digest
@@ -279,7 +279,7 @@ def in_threads(*works: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_readers_beside_writers_that_prune(tmp_path: Path) -> None:
+def test_concurrent_readers_and_writers_that_prune(tmp_path: Path) -> None:
     """Each newest checkpoint that is read is complete, none is older than the previous one, and writers do no harm."""
     ended = threading.Event()
     write_some(tmp_path, (0, 0))

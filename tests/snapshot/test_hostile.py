@@ -242,7 +242,7 @@ def test_a_manifest_or_state_too_large_to_read(info: CheckpointInfo) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_json_that_is_none_or_too_much(text: bytes, name: str, info: CheckpointInfo) -> None:
+def test_invalid_or_excessive_json(text: bytes, name: str, info: CheckpointInfo) -> None:
     (info.path / name).write_bytes(text)
     if name == "state.json":
         forge(info.path)
@@ -276,7 +276,7 @@ TENSOR_FILES = {
 
 
 @pytest.mark.parametrize("data", TENSOR_FILES.values(), ids=TENSOR_FILES)
-def test_a_tensor_file_that_is_none(data: bytes, info: CheckpointInfo) -> None:
+def test_an_invalid_tensor_file(data: bytes, info: CheckpointInfo) -> None:
     (info.path / "tensors.safetensors").write_bytes(data)
     (info.path / "state.json").write_text("{}")
     forge(info.path)
@@ -335,7 +335,7 @@ def test_links_are_not_followed(info: CheckpointInfo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "directory", "device"])
-def test_files_that_are_none(kind: str, name: str, info: CheckpointInfo, tmp_path: Path) -> None:
+def test_file_entries_that_are_not_regular_files(kind: str, name: str, info: CheckpointInfo, tmp_path: Path) -> None:
     path = info.path / name
     moved = Path(shutil.move(path, tmp_path / name))
     if kind == "link":
@@ -390,7 +390,7 @@ def test_a_caller_may_refuse_to_skip(info: CheckpointInfo) -> None:
         newest(info.path.parent, refuse)
 
 
-def test_nothing_sound_is_nothing(info: CheckpointInfo) -> None:
+def test_without_a_valid_checkpoint_none_is_found(info: CheckpointInfo) -> None:
     for found in find(info.path.parent):
         (found.path / "state.json").unlink()
     told: list[CheckpointReadError] = []

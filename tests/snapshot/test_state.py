@@ -202,7 +202,7 @@ STATES = st.recursive(
 @example({"$tuple": [1], "$": 2})
 @example(ARRAYS)
 @example([torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag])
-def test_any_state_comes_back_to_the_bit(state: Any) -> None:
+def test_any_state_is_restored_to_the_bit(state: Any) -> None:
     assert same(through_the_format(state), state)
 
 
@@ -540,7 +540,7 @@ def test_trees_that_cannot_be_are_refused_with_the_place(hostile: Any, message: 
         tree.decode(hostile, {"a": torch.ones(4)})
 
 
-def test_the_sum_of_a_state_tells_everything_and_nothing_else() -> None:
+def test_the_checksum_of_a_state_depends_on_its_content_alone() -> None:
     base = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1)}
     reference = state_sha256(base)
     assert reference == state_sha256({"b": base["b"], "a": base["a"].t().contiguous().t()})

@@ -106,7 +106,7 @@ def test_the_newest_is_that_of_the_highest_round_and_old_ones_are_removed(url: s
     assert len(files(url)) == 9
 
 
-def test_one_without_its_manifest_is_none_and_nothing_to_warn_of(url: str) -> None:
+def test_one_without_its_manifest_does_not_count_and_causes_no_warning(url: str) -> None:
     snapshot.write(url, state_of(1), step=1, round=0)
     half = snapshot.write(url, state_of(2), step=2, round=0)
     remove(half.path / "manifest.json")
@@ -159,7 +159,7 @@ def test_one_that_is_removed_while_it_is_read_is_gone_and_not_damaged(url: str) 
         snapshot.load(info)
 
 
-def test_a_large_file_goes_up_in_parts_and_comes_back(s3: S3Server) -> None:
+def test_a_large_file_is_uploaded_in_parts_and_read_back(s3: S3Server) -> None:
     url = f"s3://{BUCKET}/large"
     state = {"x": torch.arange(7_000_000, dtype=torch.int64)}
     snapshot.write(url, state, step=1, round=0)

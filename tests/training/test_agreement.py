@@ -31,7 +31,7 @@ class Late:
 
 
 @pytest.mark.parametrize("in_between", [0, 1, 2])
-def test_each_interval_is_saved_once_whatever_boundaries_lie_between_steps(
+def test_each_interval_is_saved_once_for_any_boundaries_between_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_between: int
 ) -> None:
     now = 0.0

@@ -98,7 +98,7 @@ def test_a_rule_makes_one_value_of_those_of_all_micro_batches(
     )
 
 
-def test_a_minimum_takes_bits_in_one_order_whatever_the_ranks() -> None:
+def test_a_minimum_orders_signed_zeros_in_any_micro_batch() -> None:
     """A negative zero is less than a positive one, in whichever micro-batch it is."""
     for first, second in ((0.0, -0.0), (-0.0, 0.0)):
         model = Model("found", torch.tensor(1.0), lambda model, x: None)
@@ -192,7 +192,7 @@ def test_a_mean_that_is_not_finite_is_refused_before_anything_has_changed(exact:
     assert model.loss_ema == 1.0
 
 
-def test_a_change_behind_the_last_micro_batch_would_be_lost() -> None:
+def test_a_change_after_the_last_micro_batch_would_be_lost() -> None:
     model = Model("found", torch.tensor(0), _count)
     buffers = Buffers(model, 1, {"found": "sum"})
     buffers.begin(BatchPlan((), 1, ()))

@@ -58,7 +58,7 @@ def checkpoints(trained: tuple[Path, str], tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_saved_training_goes_on_to_its_end_and_fails_there(job: Job) -> None:
+def test_if_nothing_can_be_saved_training_continues_to_its_end_and_fails_there(job: Job) -> None:
     """In /sys no directory can be created, not even by the superuser, to whom file modes do not apply."""
     agent, _ = _launch(job, 2, "/sys/elastic-launch-test", "--every", "5")
     assert agent.wait(100) == 93, agent.output

@@ -25,7 +25,7 @@ def test_time_counts_from_the_last_save_and_not_from_the_fault(tmp_path: Path, a
     assert checkpoint.due(21) is due
 
 
-def test_how_a_training_stands_survives_a_fault(tmp_path: Path) -> None:
+def test_the_step_and_age_of_the_last_checkpoint_survive_a_fault(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, every=50)
     checkpoint.go_on(World(), {}, (20, 100.0))
     step, ago = checkpoint.standing(33, now=False)

@@ -62,7 +62,7 @@ def manifests(server: S3Server) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_nodes_are_all_killed_goes_on_in_another_run_from_s3(job: Job, s3: S3Server) -> None:
+def test_a_run_whose_nodes_are_all_killed_resumes_in_another_run_from_s3(job: Job, s3: S3Server) -> None:
     alone = job.directory / "alone.json"
     command = [sys.executable, DIGITS, *SHORT, "--result", str(alone)]
     subprocess.run(command, check=True, capture_output=True, timeout=250)
@@ -85,7 +85,7 @@ def test_a_run_whose_nodes_are_all_killed_goes_on_in_another_run_from_s3(job: Jo
 
 
 @pytest.mark.slow
-def test_a_bucket_that_vanishes_is_reported_and_training_goes_on(job: Job, s3: S3Server) -> None:
+def test_a_bucket_that_vanishes_is_reported_and_training_continues(job: Job, s3: S3Server) -> None:
     agent = launch(job, s3, *LONG, "--every", "4", nproc=2)
     wait_for("a checkpoint", lambda: manifests(s3), 60)
     s3.remove_bucket()

@@ -301,7 +301,7 @@ def test_a_gpu_that_is_not_there_is_refused(device: str | torch.device) -> None:
 
 
 @pytest.mark.usefixtures("joined")
-def test_a_group_that_is_there_must_serve_the_device() -> None:
+def test_an_existing_group_must_support_the_device() -> None:
     group = distributed.group.WORLD
     dist.initialize_dist("cpu")
     dist.initialize_dist()

@@ -40,7 +40,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_ROUND, raising=False)
 
 
-def test_sigterm_stops_behind_the_step_and_the_code_tells_of_it() -> None:
+def test_sigterm_stops_after_the_step_and_sets_the_exit_code() -> None:
     drain = Drain()
     drain.begin(4, total=9)
     assert not drain.boundary(5)
@@ -50,7 +50,7 @@ def test_sigterm_stops_behind_the_step_and_the_code_tells_of_it() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_behind_the_last_step_there_is_nothing_to_stop() -> None:
+def test_after_the_last_step_there_is_nothing_to_stop() -> None:
     drain = Drain()
     drain.begin(0, total=1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -59,7 +59,7 @@ def test_behind_the_last_step_there_is_nothing_to_stop() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_second_training_begins_anew() -> None:
+def test_a_second_training_does_not_inherit_the_stop_of_the_first() -> None:
     drain = Drain()
     drain.begin(0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -103,7 +103,7 @@ def test_exact_mode_has_one_hash_at_every_world_size(launches: Launches, world: 
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_exact_mode_has_the_same_hash_when_another_world_goes_on(launches: Launches, world: int) -> None:
+def test_exact_mode_has_the_same_hash_when_another_world_resumes(launches: Launches, world: int) -> None:
     undisturbed = launches.at(1)[0]["exact"]
     for rank in launches.at(world):
         resumed = rank["resumed"]
@@ -164,7 +164,7 @@ def test_more_ranks_than_micro_batches_are_named_once(launches: Launches, world:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_nothing_else_is_warned_of(launches: Launches, world: int) -> None:
+def test_there_are_no_other_warnings(launches: Launches, world: int) -> None:
     for rank in launches.at(world):
         for mode in rank.keys() - {"reference"}:
             assert [text for result in rank[mode].values() for text in result["messages"]] == []

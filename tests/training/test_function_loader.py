@@ -80,7 +80,7 @@ def test_lengths_in_epochs_need_them() -> None:
             trainer.evaluate(endless)
 
 
-def test_a_loss_that_is_not_finite_is_said_to_come_from_the_function() -> None:
+def test_a_loss_that_is_not_finite_is_attributed_to_the_function() -> None:
     def nothing(step: int, micro: el.MicroBatch) -> Tensor:
         return torch.full((len(micro), 1), float("nan") if (step, micro.index) == (1, 1) else 1.0)
 

@@ -34,7 +34,7 @@ def ends() -> Iterator[tuple[socket.socket, AgentLink]]:
         link.close()
 
 
-def test_what_two_threads_tell_does_not_mix(ends: tuple[socket.socket, AgentLink]) -> None:
+def test_messages_of_two_threads_do_not_mix(ends: tuple[socket.socket, AgentLink]) -> None:
     agent, link = ends
     assert link._sock is not None
     link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a message takes several writes
@@ -70,7 +70,7 @@ def test_an_agent_that_is_gone_is_noticed_by_the_next_call(ends: tuple[socket.so
     link.step(2)
 
 
-def test_what_the_agent_says_is_heard_while_another_thread_tells(ends: tuple[socket.socket, AgentLink]) -> None:
+def test_messages_of_the_agent_are_read_while_another_thread_sends(ends: tuple[socket.socket, AgentLink]) -> None:
     agent, link = ends
     agent.sendall(c.pack(c.Use(2)) + c.pack(c.Stop("resize"))[:5])
     assert link.slot_to_use() == 2
@@ -137,7 +137,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     run._engine.release()
 
 
-def test_a_copy_is_waited_for_as_long_as_the_agent_says_that_it_goes_on(ends: tuple[socket.socket, AgentLink]) -> None:
+def test_a_copy_is_awaited_as_long_as_the_agent_reports_progress(ends: tuple[socket.socket, AgentLink]) -> None:
     agent, link = ends
     copied = c.Copied(1, 1, 9.0, "/d/step-1", "abc", 10, "", "")
 

@@ -72,7 +72,7 @@ def test_each_sample_once_per_epoch_through_any_restart(loader: ElasticLoader, w
 
 @settings(deadline=None, max_examples=20)
 @given(loaders(), st.integers(1, 4), st.data())
-def test_what_is_loaded_from_a_step_on_is_what_is_planned(
+def test_the_loaded_samples_are_those_planned_from_any_step_on(
     loader: ElasticLoader, world: int, data: st.DataObject
 ) -> None:
     step = data.draw(st.integers(0, loader.steps_per_epoch - 1))

@@ -97,7 +97,7 @@ def test_the_newest_by_round_and_step_wins(
     assert branch.round == 4
 
 
-def test_a_damaged_newer_one_leaves_what_is_in_memory_and_its_number_is_not_used_again(node: Node) -> None:
+def test_with_a_damaged_newer_one_memory_counts_and_the_number_is_not_used_again(node: Node) -> None:
     node.remembers(2, 210)
     (node.saved(9, 422).path / "manifest.json").write_text("{}")
     step, branch = node.resumes(4)

@@ -47,7 +47,7 @@ def _train(directory: Path, until: int, **options: Any) -> tuple[int, list[list[
 
 
 @pytest.mark.parametrize("name", ["shuffled", "in_order"])
-def test_an_old_checkpoint_goes_on_with_the_old_order_and_random_numbers(tmp_path: Path, name: str) -> None:
+def test_an_old_checkpoint_keeps_the_old_order_and_random_numbers(tmp_path: Path, name: str) -> None:
     shutil.copytree(DATA / name, tmp_path / "run")
     resumed, expected = json.loads((DATA / f"{name}.json").read_text())
     shuffle = name == "shuffled"

@@ -39,7 +39,7 @@ def _orders(length: int, count: int) -> Tensor:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 3000), st.integers(0, 2**63))
-def test_each_number_is_there_once(length: int, key: int) -> None:
+def test_each_number_occurs_once(length: int, key: int) -> None:
     assert Permutation(length, key)[torch.arange(length)].sort().values.tolist() == list(range(length))
 
 

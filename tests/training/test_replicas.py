@@ -135,9 +135,7 @@ def test_a_restart_from_a_snapshot_that_was_not_compared_is_recorded(
 
 
 @pytest.mark.slow
-def test_a_state_that_was_not_compared_before_the_run_failed_says_so_when_it_is_resumed(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_resume_reports_a_state_that_was_not_compared_before_the_run_failed(job: Job, tmp_path: Path) -> None:
     """One rank's memory has failed, and the run ends by another error before that is found."""
     saved = tmp_path / "saved"
     flags = ["--steps", "30", "--every", "1h", "--sleep", "0.05", "--checkpoint", str(saved)]

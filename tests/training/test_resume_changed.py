@@ -180,7 +180,7 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
         train("a", "c")
 
 
-def test_a_checkpoint_of_the_first_format_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_format_can_be_resumed(tmp_path: Path) -> None:
     """It was written by the first version with checkpoints; what that version did not record is not compared."""
     schedule = {"schedule": lambda optimizer: MultiStepLR(optimizer, [2, 4], gamma=0.5)}
     shutil.copytree(FIRST_FORMAT, tmp_path / "old")

@@ -93,7 +93,7 @@ def test_the_interval_keeps_the_cost_at_its_share_and_no_lower_than_need_be(
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
-def test_what_is_written_beside_the_training_counts_by_what_it_takes_from_it(part: float) -> None:
+def test_concurrent_writing_counts_by_how_much_it_slows_training(part: float) -> None:
     training = Training(1.0, Cost(0.005, 0.2), part)
     training.go(3000)
     assert training.interval() == pytest.approx(max(2, due(1.0, 0.005 + part * 0.2)), abs=1)

@@ -130,7 +130,7 @@ def test_indices_that_cannot_be_are_refused(result: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", [SubsetRandomSampler([1, 2]), RandomSampler(range(3)), range(3)])
-def test_a_sampler_that_cannot_be_asked_for_a_position_is_refused(sampler: Any) -> None:
+def test_a_sampler_without_access_by_position_is_refused(sampler: Any) -> None:
     with pytest.raises(UsageError, match=f"is a {type(sampler).__name__}, which cannot be asked") as caught:
         el.ElasticLoader(Numbers(3), el.GlobalBatch(1, 1), sampler=sampler)
     assert "indices(seed, epoch, positions)" in caught.value.hint

@@ -99,7 +99,7 @@ def test_an_average_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("when", ["before", "in the first step"])
-def test_it_is_said_once_where_something_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str) -> None:
+def test_it_is_reported_once_if_something_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str) -> None:
     def train(saving: el.Checkpoint | None, **options: Any) -> None:
         run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -143,7 +143,7 @@ def test_random_numbers_of_a_step_are_the_same_after_a_restart(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_schedule_goes_on_after_a_kill(job: Job, nproc: int) -> None:
+def test_the_schedule_continues_after_a_kill(job: Job, nproc: int) -> None:
     plan = {"ELASTIC_LAUNCH_FAULTS": '[{"rank": 0, "step": 13}]'}
     agents = {
         name: job.launch(

@@ -67,7 +67,7 @@ def test_only_exact_trainings_change_torchs_settings_and_the_sessions_end_gives_
         ({"deterministic": False}, (3, False, True), (1, False, True)),
     ],
 )
-def test_what_is_asked_for_holds_from_the_start(
+def test_requested_settings_hold_from_the_start(
     options: dict[str, Any], at_first: tuple[int, bool, bool], exact: tuple[int, bool, bool]
 ) -> None:
     with el.session(**options) as run:
@@ -88,12 +88,12 @@ def test_an_error_gives_them_back_too() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "60", timedelta(0), True])
-def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused(timeout: Any) -> None:
     with pytest.raises(UsageError, match=r"session\(timeout=.*\) is no timeout"), el.session(timeout=timeout):
         pass
 
 
-def test_the_timeout_of_a_group_that_is_there_already_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_group_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match="was made before the session"), el.session(timeout=5):
         pass

@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: 
         ),
     ],
 )
-def test_a_step_used_wrongly_says_how(backward: Callable[[Step, Any], None], message: str) -> None:
+def test_a_step_used_wrongly_raises_an_error_with_a_hint(backward: Callable[[Step, Any], None], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _train(3, False, backward)
 
@@ -323,7 +323,7 @@ def test_a_gradient_that_a_hook_of_the_scripts_has_replaced_counts() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_buffer_that_a_module_assigns_anew_is_part_of_the_step(exact: bool) -> None:
+def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> None:
     class Averaging(nn.Module):
         def __init__(self) -> None:
             super().__init__()

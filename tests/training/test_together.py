@@ -207,7 +207,7 @@ def test_another_model_does_not_get_what_an_earlier_training_has_saved(tmp_path:
         train(nn.Linear(4, 4))
 
 
-def test_trainers_that_take_turns_go_on_each_where_it_was(tmp_path: Path) -> None:
+def test_trainers_that_take_turns_each_resume_where_they_were(tmp_path: Path) -> None:
     def trainer(run: Run, name: str) -> el.Trainer:
         model = Gan().g
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -263,7 +263,7 @@ def test_a_micro_batch_that_the_first_pass_has_changed_is_not_given_to_the_secon
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_an_optimizer_that_the_script_steps_beside_update_is_refused(together: bool) -> None:
+def test_an_optimizer_that_the_script_also_steps_is_refused(together: bool) -> None:
     """A line left over from a plain loop would apply the gradients twice."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -86,7 +86,7 @@ class Case:
         return el.weights_sha256(self.model)
 
 
-def test_a_training_tells_its_steps_and_evaluations() -> None:
+def test_a_training_reports_its_steps_and_evaluations() -> None:
     case = Case()
     case.trainer.fit("2ep")
     assert [end.step for end in case.seen.steps] == [1, 2, 3, 4, 5, 6]
@@ -100,7 +100,7 @@ def test_a_training_tells_its_steps_and_evaluations() -> None:
     assert case.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
 
 
-def test_metrics_are_means_over_the_global_batch_whatever_the_micro_batches() -> None:
+def test_metrics_are_means_over_the_global_batch_for_any_micro_batches() -> None:
     """Without dropout and BatchNorm, whose results depend on the micro-batch by their nature."""
 
     def first_step(micro: int) -> StepEnd:
@@ -160,7 +160,7 @@ def test_a_finished_training_resumes_to_its_end_at_once(tmp_path: Path) -> None:
     assert again.seen.steps == []
 
 
-def test_fit_again_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_second_fit_continues_where_the_first_ended(tmp_path: Path) -> None:
     whole, parts = Case(), Case(checkpoint=el.Checkpoint(tmp_path, every=1))
     whole.trainer.fit("6ba")
     parts.trainer.fit("2ba")

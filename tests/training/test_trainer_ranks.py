@@ -134,7 +134,7 @@ def test_a_hand_written_loop_resumes_after_a_kill_and_at_another_size(job: Job) 
 
 
 @pytest.mark.slow
-def test_the_language_model_goes_on_after_a_kill_to_the_same_hash(job: Job) -> None:
+def test_the_language_model_reaches_the_same_hash_after_a_kill(job: Job) -> None:
     script = [str(EXAMPLES / "gpt" / "train.py"), "--exact", "--until", "12ba", "--global-batch", "8"]
     script += ["--micro-batch", "2", "--sample", "8"]
     plain, disturbed = job.directory / "plain.json", job.directory / "disturbed.json"

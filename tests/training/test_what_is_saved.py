@@ -88,7 +88,7 @@ def test_what_cannot_be_saved_fails_before_the_first_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_what_comes_to_be_later_fails_at_a_save_and_not_at_the_end(tmp_path: Path, step: int) -> None:
+def test_state_that_appears_later_fails_at_a_save_and_not_at_the_end(tmp_path: Path, step: int) -> None:
     with pytest.raises(UnsupportedStateError, match=r"object, found at state\['extra'\]\['it'\]") as caught:
         _train(tmp_path, Extra(None), 10_000, late=(step, object()))
     done = caught.value.__notes__[-1]

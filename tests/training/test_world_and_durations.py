@@ -22,7 +22,7 @@ def test_a_launchers_world() -> None:
     assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False)
 
 
-def test_a_process_that_cannot_know_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_know_its_gpu_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a bare srun all processes of a node would take the first GPU."""
     environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2"}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -214,7 +214,7 @@ def test_a_worker_whose_environment_matters_at_import_is_executed(
     assert caplog.text.count("workers import for themselves: HUB differs between them and matters at import") == 1
 
 
-def test_torch_asks_for_gpus_by_their_driver_while_it_is_loaded_ahead_and_the_worker_as_it_likes(
+def test_torch_checks_for_gpus_by_nvml_in_the_server_and_as_usual_in_the_worker(
     tmp_path: Path,
 ) -> None:
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -235,7 +235,7 @@ def test_a_module_that_cannot_be_imported_raises_in_the_worker(
     assert not caplog.records
 
 
-def test_what_the_user_asks_for_is_loaded_though_it_reads_a_rank(tmp_path: Path) -> None:
+def test_a_requested_module_is_preloaded_though_it_reads_a_rank(tmp_path: Path) -> None:
     place = _package(tmp_path, "odd", "import os\nos.environ.get('RANK')")
     script = write(tmp_path, "script.py", "import sys\nprint('odd' in sys.modules)")
     with warm_starter(config_for(tmp_path, script, preload=("odd",)), {"PYTHONPATH": place}) as starter:
@@ -260,9 +260,7 @@ def test_large_environments_and_odd_characters_arrive(tmp_path: Path) -> None:
     assert told.stdout == "120000 ['\\xfc', '\\n', '\\udcfe'] b'\\xff\\n=\\xc3'\n", told.stderr
 
 
-def test_a_killed_server_takes_no_worker_with_it_and_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_server_ends_no_worker_and_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = write(tmp_path, "script.py", "import time\ntime.sleep(60)")
     with warm_starter(config_for(tmp_path, script)) as starter:
         worker = starter.start(script)
@@ -467,7 +465,7 @@ def test_a_directory_that_comes_later_is_found(tmp_path: Path) -> None:
         assert starter.run(script).stdout == "1\n"
 
 
-def test_a_name_that_is_not_there_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_that_does_not_exist_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "import sys\nprint('yaml' in sys.modules)\ntry:\n    from yaml._six import x\nexcept ImportError: pass"
     script = write(tmp_path, "script.py", text)
     with warm_starter(config_for(tmp_path, script, preload=())) as starter:
