@@ -140,8 +140,10 @@ class Loop:
                             self._halve(step)
                             break
                         if not step.updated:
-                            raise UsageError(
-                                f"step {step.number} ended without step.update().", "Call it once for each step."
+                            raise step.misuse(
+                                f"step {step.number} ended without step.update().",
+                                "Call it once for each step. After an error in a step that the script catches, it must "
+                                "not go on to the next one.",
                             )
                         self._step += 1
                         stopped = self._boundary(gradients)

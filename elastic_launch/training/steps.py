@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Step:
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
         too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.
         in_training_mode: whether the model was in training mode in the last backward pass; None before it.
+        error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
 
     Args:
         batches: yields this rank's collated micro-batches.
@@ -93,6 +95,7 @@ class Step:
         self.skipped = False
         self.too_large = False
         self.in_training_mode: bool | None = None
+        self.error: Exception | None = None
         self._batches = batches
         self._gradients = gradients
         self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
@@ -146,7 +149,8 @@ class Step:
             with kept(devices=True):
                 yield from self._samples_of_pass()
         self._current = None
-        self._exchange()
+        with self._noting_errors():
+            self._exchange()
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
@@ -157,14 +161,14 @@ class Step:
                 self._current = number
                 yield sample
                 if len(self._losses) != number + 1:
-                    raise UsageError(
+                    raise self.misuse(
                         f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
 
     def _begin_pass(self) -> None:
         if self._pending:
-            raise UsageError(
+            raise self.misuse(
                 f"step {self.number}: a second `for sample in step` began before step.update().",
                 "Each pass over the micro-batches ends with an update.",
             )
@@ -221,7 +225,7 @@ class Step:
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
         if self._told:
-            raise UsageError(
+            raise self.misuse(
                 "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
                 "Let the error end this process, or use exact=True and step.give_up().",
             )
@@ -250,11 +254,33 @@ class Step:
             to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
             with self._gradients.backward(self._current):
                 to_do.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
             # A script that catches this error has not done this micro-batch.
             self._losses.pop()
             self._metric_values.pop()
             self._told = self._table is not None or self._gradients.took
+            if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
+                self.error = error  # its traceback keeps the graph in memory, which a second try may need
+            raise
+        self.error = None
+
+    def misuse(self, message: str, hint: str) -> Exception:
+        """Return the error to raise if a step is not gone through as it must be.
+
+        If the script has caught an error of the step, it is that one: the step is incomplete because of it. A rank that
+        was killed, for example, breaks the others' exchange, and a restart helps.
+        """
+        if self.error is None:
+            return UsageError(message, hint)
+        self.error.add_note(f"The script caught this error and went on: {message}")
+        return self.error
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
             raise
 
     def give_up(self) -> None:
@@ -271,6 +297,7 @@ class Step:
                 "step.give_up(): backward passes have sent gradients to other ranks.", "It needs exact=True."
             )
         self._out_of_memory = True
+        self.error = None
         self._losses.clear()
         self._metric_values.clear()
         self._gradients.discard()
@@ -298,10 +325,14 @@ class Step:
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
         chosen = self._chosen(optimizer)
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
-            raise UsageError(
+            raise self.misuse(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
                 "Call it once, behind the loop over the step.",
             )
+        with self._noting_errors():
+            self._update(chosen, clip_norm)
+
+    def _update(self, chosen: list[torch.optim.Optimizer], clip_norm: float | None) -> None:
         means = self._exchange()
         if self.too_large:
             return
@@ -391,7 +422,7 @@ class Step:
             self._means = Means([], 1.0)
             return self._means
         if self._exchanged:
-            raise UsageError(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
+            raise self.misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
         self._exchanged = True
         if not self._gradients.agreed(table):
             self._gradients.disagree(f"step {self.number}")
