@@ -40,6 +40,27 @@ def fail_once() -> str:
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
+def kill_once() -> str:
+    """Kill one rank in the first round."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] + os.environ["MASTER_PORT"]
+
+
+def call_again(directory: str) -> tuple[str, Any]:
+    """Launch workers of this worker's own, each way."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from elastic_launch.api import LaunchConfig, elastic_launch
+
+    found = {}
+    for method in ("spawn", "fork"):
+        logs = DefaultLogsSpecs(log_dir=f"{directory}/{os.environ['RANK']}")
+        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", start_method=method, logs_specs=logs)
+        found[method] = elastic_launch(config, describe)(method)
+    return os.environ["RANK"], {method: [one["RANK"] for one in found[method].values()] for method in found}
+
+
 def end_with(how: str) -> None:
     """End other than by returning."""
     if how == "SystemExit(0)":

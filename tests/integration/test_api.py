@@ -216,6 +216,20 @@ def test_results_are_those_of_the_last_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_static_run_whose_worker_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    where = {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_configs": {"rank": 0}}
+    found = elastic_launch(configured(tmp_path, **where, max_restarts=1), called.kill_once)()
+    assert found == {0: f"1{port}", 1: f"1{port}"}
+
+
+@pytest.mark.slow
+def test_a_worker_launches_workers_of_its_own(tmp_path: Path) -> None:
+    found = elastic_launch(configured(tmp_path), called.call_again)(str(tmp_path))
+    assert found == {rank: (str(rank), {"spawn": ["0", "1"], "fork": ["0", "1"]}) for rank in (0, 1)}
+
+
+@pytest.mark.slow
 def test_ways_to_end_without_a_result(tmp_path: Path) -> None:
     config = configured(tmp_path, nproc_per_node=1)
     assert elastic_launch(config, called.end_with)("SystemExit(0)") == {0: None}
@@ -477,14 +491,17 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_a_function_in_a_main_without_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_function_in_a_main_without_a_file_is_forked_or_refused(tmp_path: Path) -> None:
     code = (
-        "from elastic_launch.api import *\ndef f(): pass\n"
-        "elastic_launch(LaunchConfig(1, 1, 1, rdzv_backend='c10d'), f)()"
+        "from elastic_launch.api import *\ndef f(): print('called'); return 7\n"
+        "for method in ('fork', 'spawn'):\n"
+        "    config = LaunchConfig(1, 1, 1, rdzv_backend='c10d', start_method=method)\n"
+        "    print(elastic_launch(config, f)(), flush=True)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
     )
+    assert done.stdout == "called\n{0: 7}\n"
     assert "ValueError: f is defined in a __main__ that is no file" in done.stderr
 
 
