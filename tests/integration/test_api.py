@@ -176,16 +176,25 @@ def test_an_exception_while_the_agent_starts_leaves_no_process(tmp_path: Path, m
     def execute(*args: Any) -> Any:
         process = executed(*args)
         os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(0.5)  # until that thread has taken it
         return process
 
     executed = calling._executed
     monkeypatch.setattr(calling, "_executed", execute)
     before = signal.signal(signal.SIGALRM, stop)
+    over = threading.Event()
+    # It takes the signal that this thread blocks, and then the handler runs here.
+    thread = threading.Thread(target=over.wait)
+    thread.start()
     try:
         with pytest.raises(Enough):
             elastic_launch(configured(tmp_path), "sleep")("600")
+        assert signal.getsignal(signal.SIGALRM) is stop
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.signal(signal.SIGALRM, before)
+        over.set()
+        thread.join()
 
 
 @pytest.mark.slow

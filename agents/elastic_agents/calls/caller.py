@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 from elastic_agents.calls.forking import fork_agent
 from elastic_agents.calls.function import ForkedCall
+from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
 from elastic_agents.child import UNKNOWN, Child
@@ -72,24 +73,23 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
             token = config.token.reveal() if config.token else None
             pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level(), tell), file)
         inherit = [order, report] if tell is None else [order, report, tell]
-        # An exception that a handler raises, such as KeyboardInterrupt, would leave the process without an owner.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        blocked = stack.enter_context(ExitStack())
-        blocked.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        # Before signal handlers are installed: a forked worker keeps the handlers that the caller has set.
+        held = HeldSignals()
+        stack.callback(held.release)
+        held.hold()
         if forked is None:
             process = _executed([*inherit, *config.command.inherit], order, report)
         else:
-            process = _forked(forked, inherit, mask, order, report)
+            process = _forked(forked, inherit, held, order, report)
 
         def catch(number: int, frame: FrameType | None) -> None:
             caught.append(number)
             process.signal(number)
 
         try:
+            held.restore()
             with _handling(config.signals.leave, catch):
                 try:
-                    blocked.close()
+                    held.release()
                     _await(process, monitor)
                 finally:
                     process.end(config.shutdown_timeout + MARGIN)
@@ -127,9 +127,9 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> Child:
     return Child(started.pid, NAME)
 
 
-def _forked(forked: ForkedCall, inherit: Sequence[int], mask: Collection[int], order: int, report: int) -> Child:
+def _forked(forked: ForkedCall, inherit: Sequence[int], held: HeldSignals, order: int, report: int) -> Child:
     command = partial(_command, order, report)
-    pid = fork_agent(command, _environment(), inherit, mask, forked.function, forked.args, forked.results)
+    pid = fork_agent(command, _environment(), inherit, held, forked.function, forked.args, forked.results)
     return Child(pid, NAME)
 
 

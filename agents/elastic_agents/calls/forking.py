@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import get_context
 from typing import NoReturn
 
+from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.worker import call
 from elastic_agents.warm.run_script import await_orders, die_with_parent
 from elastic_agents.warm.server import fork_on_demand
@@ -33,20 +34,18 @@ def fork_agent(
     command: Callable[[int, int, int], list[str]],
     env: Mapping[str, str],
     inherit: Sequence[int],
-    mask: Collection[int],
+    held: HeldSignals,
     function: Callable[..., object],
     args: tuple[object, ...],
     results: Sequence[int],
 ) -> int:
     """Fork the agent's process, and from it the process that forks the workers; return the pid of the first.
 
-    All signals must be blocked.
-
     Args:
         command: builds the agent's command from the pid of the second process and the descriptors of the socket to it
             and of the pipe from it.
         inherit: descriptors for the agent alone.
-        mask: the signals that are blocked in a worker at its start.
+        held: holds back all signals; a worker starts with the handlers and the mask from before.
         results: by local rank, descriptors for what a worker's function returns.
 
     Raises:
@@ -66,6 +65,7 @@ def fork_agent(
         if pid:
             return pid
         try:  # must never return into the caller's code
+            held.restore()
             os.setsid()
             if server := os.fork():
                 for descriptor in (*inherit, orders.fileno(), source):
@@ -74,7 +74,7 @@ def fork_agent(
                 os.execve(argv[0], argv, dict(env))
             for descriptor in (*inherit, orders.detach(), source):
                 os.close(descriptor)
-            _serve(theirs, tell, mask, function, args, results)
+            _serve(theirs, tell, held.mask, function, args, results)
         finally:
             os._exit(127)
 
