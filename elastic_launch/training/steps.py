@@ -154,8 +154,13 @@ class Step:
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
-            with left_seeded():
-                sample = self._sample(number)
+            with self._noting_errors(), left_seeded():
+                try:
+                    sample = self._sample(number)
+                except Exception as error:
+                    where = f"micro-batch {micro.index} of step {self.number} was loaded"
+                    error.add_note(f"  It was raised when {where}. {self._origin(self.position.step, micro.index)}")
+                    raise
             with self._gradients.micro_batch(number):
                 seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number
@@ -272,7 +277,7 @@ class Step:
         """
         if self.error is None:
             return UsageError(message, hint)
-        self.error.add_note(f"The script caught this error and went on: {message}")
+        self.error.add_note(f"  The script caught this error and went on: {message}")
         return self.error
 
     @contextmanager

@@ -141,6 +141,7 @@ def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None
     with pytest.raises(RuntimeError, match="out of memory") as raised:
         _train(4, exact, backward)
     (note,) = raised.value.__notes__
+    assert note.startswith("  "), "an agent takes the last line that is not indented for the exception"
     assert note.endswith("went on: step 1: micro-batch 0 ended without step.backward(loss).")
 
 
@@ -185,6 +186,34 @@ def test_a_script_that_goes_on_after_a_broken_exchange_is_not_blamed(
         step.update()
     with pytest.raises(RuntimeError, match="Connection reset by peer"):
         next(steps)
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_an_error_of_the_dataset_names_the_samples_also_if_the_script_catches_it(caught: bool) -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise OSError("cannot read image")
+            return super().__getitem__(index)
+
+    loader = ElasticLoader(Broken(torch.randn(8, 3), torch.randn(8, 1)), GlobalBatch(8, 2), shuffle=False)
+    model = _model()
+    steps = Run(Engine(World(), torch.device("cpu"))).steps(
+        loader, model, torch.optim.SGD(model.parameters(), lr=0.1), until=1
+    )
+    step = next(steps)
+
+    def train() -> None:
+        with contextlib.suppress(OSError if caught else KeyError):
+            for sample in step:
+                step.backward(_mse(step, sample))
+        next(steps)
+
+    with pytest.raises(OSError, match="cannot read image") as raised:
+        train()
+    loaded, *others = raised.value.__notes__
+    assert "micro-batch 2 of step 1 was loaded. The micro-batch has the dataset's items 4, 5." in loaded
+    assert len(others) == caught
 
 
 def test_a_step_without_update_is_an_error() -> None:
