@@ -82,7 +82,7 @@ def test_a_users_own_directory_is_trusted_unless_others_may_write_to_it(shared: 
 
 @as_root
 @pytest.mark.parametrize("prepared", ["directory", "link", "above", "where a link leads"])
-def test_what_a_stranger_has_made_is_not(shared: Path, prepared: str) -> None:
+def test_a_strangers_directory_is_not_trusted(shared: Path, prepared: str) -> None:
     theirs, wanted = shared / "theirs", shared / "theirs"
     if prepared == "link":
         theirs.symlink_to("/root")

@@ -75,7 +75,7 @@ def test_every_option_of_torchrun_is_accepted_in_all_its_spellings(action: argpa
 @pytest.mark.parametrize(
     "action", [a for a in ACTIONS if type(a).__name__ in ("env", "check_env")], ids=lambda action: action.dest
 )
-def test_its_variable_is_one_of_ours(action: argparse.Action) -> None:
+def test_its_variable_is_also_read_here(action: argparse.Action) -> None:
     """torch's ``env`` and ``check_env`` look into ``PET_<DEST>``; the others have none."""
     flag = BY_NAME[next(name for name in action.option_strings if name.startswith("--")).replace("_", "-")]
     assert f"PET_{action.dest.upper()}" in flag.variables

@@ -172,7 +172,7 @@ def test_impossible_progress_is_none(number: int, step: int, at: float) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3, 255, -2])
-def test_the_agent_hears_with_which_code_a_script_has_ended(code: int, control: Control, said: Said) -> None:
+def test_the_agent_receives_the_exit_code_of_a_script(code: int, control: Control, said: Said) -> None:
     """A worker writes this message itself, since it imports nothing at its end."""
     assert c.ENV_SOCKET == SOCKET
     assert last_words(code) == c.pack(c.Ended(code))

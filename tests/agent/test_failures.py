@@ -78,7 +78,7 @@ def error_file(tmp_path: Path) -> Path:
         (-99, "signal 99"),
     ],
 )
-def test_exit_codes_in_words(exit_code: int, text: str) -> None:
+def test_exit_codes_as_text(exit_code: int, text: str) -> None:
     assert describe(exit_code) == text
 
 

@@ -215,7 +215,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_none(
     assert ("hung up before all was there" if cut else "What came is not what was sent") in caplog.text
 
 
-def test_strangers_do_not_keep_a_server_from_closing(tmp_path: Path) -> None:
+def test_strangers_do_not_prevent_a_server_from_closing(tmp_path: Path) -> None:
     slot = Slot.make("test")
     server = TransferServer(listen("127.0.0.1"), slot, None, lambda: None)
     with ExitStack() as stack:

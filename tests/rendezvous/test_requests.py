@@ -191,7 +191,7 @@ def test_a_link_that_did_not_call_gets_no_answer() -> None:
     assert not run.machine.draining
 
 
-def test_a_caller_of_an_ended_run_hears_of_its_end() -> None:
+def test_a_caller_of_an_ended_run_is_informed_of_its_end() -> None:
     run = asked("1:2", "ab")
     run.done("a", "b")
     assert isinstance(run.answers[CALLER][-1], m.RunEnd)

@@ -52,7 +52,7 @@ def test_a_node_with_another_token_is_refused_with_a_hint(
     assert hint in caught.value.hint
 
 
-def test_another_runs_record_is_none_of_this_run() -> None:
+def test_another_runs_record_is_refused() -> None:
     with pytest.raises(RefusedError, match="differs"):
         ValueSeal(TOKEN, "another").open(SEALED)
 

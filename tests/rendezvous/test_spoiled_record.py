@@ -80,7 +80,7 @@ def test_a_new_node_believes_a_sealed_record_until_a_leader_names_its_run() -> N
     assert newcomer.member
 
 
-def test_a_member_hears_of_rounds_that_it_is_not_in() -> None:
+def test_a_member_learns_of_rounds_that_it_is_not_in() -> None:
     member = _member()
     member.heard(3, Round(40), 2)
     member.heard(2, Round(99), 3)

@@ -31,15 +31,15 @@ FAILURES = st.lists(
 )
 
 
-def test_what_costs() -> None:
+def test_kinds_that_cost_a_restart() -> None:
     assert {kind for kind in Kind if kind.costs} == {Kind.CRASH, Kind.HANG, Kind.OUT_OF_MEMORY}
 
 
-def test_what_a_workers_failure_lies_behind() -> None:
+def test_kinds_that_are_not_faults() -> None:
     assert {kind for kind in Kind if not kind.is_fault} == {Kind.MEMBERSHIP, Kind.PREEMPTION, Kind.NODE_LOSS}
 
 
-def test_what_a_restart_would_not_change() -> None:
+def test_kinds_that_a_restart_would_not_change() -> None:
     assert {kind for kind in Kind if kind.is_final} == {Kind.FATAL, Kind.STARTUP}
 
 

@@ -177,7 +177,7 @@ def test_a_state_that_is_written_is_released(tmp_path: Path) -> None:
         assert kept() is None
 
 
-def test_what_cannot_be_is_refused_where_it_is_said(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep=0"):
         BackgroundWriter(tmp_path, keep=0)
     with BackgroundWriter(tmp_path) as writer, pytest.raises(UsageError, match="step=-1"):

@@ -88,7 +88,7 @@ def test_step_and_round_are_checked(step: int, round: int, tmp_path: Path) -> No
         write(tmp_path, {}, step=step, round=round)
 
 
-def test_names_that_are_no_checkpoints_are_no_business_of_ours(tmp_path: Path) -> None:
+def test_entries_with_other_names_are_ignored(tmp_path: Path) -> None:
     (info,) = write_some(tmp_path, (1, 5))
     nonce = "0123456789abcdef"
     names = ["latest", "step-5", "step-05.r1." + nonce, "step-5.r1." + nonce + "\n", "step-\u0665.r1." + nonce, ".git"]
