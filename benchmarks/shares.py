@@ -38,12 +38,12 @@ class Node:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.copied: Copied | None = None
-        self.keeper = SnapshotStore(lambda: True, self._tell)
-        self.keeper.start()
+        self.snapshot_store = SnapshotStore(lambda: True, self._tell)
+        self.snapshot_store.start()
 
     def fill(self, state: dict[str, torch.Tensor]) -> None:
         """Write a state into its first slot."""
-        _, descriptors = self.keeper.offer()
+        _, descriptors = self.snapshot_store.offer()
         draft = SlotDraft(state, {}, lambda tensor: True)
         writer = SlotWriter(Slot(*descriptors[:2]))
         writer.write(draft, sequence=1, round=1, step=1, training=0)
@@ -63,7 +63,7 @@ def measure(url: str, count: int, state: dict[str, torch.Tensor]) -> float:
         began = time.monotonic()
         for rank, node in enumerate(nodes):
             job = CopyJob(1, 1, 1, url, now=True, shares=count, share=rank, nonce=nonce_of(int(began * 1e6), 1, 1))
-            node.keeper.stored(Stored(0, job))
+            node.snapshot_store.stored(Stored(0, job))
         if not nodes[0].ended.wait(TIMEOUT):
             raise TimeoutError(f"no copy within {TIMEOUT:g} s")
         took = time.monotonic() - began
@@ -73,8 +73,8 @@ def measure(url: str, count: int, state: dict[str, torch.Tensor]) -> float:
         return took
     finally:
         for node in nodes:
-            node.keeper.wait(TIMEOUT)
-            node.keeper.close()
+            node.snapshot_store.wait(TIMEOUT)
+            node.snapshot_store.close()
 
 
 def main() -> None:

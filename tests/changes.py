@@ -30,8 +30,8 @@ class Changes:
     def __init__(self, job: Job, *options: str, step_time: float = 0.1) -> None:
         self.job = job
         self.checkpoints = job.directory / "checkpoints"
-        pace = ["--steps", str(STEPS), "--step-time", str(step_time)]
-        self.command = [SCRIPT, str(job.work), *pace, *options]
+        step_timer = ["--steps", str(STEPS), "--step-time", str(step_time)]
+        self.command = [SCRIPT, str(job.work), *step_timer, *options]
 
     def node(
         self, name: str, *flags: str, rank: int | None = None, plan: FaultPlan | None = None, **options: Any

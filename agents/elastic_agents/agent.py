@@ -178,19 +178,21 @@ class LocalElasticAgent(ElasticAgent):
             guard.add_directory(self._places.local)
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
-        keeper = self._keeper = SnapshotStore(
+        snapshot_store = self._snapshot_store = SnapshotStore(
             lambda: self._member and not self._membership.cut_off, self._copied, pump.open_log
         )
-        keeper.start()
-        self._control = Control(self._clock, keeper, self._inbox.put, self._events, self._config.nproc)
-        self._saves = DurableState(keeper, self._control.pace)
-        self._departure = Departure(self._config, self._clock, self._control.pace, self._events, self._inbox.put_later)
+        snapshot_store.start()
+        self._control = Control(self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc)
+        self._saves = DurableState(snapshot_store, self._control.step_timer)
+        self._departure = Departure(
+            self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
+        )
         self._workers = RoundWorkers(
             self._config.node_id, processes, pump, guard, self._clock, self._files, only_crashes=self._config.torchrun
         )
         # In this order; each runs even if an earlier one has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
-        ends += [processes.close, self._control.close, keeper.close, pump.close, self._membership.close]
+        ends += [processes.close, self._control.close, snapshot_store.close, pump.close, self._membership.close]
         ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
             for end in reversed(ends):
@@ -217,7 +219,7 @@ class LocalElasticAgent(ElasticAgent):
         self._files.put(lambda data: act())
 
     def _copied(self, copied: Copied | Copying | Save | None) -> bool:
-        """Called from the keeper's thread."""
+        """Called from the snapshot store's thread."""
         error = ""
         if isinstance(copied, Copied):
             number, error = self._view.round, f"{copied.error} {copied.hint}".strip()
@@ -229,7 +231,7 @@ class LocalElasticAgent(ElasticAgent):
         told = copied is not None and self._control.tell_copied(copied)
         if isinstance(copied, Copied) and error:
             _log.error("checkpoint of step %d: %s%s", copied.step, error, " Training goes on." if told else "")
-        if self._keeper.idle:
+        if self._snapshot_store.idle:
             self._inbox.put(v.CopiesDone())
         return told
 
@@ -325,10 +327,11 @@ class LocalElasticAgent(ElasticAgent):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
                 # The host of a c10d run serves nobody: the other nodes cannot continue without it.
-                newest = self._keeper.newest
+                newest = self._snapshot_store.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
             case v.CopiesDone(given_up=given_up):
-                return item if given_up or self._keeper.idle else None  # otherwise it belongs to an earlier copy
+                # Otherwise it belongs to an earlier copy.
+                return item if given_up or self._snapshot_store.idle else None
             case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
                 return item
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
@@ -337,8 +340,8 @@ class LocalElasticAgent(ElasticAgent):
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
-        number, step = self._control.pace.reached
-        newest = self._keeper.newest
+        number, step = self._control.step_timer.reached
+        newest = self._snapshot_store.newest
         return m.Progress(number, step, newest.step if newest else None) if number else m.Beat()
 
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
@@ -405,7 +408,7 @@ class LocalElasticAgent(ElasticAgent):
             case v.Hold(round=number, local_rank=local_rank):
                 self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
             case v.ReportFailed(local_rank=local_rank):
-                if failure := self._workers.failure(local_rank, self._control.pace):
+                if failure := self._workers.failure(local_rank, self._control.step_timer):
                     self._membership.report(m.Failed(failure.round, failure))
             case v.ReportReady(round=number):
                 self._ready(number)
@@ -427,11 +430,11 @@ class LocalElasticAgent(ElasticAgent):
                 where = ""
                 if self._rank == 0 and code not in (ExitCode.DONE, ExitCode.RENDEZVOUS):
                     where = self._saves.where(others=self._view.nodes > 1 and not self._run_over)
-                self._outcome = Outcome(code, cause, self._restarts, failure, self._keeper.failed, where)
+                self._outcome = Outcome(code, cause, self._restarts, failure, self._snapshot_store.failed, where)
 
     def _had_failed(self, reaped: Reaped) -> None:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
-        if failure := self._workers.failure(reaped.placement.local_rank, self._control.pace):
+        if failure := self._workers.failure(reaped.placement.local_rank, self._control.step_timer):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
             report_late(failure)
@@ -452,22 +455,22 @@ class LocalElasticAgent(ElasticAgent):
 
     def _estimate(self, number: int) -> None:
         if number == self._view.round and self._view.phase is v.Phase.RUNNING:
-            self._ready(number, round(self._control.pace.remaining(), 3))
+            self._ready(number, round(self._control.step_timer.remaining(), 3))
             self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
 
     def _ready(self, number: int, remaining: float = -1.0) -> None:
-        begun = self._control.pace.of_round(number)
+        begun = self._control.step_timer.of_round(number)
         self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1))
 
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it."""
         left = self._departure.left
         if self._member:
-            self._keeper.secure()
+            self._snapshot_store.secure()
         elif bounded:
             left = 0.0
-        if self._keeper.idle or (bounded and left <= 0):
-            self._inbox.put(v.CopiesDone(given_up=not self._keeper.idle))
+        if self._snapshot_store.idle or (bounded and left <= 0):
+            self._inbox.put(v.CopiesDone(given_up=not self._snapshot_store.idle))
         elif bounded:
             self._inbox.put_later(left, v.DrainOver(self._view.round))
 
@@ -480,7 +483,7 @@ class LocalElasticAgent(ElasticAgent):
         self._store.stop()
         self._group.state = WorkerState.STOPPED
         port = self._serve(self._store.address) if end.serve else 0
-        newest = self._keeper.newest
+        newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
@@ -491,7 +494,7 @@ class LocalElasticAgent(ElasticAgent):
         """Serve this node's snapshot to the nodes that continue; return the port, 0 if it is not served."""
         self._inbox.put_later(v.SERVES, m.Released(0))
         try:
-            return self._keeper.serve(listen(address), self._transfer_key())
+            return self._snapshot_store.serve(listen(address), self._transfer_key())
         except (OSError, EndpointError) as error:
             _log.warning("this node's snapshot cannot be served to others: %s", error)
             self._inbox.put(m.Released(0))
@@ -517,7 +520,7 @@ class LocalElasticAgent(ElasticAgent):
                 return
         # The first member shares it with the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
-        self._keeper.fetch(sources, self._transfer_key(), self._control.tell_fetched)
+        self._snapshot_store.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         placed = placements(self._group)
         try:
             self._logs, envs = self._places.prepare(number, placed, partial(self._environment, form))

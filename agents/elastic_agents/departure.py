@@ -29,7 +29,7 @@ class Departure:
     """Turns signals, orders and notices to leave into policy events; used by the agent's thread.
 
     Args:
-        pace: how long a drain takes.
+        step_timer: how long a drain takes.
         later: puts an event into the agent's inbox after a number of seconds.
 
     Attributes:
@@ -40,13 +40,13 @@ class Departure:
         self,
         config: LaunchConfig,
         clock: Clock,
-        pace: StepTimer,
+        step_timer: StepTimer,
         events: EventSink,
         later: Callable[[float, object], None],
     ) -> None:
         self._config = config
         self._clock = clock
-        self._pace = pace
+        self._step_timer = step_timer
         self._events = events
         self._later = later
         # If two sources use the same signal, the one that states the remaining time wins.
@@ -126,7 +126,7 @@ class Departure:
 
     def _to_drain(self, left: float, view: v.View) -> float:
         """Return the seconds left, or 0 if a drain certainly takes longer."""
-        needed = self._pace.drain_seconds()
+        needed = self._step_timer.drain_seconds()
         if left >= needed:
             return left
         if view.phase is v.Phase.RUNNING:

@@ -62,9 +62,12 @@ def events() -> Events:
 
 @pytest.fixture
 def control(said: Said, events: Events) -> Iterator[Control]:
-    keeper = SnapshotStore(lambda: True, lambda copied: True)
-    keeper.start()
-    with contextlib.closing(keeper), contextlib.closing(Control(FakeClock(), keeper, said.put, events, 2)) as control:
+    snapshot_store = SnapshotStore(lambda: True, lambda copied: True)
+    snapshot_store.start()
+    with (
+        contextlib.closing(snapshot_store),
+        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2)) as control,
+    ):
         yield control
 
 
@@ -95,7 +98,7 @@ def test_only_rank_0_of_the_round_is_asked_to_save(control: Control, said: Said)
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:
     with worker(control, said, 0) as sock:
         sock.sendall(c.pack(c.StepDone(8)))
-        wait_for("the step", lambda: control.pace.reached == (1, 8))
+        wait_for("the step", lambda: control.step_timer.reached == (1, 8))
         control.ask_save(1)
         for step in (7, 8, 9):
             sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
@@ -120,21 +123,21 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
             sock.sendall(c.pack(c.StepDone(6)))
             wait_for("the first step", lambda: len(events) == 2)
             progress.write(1, 40)
-            assert control.pace.reached == (1, 40)
+            assert control.step_timer.reached == (1, 40)
             progress.write(1, 41)
     wait_for("the last word", lambda: len(events) == 3)
     assert events[:2] == [TrainingBegun(1, 0, 5, 0, 0.0), FirstStep(1, 6)]
     last = events[2]
     assert isinstance(last, RoundSteps)
     assert (last.round, last.first, last.last) == (1, 5, 41)
-    assert control.pace.done == 41
+    assert control.step_timer.done == 41
 
 
 @pytest.mark.parametrize("member", [True, False])
 def test_a_worker_that_writes_checkpoints_itself_learns_whether_its_node_is_still_a_member(
     control: Control, said: Said, member: bool
 ) -> None:
-    control._keeper._may_commit = lambda: member
+    control._snapshot_store._may_commit = lambda: member
     with worker(control, said, 0) as sock:
         sock.sendall(c.pack(c.MayCommit(3)))
         assert c.unpack(sock.recv(4096).strip()) == c.Commit(3, allowed=member)

@@ -29,10 +29,10 @@ class Node:
         self.events: list[Event] = []
         self.later: list[tuple[float, object]] = []
         config = LaunchConfig(Command(("true",), ("true",)), notices=sources, shutdown_timeout=30.0)
-        pace = StepTimer()
-        pace.begin(1, 0, 0.0)
-        pace.step(1, 1, steps)
-        self.departure = Departure(config, self.clock, pace, self, lambda s, item: self.later.append((s, item)))
+        step_timer = StepTimer()
+        step_timer.begin(1, 0, 0.0)
+        step_timer.step(1, 1, steps)
+        self.departure = Departure(config, self.clock, step_timer, self, lambda s, item: self.later.append((s, item)))
 
     def emit(self, event: Event) -> None:
         self.events.append(event)

@@ -30,38 +30,38 @@ KEY = b"k" * 32
 
 
 class Node:
-    """A keeper; what a worker finds in its slots."""
+    """A snapshot store; what a worker finds in its slots."""
 
     def __init__(self) -> None:
-        self.keeper = SnapshotStore(lambda: True, lambda copied: self.rested.set() or True)
-        self.keeper.start()
-        _, numbers = self.keeper.offer()
+        self.snapshot_store = SnapshotStore(lambda: True, lambda copied: self.rested.set() or True)
+        self.snapshot_store.start()
+        _, numbers = self.snapshot_store.offer()
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         self.rested = threading.Event()
         self.fetched: list[Fetched] = []
 
     def store(self, step: int, *, round: int = 1, size: int = 300_000) -> None:
-        offer, _ = self.keeper.offer()
+        offer, _ = self.snapshot_store.offer()
         writer = SlotWriter(self.slots[offer.use])
         state = {"x": torch.arange(size, dtype=torch.float64) + step, "name": "a"}
         draft = SlotDraft(state, {"step": step}, lambda x: True)
         writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
         writer.close()
-        self.keeper.stored(Stored(offer.use, CopyJob(offer.sequence + 1, step, round)))
+        self.snapshot_store.stored(Stored(offer.use, CopyJob(offer.sequence + 1, step, round)))
 
     def serve(self, key: bytes | None = None) -> SnapshotSource:
-        newest = self.keeper.newest
+        newest = self.snapshot_store.newest
         assert newest is not None
-        port = self.keeper.serve(listen("127.0.0.1"), key)
+        port = self.snapshot_store.serve(listen("127.0.0.1"), key)
         return SnapshotSource("127.0.0.1", port, newest.round, newest.step)
 
     def fetch(self, *sources: SnapshotSource, key: bytes | None = None) -> None:
-        self.keeper.fetch(sources, key, self.fetched.append)
+        self.snapshot_store.fetch(sources, key, self.fetched.append)
 
     def holds(self) -> tuple[int, int] | None:
         """Round and step of the newest snapshot, once nothing is being fetched."""
-        wait_for("the end of the fetch", lambda: not self.keeper.offer()[0].fetching)
-        newest = self.keeper.newest
+        wait_for("the end of the fetch", lambda: not self.snapshot_store.offer()[0].fetching)
+        newest = self.snapshot_store.newest
         return None if newest is None else (newest.round, newest.step)
 
 
@@ -70,7 +70,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
     with ExitStack() as stack:
         made = Node(), Node()
         for node in made:
-            stack.callback(node.keeper.close)
+            stack.callback(node.snapshot_store.close)
         yield made
 
 
@@ -81,7 +81,7 @@ def test_a_snapshot_arrives_to_the_bit(nodes: tuple[Node, Node], key: bytes | No
     source = old.serve(key)
     new.fetch(source, key=key)
     assert new.holds() == (3, 7)
-    held = new.keeper.newest
+    held = new.snapshot_store.newest
     assert held is not None
     slot = new.slots[held.slot]
     header = slot.header()
@@ -93,19 +93,19 @@ def test_a_snapshot_arrives_to_the_bit(nodes: tuple[Node, Node], key: bytes | No
     wait_for("the word to the workers", lambda: new.fetched)
     assert [(told.use != held.slot, told.sequence) for told in new.fetched] == [(True, 1)]
     wait_for("the server's rest", old.rested.is_set)
-    assert old.keeper.idle
+    assert old.snapshot_store.idle
 
 
 def test_during_a_fetch_workers_wait_and_get_no_slot_to_write(nodes: tuple[Node, Node]) -> None:
     _, new = nodes
     with listen("127.0.0.1") as silent:
         new.fetch(SnapshotSource("127.0.0.1", silent.getsockname()[1], 3, 7))
-        offer, _ = new.keeper.offer()
+        offer, _ = new.snapshot_store.offer()
         assert (offer.fetching, offer.use) == (True, -1)
         new.fetch()  # the next round has it
         assert new.holds() is None
         wait_for("the word to the workers", lambda: new.fetched)
-    assert new.keeper.offer()[0].use >= 0
+    assert new.snapshot_store.offer()[0].use >= 0
 
 
 def test_a_node_that_has_it_fetches_nothing(nodes: tuple[Node, Node]) -> None:
@@ -113,7 +113,7 @@ def test_a_node_that_has_it_fetches_nothing(nodes: tuple[Node, Node]) -> None:
     old.store(7)
     new.store(7)
     new.fetch(old.serve())
-    assert not new.keeper.offer()[0].fetching
+    assert not new.snapshot_store.offer()[0].fetching
     assert new.fetched == []
 
 

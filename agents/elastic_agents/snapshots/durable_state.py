@@ -14,13 +14,13 @@ class DurableState:
     """What is in durable storage, as far as this node knows.
 
     Args:
-        keeper: copies what is in memory.
-        pace: how far the workers have trained.
+        snapshot_store: copies what is in memory.
+        step_timer: how far the workers have trained.
     """
 
-    def __init__(self, keeper: SnapshotStore, pace: StepTimer) -> None:
-        self._keeper = keeper
-        self._pace = pace
+    def __init__(self, snapshot_store: SnapshotStore, step_timer: StepTimer) -> None:
+        self._snapshot_store = snapshot_store
+        self._step_timer = step_timer
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
         self._kept: Copied | None = None  # the last copy in durable storage
@@ -30,7 +30,7 @@ class DurableState:
         self._saved, self._unsaved = None, ""
 
     def copied(self, copied: Copied) -> None:
-        """A copy is in durable storage. Called from the keeper's thread."""
+        """A copy is in durable storage. Called from the snapshot store's thread."""
         self._kept, self._saved, self._unsaved = copied, copied.step, ""
 
     def reported(self, step: int, error: str) -> None:
@@ -41,7 +41,7 @@ class DurableState:
 
     def has(self, step: int) -> bool:
         """Whether the state after a step of the current round is in durable storage."""
-        return self._saved == step or self._keeper.has_saved(step)
+        return self._saved == step or self._snapshot_store.has_saved(step)
 
     def why_not(self, *, writes: bool) -> str:
         """Return why this node's state is not saved; empty if nothing went wrong.
@@ -49,11 +49,11 @@ class DurableState:
         Args:
             writes: whether this node has the round's first worker, the one that saves if any does.
         """
-        if self._keeper.failed or self._unsaved:
-            return self._keeper.failed or self._unsaved
-        if not self._keeper.idle:
+        if self._snapshot_store.failed or self._unsaved:
+            return self._snapshot_store.failed or self._unsaved
+        if not self._snapshot_store.idle:
             return "there was no time left"
-        return "the script saves no checkpoints" if writes and not self._keeper.saves else ""
+        return "the script saves no checkpoints" if writes and not self._snapshot_store.saves else ""
 
     def where(self, *, others: bool) -> str:
         """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
@@ -61,7 +61,7 @@ class DurableState:
         Args:
             others: whether other nodes continue, and may save.
         """
-        number, step = self._pace.reached
+        number, step = self._step_timer.reached
         if not number:
             return ""
         saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
@@ -71,6 +71,6 @@ class DurableState:
             return f"nothing is saved, {counted(step, 'step')} lost: {self.why_not(writes=True)}"
         place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
         lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
-        if self._keeper.failed or self._unsaved:  # another run may have taken over the location, and removed it
+        if self._snapshot_store.failed or self._unsaved:  # another run may have taken over the location, and removed it
             return f"step {saved} was the last to be saved{place}{lost}"
         return f"step {saved} is saved{place}{lost}"

@@ -67,25 +67,25 @@ class Control:
     """Listens to the workers of one node, in its own thread.
 
     Args:
-        keeper: holds the node's snapshots.
+        snapshot_store: holds the node's snapshots.
         say: called from that thread; must not block.
         events: records what the workers report about their steps.
         workers: how many workers this node has.
 
     Attributes:
         address: passed to the workers in their environment.
-        pace: how long their steps take.
+        step_timer: how long their steps take.
     """
 
-    def __init__(self, clock: Clock, keeper: SnapshotStore, say: Say, events: EventSink, workers: int) -> None:
+    def __init__(self, clock: Clock, snapshot_store: SnapshotStore, say: Say, events: EventSink, workers: int) -> None:
         self._clock = clock
-        self._keeper = keeper
+        self._snapshot_store = snapshot_store
         self._say = say
         self._workers = workers
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
-        self.pace = StepTimer(self._progress.read)
-        self._diary = StepEvents(clock, events)
+        self.step_timer = StepTimer(self._progress.read)
+        self._step_events = StepEvents(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
         self._listener.listen(128)
@@ -133,7 +133,7 @@ class Control:
         with self._lock:
             for peer in self._peers.values():
                 if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
-                    self._save_asked = self.pace.done
+                    self._save_asked = self.step_timer.done
                     self._send(peer, c.Save())
 
     def answers(self, step: int) -> bool:
@@ -163,7 +163,7 @@ class Control:
                         self._receive(self._peers[key.fileobj])
         finally:
             self._look()
-            self._diary.close()
+            self._step_events.close()
             for sock in self._peers:
                 sock.close()
             self._selector.close()
@@ -183,7 +183,7 @@ class Control:
     def _look(self) -> None:
         """Record the last step that workers have done without reporting it."""
         if (reached := self._progress.read()) is not None:
-            self._diary.step(*reached)
+            self._step_events.step(*reached)
 
     def _accept(self) -> None:
         try:
@@ -236,7 +236,7 @@ class Control:
             peer.sock.close()
             if peer.begun and peer.hello is not None:
                 self._look()
-                self._diary.hung_up(peer.hello.round)
+                self._step_events.hung_up(peer.hello.round)
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
@@ -255,31 +255,31 @@ class Control:
                 if not peer.begun:
                     peer.begun = True
                     self._look()
-                    self._diary.begin(peer.hello, message)
-                self.pace.begin(number, step, self._clock.now(), message.total)
+                    self._step_events.begin(peer.hello, message)
+                self.step_timer.begin(number, step, self._clock.now(), message.total)
                 self._say(WorkerReady(number, local_rank))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._progress.read()
                 if reached is None or reached.round != number or reached.step < step:
                     reached = WorkerProgress(number, step, self._clock.now())
-                self.pace.step(*reached)
-                self._diary.step(number, step, reached.at)
+                self.step_timer.step(*reached)
+                self._step_events.step(number, step, reached.at)
             case c.MayCommit(number=asked):
-                self._send(peer, c.Commit(asked, self._keeper.may_commit()))
+                self._send(peer, c.Commit(asked, self._snapshot_store.may_commit()))
             case c.Stored():
-                self._send(peer, c.Use(self._keeper.stored(message)))
+                self._send(peer, c.Use(self._snapshot_store.stored(message)))
             case c.Saved(step=step, error=error):
                 self._say(Saved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):
-                self.pace.saved(seconds)
+                self.step_timer.saved(seconds)
                 self._say(WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
 
     def _offer(self, peer: _Peer, hello: c.Hello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello = hello
-            slots, descriptors = self._keeper.offer()
+            slots, descriptors = self._snapshot_store.offer()
             try:
                 socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:

@@ -168,7 +168,7 @@ class RoundWorkers:
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
 
-    def failure(self, local_rank: int, pace: StepTimer) -> Failure | None:
+    def failure(self, local_rank: int, step_timer: StepTimer) -> Failure | None:
         """Build the report on a reaped worker.
 
         Returns:
@@ -179,7 +179,7 @@ class RoundWorkers:
             worker.stderr.ended.wait(0.2)
         stderr = worker.stderr.timed_tail()
         lines = tuple(line for _, line in stderr)
-        steps = pace.of_round(worker.round)
+        steps = step_timer.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
         # A stopped worker's exception, without proof that it had ended the worker.

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from elastic_agents.helpers import helper_command
 from elastic_agents.snapshots import copier as copiers
-from elastic_agents.snapshots import snapshot_store as keepers
+from elastic_agents.snapshots import snapshot_store as module
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch import codec, snapshot
@@ -62,9 +62,9 @@ class Node:
         self.workers = True
         self.size = 1000
         self.may_commit = lambda: self.member
-        self.keeper = SnapshotStore(lambda: self.may_commit(), self._tell)
-        self.keeper.start()
-        offer, numbers = self.keeper.offer()
+        self.snapshot_store = SnapshotStore(lambda: self.may_commit(), self._tell)
+        self.snapshot_store.start()
+        offer, numbers = self.snapshot_store.offer()
         self.use = offer.use
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         self.sequence = 0
@@ -88,10 +88,10 @@ class Node:
             job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
         if durable and self.nodes > 1:
             job = replace(job, shares=self.nodes, share=self.rank, nonce=nonce_of(9, round, step))
-        self.use = self.keeper.stored(Stored(self.use, job))
+        self.use = self.snapshot_store.stored(Stored(self.use, job))
 
     def copied(self) -> list[int]:
-        assert self.keeper.wait(30 * SLOWNESS)
+        assert self.snapshot_store.wait(30 * SLOWNESS)
         return [info.step for info in snapshot.find(self.directory)]
 
 
@@ -99,7 +99,7 @@ class Node:
 def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "checkpoints")
     yield made
-    made.keeper.close()
+    made.snapshot_store.close()
 
 
 def test_a_snapshot_is_copied_as_a_checkpoint_that_any_reader_loads(node: Node) -> None:
@@ -115,7 +115,7 @@ def test_a_snapshot_is_copied_as_a_checkpoint_that_any_reader_loads(node: Node) 
 
 def test_a_snapshot_that_is_to_stay_in_memory_is_not_copied(node: Node) -> None:
     node.store(7, durable=False)
-    assert node.keeper.idle
+    assert node.snapshot_store.idle
     assert node.copied() == []
 
 
@@ -164,7 +164,7 @@ def test_the_copying_process_runs_at_a_lower_priority(node: Node) -> None:
 
 
 def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
     killed: list[int] = []
 
     def kill() -> bool:
@@ -210,12 +210,12 @@ def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, worker
 def test_a_copying_process_that_cannot_be_started_is_tried_again(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.2)
+    monkeypatch.setattr(module, "PAUSE", 0.2)
     node.store(1, durable=False)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # open descriptors stay open
     try:
-        node.keeper.secure()
+        node.snapshot_store.secure()
         wait_for("the first attempt", lambda: "cannot be started: [Errno 24]" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
@@ -247,7 +247,7 @@ def test_a_copying_process_whose_agent_was_killed_commits_nothing_and_ends_silen
 def test_a_copying_process_that_sends_an_unexpected_reply_is_ended(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\necho welcome\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
@@ -275,7 +275,7 @@ def test_a_copying_process_imports_nothing_from_the_scripts_directory(
 def test_an_evicted_node_commits_nothing_and_does_not_try_again(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 1000.0)
+    monkeypatch.setattr(module, "PAUSE", 1000.0)
     node.member = False
     node.store(1)
     assert node.copied() == []
@@ -287,24 +287,24 @@ def test_an_evicted_node_commits_nothing_and_does_not_try_again(
 def test_a_directory_that_cannot_be_written_is_reported_and_tried_again(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
     node.directory.write_text("a file")
     node.store(1)
-    assert node.keeper.wait(30 * SLOWNESS)
+    assert node.snapshot_store.wait(30 * SLOWNESS)
     (told,) = node.told
     assert told.path == ""
     assert str(node.directory) in told.error
-    assert node.keeper.failed == f"{told.error} {told.hint}"
+    assert node.snapshot_store.failed == f"{told.error} {told.hint}"
     node.directory.unlink()
     node.store(2)
     assert node.copied() == [2]
-    assert node.keeper.failed == ""
+    assert node.snapshot_store.failed == ""
 
 
 def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 1000.0)
+    monkeypatch.setattr(module, "PAUSE", 1000.0)
     node.owner = owner.claim(node.directory, "mine")
     node.store(1)
     assert node.copied() == [1]
@@ -313,7 +313,7 @@ def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
         node.owner = mine
         node.store(2)
         assert node.copied() == [1]
-        assert "was taken since by run 'another'" in node.keeper.failed
+        assert "was taken since by run 'another'" in node.snapshot_store.failed
 
 
 def test_checkpoints_of_an_ended_run_do_not_prevent_a_late_node_from_saving(node: Node) -> None:
@@ -331,9 +331,9 @@ def test_a_snapshot_only_in_memory_is_secured_at_the_end(node: Node) -> None:
     node.store(1)
     node.copied()
     node.store(2, durable=False)
-    node.keeper.secure()
+    node.snapshot_store.secure()
     assert node.copied() == [2, 1]
-    node.keeper.secure()
+    node.snapshot_store.secure()
     assert node.copied() == [2, 1], "once"
 
 
@@ -341,20 +341,20 @@ def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
     node.store(1)
     hanging = wait_for("the copying process", _copier)
     os.kill(hanging, signal.SIGSTOP)
-    node.keeper.close()
+    node.snapshot_store.close()
     assert not Path(f"/proc/{hanging}").exists()
 
 
 def test_a_complete_snapshot_of_a_writer_killed_before_it_reported_it_is_kept(node: Node) -> None:
     """The next workers resume from it: they must not overwrite it, and a run that fails must copy it."""
     node.store(3, durable=False)
-    untold, told = node.use, node.keeper.stored
-    node.keeper.stored = lambda stored: stored.slot  # type: ignore[method-assign]
+    untold, told = node.use, node.snapshot_store.stored
+    node.snapshot_store.stored = lambda stored: stored.slot  # type: ignore[method-assign]
     node.store(4, durable=False)
-    node.keeper.stored = told  # type: ignore[method-assign]
-    node.keeper.secure()
+    node.snapshot_store.stored = told  # type: ignore[method-assign]
+    node.snapshot_store.secure()
     assert node.copied() == [4]
-    offer, numbers = node.keeper.offer()
+    offer, numbers = node.snapshot_store.offer()
     assert offer.use != untold
     assert offer.sequence == 2
     assert len(numbers) == 2 * SLOTS
@@ -364,7 +364,7 @@ def test_a_slot_whose_writer_was_killed_half_way_is_the_next_to_be_written(node:
     node.store(3, durable=False)
     torn = node.use
     node.slots[torn].begin()
-    offer, _ = node.keeper.offer()
+    offer, _ = node.snapshot_store.offer()
     assert (offer.use, offer.sequence) == (torn, 1)
 
 
@@ -374,7 +374,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     made = (Node(tmp_path / "checkpoints", 2, 0), Node(tmp_path / "checkpoints", 2, 1))
     yield made
     for node in made:
-        node.keeper.close()
+        node.snapshot_store.close()
 
 
 def _names(node: Node) -> list[list[str]]:
@@ -393,7 +393,7 @@ def test_two_nodes_copy_a_snapshot_together(pair: tuple[Node, Node]) -> None:
     first, other = pair
     other.store(7)
     first.store(7)
-    assert other.keeper.wait(30 * SLOWNESS)
+    assert other.snapshot_store.wait(30 * SLOWNESS)
     assert first.copied() == [7]
     assert _names(first) == [["00001", "00002"]]
     assert _loads(first, 7)
@@ -416,7 +416,7 @@ def test_the_first_writes_the_share_of_a_node_whose_copier_does_not(
     assert _loads(first, 7)
     if how == signal.SIGSTOP:
         os.kill(copier, signal.SIGCONT)
-    assert other.keeper.wait(30 * SLOWNESS)
+    assert other.snapshot_store.wait(30 * SLOWNESS)
     assert _names(first) == [["00001", "00002"]]
     assert _loads(first, 7)
 
@@ -424,16 +424,16 @@ def test_the_first_writes_the_share_of_a_node_whose_copier_does_not(
 def test_a_first_node_whose_copier_is_killed_copies_alone(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
     first, other = pair
     first.store(7)
     os.kill(wait_for("the first's copier", _copier), signal.SIGKILL)
     assert first.copied() == [7]
     assert {path.name for path in first.directory.glob("step-*/tensors*")} == {"tensors.safetensors"}
     other.store(7)
-    assert other.keeper.wait(30 * SLOWNESS)
+    assert other.snapshot_store.wait(30 * SLOWNESS)
     first.store(8, durable=False)
-    first.keeper.secure()
+    first.snapshot_store.secure()
     assert first.copied() == [8, 7]
     assert _names(first) == [["safet"], ["safet"]], "and removes what nobody takes any more"
 
@@ -449,10 +449,10 @@ def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair
         node.store(3, durable=False)
     os.kill(slow, signal.SIGCONT)
     wait_for("the request", lambda: first.asked)
-    assert not first.keeper.idle
+    assert not first.snapshot_store.idle
     for node in pair:
         node.store(4)
-    assert other.keeper.wait(30 * SLOWNESS)
+    assert other.snapshot_store.wait(30 * SLOWNESS)
     assert first.copied() == [4, 1]
     assert _names(first) == [["00001", "00002"]] * 2
 
@@ -460,7 +460,7 @@ def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair
 def test_a_node_whose_requests_are_not_answered_copies_the_newest_alone(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "CATCH_UP", 0.01)
+    monkeypatch.setattr(module, "CATCH_UP", 0.01)
     first, _ = pair
     first.store(1)
     slow = wait_for("the first's copier", _copier)
@@ -476,7 +476,7 @@ def test_what_only_another_node_has_is_never_copied_by_it_at_the_end(pair: tuple
     _, other = pair
     other.store(7)
     other.store(8, durable=False)
-    other.keeper.secure()
+    other.snapshot_store.secure()
     assert other.copied() == []
 
 
@@ -484,13 +484,13 @@ def test_a_copy_that_fails_gives_way_to_this_nodes_share_of_a_later_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node is no longer the first of its round, and only the first reports the outcome."""
-    monkeypatch.setattr(keepers, "PAUSE", 0.2)
+    monkeypatch.setattr(module, "PAUSE", 0.2)
     node.directory.write_text("a file")
     node.store(1)
     wait_for("the first attempt", lambda: "Tried again" in caplog.text)
     node.nodes, node.rank = 2, 1
     node.store(2)
-    assert node.keeper.wait(30 * SLOWNESS)
+    assert node.snapshot_store.wait(30 * SLOWNESS)
     assert "a share of the checkpoint of step 2" in caplog.text
     assert node.told == []
 
@@ -498,7 +498,7 @@ def test_a_copy_that_fails_gives_way_to_this_nodes_share_of_a_later_one(
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[copiers.Copier]:
     """The copiers that are created: a test decides when one is given up. The next attempt follows immediately."""
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
     monkeypatch.setattr(copiers, "WARN_AFTER", 0.2)
     monkeypatch.setattr(copiers, "KILLED_WITHIN", 0.2)
     made: list[copiers.Copier] = []
@@ -535,7 +535,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_
     os.kill(held, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)  # as on a frozen file system
-        node.keeper.close()
+        node.snapshot_store.close()
     os.kill(held, signal.SIGKILL)
     os.waitpid(held, 0)
     assert f"process {held}, which copies to {node.directory}, cannot be killed" in caplog.text
@@ -547,8 +547,8 @@ def _hanging(code: str, *arguments: str) -> list[str]:
 
 
 def test_storage_that_always_hangs_is_reported_as_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "PAUSE", 0.01)
-    monkeypatch.setattr(keepers, "ATTEMPTS", 2)
+    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "ATTEMPTS", 2)
     monkeypatch.setattr(copiers, "STALL", 2.0)
     monkeypatch.setattr(copiers, "helper_command", _hanging)
     node.store(1)
@@ -556,7 +556,7 @@ def test_storage_that_always_hangs_is_reported_as_an_error(node: Node, monkeypat
     assert [told.error for told in node.told] == [
         f"{node.directory} does not respond: the copy made no progress for 2 s."
     ]
-    assert "does not respond" in node.keeper.failed
+    assert "does not respond" in node.snapshot_store.failed
     monkeypatch.undo()
     node.store(2)
     assert node.copied() == [2], "copies go on once it responds"
@@ -589,14 +589,14 @@ def test_a_copying_process_that_cannot_be_killed_delays_nothing(
         assert node.copied() == [1]
         assert f"process {stuck}, which copies to {node.directory}, cannot be killed" in caplog.text
         assert Path(f"/proc/{stuck}").exists()
-        node.keeper.close()
+        node.snapshot_store.close()
     wait_for("its end", lambda: all(process.poll() is not None for process in copiers.Copier._left))
 
 
 def test_a_copy_that_is_slow_and_makes_progress_is_not_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its total time; and workers that wait for it are informed."""
     monkeypatch.setattr(copiers, "STALL", 30.0)
-    monkeypatch.setattr(keepers, "COPYING_EVERY", 0.0)
+    monkeypatch.setattr(module, "COPYING_EVERY", 0.0)
     node.size = 4_000_000  # four parts of 8 MiB
     node.store(1)
     assert node.copied() == [1]

@@ -13,11 +13,11 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 
 def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> StepTimer:
     """A timer after steps of 2 s each, except the first."""
-    pace = StepTimer()
-    pace.begin(1, first, 100.0, total)
+    step_timer = StepTimer()
+    step_timer.begin(1, first, 100.0, total)
     for number in range(1, steps + 1):
-        pace.step(1, first + number, 100.0 + first_takes + 2.0 * (number - 1))
-    return pace
+        step_timer.step(1, first + number, 100.0 + first_takes + 2.0 * (number - 1))
+    return step_timer
 
 
 def test_the_remaining_time_is_estimated_from_the_rounds_own_steps() -> None:
@@ -26,13 +26,13 @@ def test_the_remaining_time_is_estimated_from_the_rounds_own_steps() -> None:
 
 
 def test_another_rounds_steps_do_not_count_for_the_remaining_time() -> None:
-    pace = trained(30, total=50)
-    pace.begin(2, 20, 500.0, 50)
+    step_timer = trained(30, total=50)
+    step_timer.begin(2, 20, 500.0, 50)
     for step in (21, 22):
-        pace.step(2, step, 500.0 + step)
-        assert pace.remaining() == -1.0
-    pace.step(2, 23, 523.0)
-    assert pace.remaining() == pytest.approx(27.0)
+        step_timer.step(2, step, 500.0 + step)
+        assert step_timer.remaining() == -1.0
+    step_timer.step(2, 23, 523.0)
+    assert step_timer.remaining() == pytest.approx(27.0)
 
 
 def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
@@ -44,15 +44,15 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
 def test_unreported_steps_are_found_when_they_matter() -> None:
     """Each counts as one step, at their average pace."""
     reached = [WorkerProgress(1, 1, 9.0)]
-    pace = StepTimer(lambda: reached[-1])
-    pace.begin(1, 0, 0.0, 101)
-    assert pace.remaining() == -1.0
+    step_timer = StepTimer(lambda: reached[-1])
+    step_timer.begin(1, 0, 0.0, 101)
+    assert step_timer.remaining() == -1.0
     reached.append(WorkerProgress(1, 41, 89.0))
-    assert pace.reached == (1, 41)
-    assert pace.remaining() == pytest.approx(2.0 * 60)
-    assert pace.drain_seconds() == pytest.approx(4.0)
+    assert step_timer.reached == (1, 41)
+    assert step_timer.remaining() == pytest.approx(2.0 * 60)
+    assert step_timer.drain_seconds() == pytest.approx(4.0)
     reached.append(WorkerProgress(2, 50, 95.0))
-    assert pace.done == 41, "of a round that has not begun here"
+    assert step_timer.done == 41, "of a round that has not begun here"
 
 
 def test_progress_is_what_was_written_last() -> None:

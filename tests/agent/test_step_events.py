@@ -14,17 +14,17 @@ class Book:
     def __init__(self) -> None:
         self.clock = FakeClock(50.0)
         self.events: list[Event] = []
-        self.diary = StepEvents(self.clock, self)
+        self.step_events = StepEvents(self.clock, self)
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
     def ready(self, number: int, *, local_rank: int = 0, step: int = 0) -> None:
-        self.diary.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25, 3))
+        self.step_events.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25, 3))
 
     def step(self, number: int, step: int, after: float = 1.0) -> None:
         self.clock.advance(after)
-        self.diary.step(number, step, self.clock.now())
+        self.step_events.step(number, step, self.clock.now())
 
 
 def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -> None:
@@ -33,20 +33,20 @@ def test_a_round_makes_three_events_whatever_the_number_of_steps_and_workers() -
     book.ready(3, local_rank=0, step=10)
     for step in range(11, 31):
         book.step(3, step)
-        book.diary.step(3, step, book.clock.now() + 1)
+        book.step_events.step(3, step, book.clock.now() + 1)
     book.clock.advance(7)
-    book.diary.hung_up(3)
+    book.step_events.hung_up(3)
     assert book.events == [TrainingBegun(3, 5, 10, 90, 0.25, 3), FirstStep(3, 11)]
-    book.diary.hung_up(3)
+    book.step_events.hung_up(3)
     assert book.events[2:] == [RoundSteps(3, 10, 30, 20.0)]
-    book.diary.close()
+    book.step_events.close()
     assert len(book.events) == 3
 
 
 def test_a_round_without_a_step_is_recorded() -> None:
     book = Book()
     book.ready(1, step=5)
-    book.diary.hung_up(1)
+    book.step_events.hung_up(1)
     assert book.events[1:] == [RoundSteps(1, 5, 5, 0.0)]
 
 
@@ -56,7 +56,7 @@ def test_pending_events_are_written_when_the_next_round_begins_and_at_the_end() 
     book.step(1, 1)
     book.ready(2, step=1)
     book.step(2, 2)
-    book.diary.close()
+    book.step_events.close()
     assert [event for event in book.events if isinstance(event, RoundSteps)] == [
         RoundSteps(1, 0, 1, 1.0),
         RoundSteps(2, 1, 2, 1.0),
@@ -69,5 +69,5 @@ def test_messages_of_an_older_round_are_ignored() -> None:
     before = list(book.events)
     book.ready(1)
     book.step(1, 9)
-    book.diary.hung_up(1)
+    book.step_events.hung_up(1)
     assert book.events == before
