@@ -200,7 +200,7 @@ class LocalElasticAgent(ElasticAgent):
             raise ValueError(str(error)) from error
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """Return this node's workers; their ranks are those of the last round, once :meth:`run` has returned."""
+        """Return this node's workers; their pids and ranks are those of the last round, after :meth:`run`."""
         return self._group
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -217,8 +217,8 @@ class LocalElasticAgent(ElasticAgent):
         self._group.state = WorkerState.HEALTHY
         try:
             result = _run(self._config, spec.entrypoint, spec.args, self._health_check_server, self._group)
-        except SignalException:
-            self._group.state = WorkerState.STOPPED
+        except BaseException as error:
+            self._group.state = WorkerState.STOPPED if isinstance(error, SignalException) else WorkerState.FAILED
             raise
         self._group.state = result.state
         return result
@@ -342,9 +342,14 @@ def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> Ru
     if not report:
         how = "cannot be reaped" if ended.exit_code is None else f"ended with {ended.exit_code}"
         raise RuntimeError(f"The agent's process, pid {ended.pid}, {how}, and has left no report.")
+    if group is not None and "group" in report:
+        told = zip((group, *group.workers), (report["group"], *report["workers"]), strict=True)
+        for one, values in told:
+            for name, value in values.items():
+                setattr(one, name, value)
     code, cause = int(report["code"]), str(report["cause"])
     if code == ExitCode.DONE:
-        return RunResult(WorkerState.SUCCEEDED, return_values=_returned(report, call, group))
+        return RunResult(WorkerState.SUCCEEDED, return_values=_returned(report, call))
     if failures := _failures(report):
         return RunResult(WorkerState.FAILED, failures=failures)
     if code == ExitCode.TOO_FEW_NODES:
@@ -358,17 +363,13 @@ def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> Ru
     raise RuntimeError(f"The run has ended with exit code {code}: {cause}")
 
 
-def _returned(report: dict[str, Any], call: Results | None, group: WorkerGroup | None) -> dict[int, Any]:
+def _returned(report: dict[str, Any], call: Results | None) -> dict[int, Any]:
     """Return the results of this node's workers; none if they were not in the last round, as for a spare."""
     number = int(report["round"])
-    if not number:
+    if not number or call is None:
         return {}
-    if group is not None:
-        for worker, rank in zip(group.workers, report["ranks"], strict=True):
-            worker.global_rank = rank
-    if call is None:
-        return {}
-    return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(report["ranks"])}
+    ranks = [worker["global_rank"] for worker in report["workers"]]
+    return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(ranks)}
 
 
 def _failures(report: dict[str, Any]) -> dict[int, ProcessFailure]:

@@ -321,7 +321,12 @@ def test_an_agent_is_made_of_torchs_worker_spec(
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     assert [result.return_values[0][name] for name in names] == ["elsewhere", "42", "True", "1"]
     assert sorted(capfd.readouterr().out.split()) == ["[trainer-0:0]:described", "[trainer-1:1]:described"]
-    assert [worker.global_rank for worker in agent.get_worker_group().workers] == [0, 1]
+    group = agent.get_worker_group()
+    assert (group.group_rank, group.group_world_size, group.master_port) == (0, 1, 42)
+    workers = [(x.global_rank, x.world_size, x.role_rank, x.role_world_size) for x in group.workers]
+    assert workers == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    assert len({x.id for x in group.workers} - {None}) == 2
+    assert agent.get_event_succeeded().metadata["group_rank"] == 0
     assert agent.get_event_succeeded().metadata["run_id"] == "spec"
     assert handler.shutdown()
     names = [name for name, _ in kept_metrics]
@@ -519,6 +524,16 @@ def test_a_worker_spec_with_another_handler_is_refused(tmp_path: Path) -> None:
     spec = WorkerSpec("trainer", 1, handler, entrypoint=called.describe)
     with pytest.raises(ValueError, match="StaticTCPRendezvous, whose rounds only torch's own"):
         LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+
+
+def test_a_worker_spec_that_cannot_run_has_a_failed_group(tmp_path: Path) -> None:
+    handler = get_rendezvous_handler(RendezvousParameters("elastic-c10d", "", "x", 1, 1))
+    spec = WorkerSpec("trainer", 1, handler, entrypoint=str(tmp_path / "none"))
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+    assert agent.get_worker_group().state == WorkerState.INIT
+    with pytest.raises(ValueError, match="there is no such program"):
+        agent.run()
+    assert agent.get_worker_group().state == WorkerState.FAILED
 
 
 @pytest.mark.slow

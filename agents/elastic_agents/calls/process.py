@@ -30,6 +30,10 @@ __all__ = ["Order", "main"]
 
 PR_SET_PDEATHSIG = 1
 
+OF_GROUP = ("group_rank", "group_world_size", "master_addr", "master_port")
+OF_WORKER = ("id", "global_rank", "world_size", "role_rank", "role_world_size")
+"""What torch's agent enters in its ``WorkerGroup`` and in each ``Worker`` of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -135,14 +139,15 @@ def _run(config: LaunchConfig, level: int | None, report: int, begun: Bootstrap 
 
 
 def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) -> dict[str, Any]:
-    outcome, failure = agent.outcome, agent.outcome.failure
+    outcome, failure, group = agent.outcome, agent.outcome.failure, agent.get_worker_group()
     told: dict[str, Any] = {
         "code": int(outcome.code),
         "cause": outcome.cause,
         "restarts": outcome.restarts,
         "max_restarts": agent.max_restarts,
         "round": agent.finished_round,
-        "ranks": [worker.global_rank for worker in agent.get_worker_group().workers],
+        "group": {name: getattr(group, name) for name in OF_GROUP},
+        "workers": [{name: getattr(worker, name) for name in OF_WORKER} for worker in group.workers],
         "failures": [
             {
                 "rank": rank,
