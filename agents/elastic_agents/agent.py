@@ -326,7 +326,7 @@ class LocalElasticAgent(ElasticAgent):
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
-                # The host of a c10d run serves nobody: the other nodes cannot continue without it.
+                # The host of a c10d run serves no snapshot: the other nodes cannot continue without it.
                 newest = self._snapshot_store.newest
                 return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
             case v.CopiesDone(given_up=given_up):

@@ -121,7 +121,7 @@ def _write(writer: Writer, descriptor: int, cursor: _Cursor, source: _Source, da
 
 
 def _tell_lost(name: str, lines: int, seconds: float) -> None:
-    _log.warning("%d lines were dropped here: nobody read %s for %.0f s", lines, name, seconds)
+    _log.warning("%d lines were dropped here: %s was not read for %.0f s", lines, name, seconds)
 
 
 def configure_logging(

@@ -21,7 +21,7 @@ __all__ = ["failure_summary", "hint_on", "leave_error", "root_cause"]
 _log = logging.getLogger("elastic_launch")
 
 _ON_SIGNALS: dict[int, str] = {
-    signal.SIGKILL: "if nobody sent it, the kernel may have, for lack of memory outside this cgroup: see dmesg",
+    signal.SIGKILL: "sent by a user, or by the kernel for lack of memory outside this cgroup: see dmesg",
     signal.SIGBUS: "is /dev/shm full? Loaders pass samples through it; containers often have 64 MiB",
     signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python print where it was",
 }

@@ -41,8 +41,8 @@ def run_torch_agent(config: LaunchConfig) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     _log.warning(
-        "--rdzv-backend %s is torch's, not ours: torch's own agent runs the workers, without drains, memory snapshots, "
-        "elasticctl and a restart budget of the run",
+        "--rdzv-backend %s is a rendezvous handler of torch or another package: torch's own agent runs the workers, "
+        "without drains, memory snapshots, elasticctl and a restart budget of the run",
         config.backend,
     )
     for name in os.environ.keys() - without_secrets(os.environ).keys():

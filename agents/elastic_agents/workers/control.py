@@ -283,14 +283,14 @@ class Control:
             try:
                 socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:
-                _log.warning("a worker does not hear: %s", error)
+                _log.warning("a message to a worker could not be sent: %s", error)
 
     def _send(self, peer: _Peer, message: c.Message) -> None:
         try:
             peer.sock.send(c.pack(message))
         except OSError as error:
-            # Whoever reaps the worker sees its end; a worker that does not even read these short messages is stuck.
-            _log.warning("a worker does not hear: %s", error)
+            # Its end is seen when it is reaped; a worker that does not even read these short messages is stuck.
+            _log.warning("a message to a worker could not be sent: %s", error)
 
 
 def _process_of(sock: socket.socket) -> tuple[int, int]:
