@@ -143,6 +143,21 @@ def test_a_worker_that_writes_checkpoints_itself_learns_whether_its_node_is_stil
         assert c.unpack(sock.recv(4096).strip()) == c.Commit(3, allowed=member)
 
 
+def test_a_worker_that_does_not_read_its_answers_is_disconnected_with_one_warning(
+    control: Control, said: Said, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker(control, said, 0) as deaf, worker(control, said, 1) as other:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                deaf.sendall(c.pack(c.MayCommit(1)) * 1000)
+        while deaf.recv(65536):
+            pass  # whole answers, and the end
+        other.sendall(c.pack(c.MayCommit(2)))
+        assert c.unpack(other.recv(4096).strip()) == c.Commit(2, allowed=True)
+    closed = "a message to a worker could not be sent, its connection is closed: it does not read"
+    assert [record.message for record in caplog.records] == [closed]
+
+
 def test_more_connections_than_workers_have_are_closed(
     control: Control, said: Said, caplog: pytest.LogCaptureFixture
 ) -> None:

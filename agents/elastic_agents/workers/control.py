@@ -6,6 +6,7 @@ crash. Only processes of the same user are accepted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -54,13 +55,17 @@ Say = Callable[[WorkerReady | WorkerDrained | Saved | ScriptEnded], None]
 
 @dataclass(slots=True)
 class _Peer:
-    """One worker's connection; ``hello`` is its first message, ``begun`` says whether it trains."""
+    """One worker's connection; ``hello`` is its first message, ``begun`` says whether it trains.
+
+    ``deaf`` says that it does not receive what is sent to it; then nothing more is.
+    """
 
     sock: socket.socket
     pid: int
     pending: bytes = b""
     hello: c.Hello | None = None
     begun: bool = False
+    deaf: bool = False
 
 
 class Control:
@@ -284,13 +289,25 @@ class Control:
                 socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:
                 _log.warning("a message to a worker could not be sent: %s", error)
+                peer.deaf = True
 
     def _send(self, peer: _Peer, message: c.Message) -> None:
+        """Send a message, or end the connection: a worker that does not even read these short messages is stuck."""
+        if peer.deaf:
+            return
+        line = c.pack(message)
         try:
-            peer.sock.send(c.pack(message))
+            if peer.sock.send(line) == len(line):
+                return
+            reason = "it does not read"  # nothing may follow a part of a line
+        except BlockingIOError:
+            reason = "it does not read"
         except OSError as error:
-            # Its end is seen when it is reaped; a worker that does not even read these short messages is stuck.
-            _log.warning("a message to a worker could not be sent: %s", error)
+            reason = str(error)
+        peer.deaf = True
+        _log.warning("a message to a worker could not be sent, its connection is closed: %s", reason)
+        with contextlib.suppress(OSError):
+            peer.sock.shutdown(socket.SHUT_RDWR)  # its thread reads what the worker has sent, and the end
 
 
 def _process_of(sock: socket.socket) -> tuple[int, int]:
