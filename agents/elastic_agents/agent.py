@@ -230,7 +230,9 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.report(m.Saved(number, copied.step, "" if copied.path else error, asked))
         told = copied is not None and self._control.tell_copied(copied)
         if isinstance(copied, Copied) and error:
-            _log.error("checkpoint of step %d: %s%s", copied.step, error, " Training goes on." if told else "")
+            text = "checkpoint of step %d is saved, but removing old ones failed: %s%s"
+            text = text if copied.path else "checkpoint of step %d: %s%s"
+            _log.error(text, copied.step, error, " Training goes on." if told else "")
         if self._snapshot_store.idle:
             self._inbox.put(v.CopiesDone())
         return told

@@ -260,6 +260,20 @@ def test_a_copying_process_that_sends_an_unexpected_reply_is_ended(
     assert node.copied() == [2]
 
 
+def test_a_checkpoint_is_saved_even_if_the_copying_process_is_killed_while_it_removes_old_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; print({!r}, flush=True); os.kill(os.getpid(), 9)"
+    written = codec.dumps(Copied(1, 1, path="/there/step-1", pruning=True), type="copied").decode()
+    monkeypatch.setattr(copiers, "helper_command", lambda *_: [sys.executable, "-c", code.format(written)])
+    node.store(1)
+    assert node.snapshot_store.wait(30 * SLOWNESS)
+    error = "The process that copies it ended with -9."
+    assert node.told == [Copied(1, 1, path="/there/step-1", error=error)], "reported, and not tried again"
+    assert node.snapshot_store.failed == ""
+    assert node.snapshot_store.has_saved(1)
+
+
 def test_a_copying_process_imports_nothing_from_the_scripts_directory(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -299,6 +313,16 @@ def test_a_directory_that_cannot_be_written_is_reported_and_tried_again(
     node.store(2)
     assert node.copied() == [2]
     assert node.snapshot_store.failed == ""
+
+
+def test_a_url_without_a_driver_is_reported_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.directory = "nowhere://bucket"  # type: ignore[assignment]
+    node.store(1)
+    assert node.snapshot_store.wait(30 * SLOWNESS)
+    (told,) = node.told
+    assert told.error == "Checkpoints cannot be saved to nowhere://bucket: fsspec knows no nowhere://."
+    assert told.final
+    assert "Tried again" not in caplog.text
 
 
 def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(

@@ -264,3 +264,19 @@ def test_a_save_of_an_earlier_run_does_not_count_for_this_one(
         assert f"No checkpoint of this run could be saved in {node.directory}: Could not write" in str(failed)
     else:
         assert failed is None
+
+
+def test_a_checkpoint_counts_as_saved_if_only_removing_old_ones_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise snapshot.CheckpointWriteError(f"Could not remove old checkpoints in {tmp_path}: no.")
+
+    monkeypatch.setattr("elastic_launch.snapshot.storage.background.prune", refused)
+    saving = el.Checkpoint(tmp_path, every=1)
+    saving.open(World(), {})
+    saving.save({}, 1, {})
+    saving.finish()
+    assert saving.failed() is None
+    (logged,) = (record.message for record in caplog.records)
+    assert logged.startswith("checkpoint of step 1 is saved, but removing old ones failed: Could not remove")

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from elastic_launch import codec
 from elastic_launch.contract import Commit, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
+from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.format.manifest import parse_json
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -64,8 +65,8 @@ def copy(
     done = Copied(job.step, job.round)
     slot = _Followed(tensors, head, progress)
     header = slot.header()
-    if header is None or header.sequence != job.sequence:
-        return replace(done, error="the snapshot is not in its slot any more")
+    if header is None or (header.sequence, header.step, header.round) != (job.sequence, job.step, job.round):
+        return replace(done, error="The snapshot is not in its slot any more.")
     numbers = {"step": header.step, "round": header.round}
     try:
         split = _split(job, slot, header, progress)
@@ -93,8 +94,8 @@ def copy(
                 text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
                 _log.warning(text, header.step)
             prune(job.directory, job.keep, header.round)
-    except CheckpointError as error:
-        final = isinstance(error, NotCommittedError | TakenError)
+    except (CheckpointError, UsageError) as error:
+        final = isinstance(error, NotCommittedError | TakenError | UsageError)
         done = replace(done, error=error.message, hint=error.hint, final=final)
     except MalformedError as error:
         done = replace(done, error=f"What is in memory is damaged: {error}.")

@@ -261,7 +261,7 @@ class SnapshotStore:
                 self._busy = False
                 closing = self._closing
                 if copied is not None and not closing:
-                    self.failed = f"{copied.error} {copied.hint}".strip()
+                    self.failed = "" if copied.path else f"{copied.error} {copied.hint}".strip()
                 self._changed.notify_all()
             if not closing:
                 self._tell(copied)

@@ -334,19 +334,22 @@ class Checkpoint:
         own += self._writer.poll() if self._writer is not None else []
         for outcome in own:
             if outcome.error is not None:
-                self._failed(outcome.step, outcome.error)
+                self._failed(outcome.step, outcome.error, saved=outcome.info is not None)
             report(outcome)
         copied = [] if self._link is None else [self._outcome(copied) for copied in self._link.copies()]
         for outcome in [*own, *copied]:
-            self._something_saved |= outcome.info is not None
-            self._error = outcome.error or self._error
+            if outcome.info is not None:
+                self._something_saved = True  # also if old ones could not be removed
+            else:
+                self._error = outcome.error or self._error
         return own + copied
 
-    def _failed(self, step: int, error: snapshot.CheckpointError) -> None:
+    def _failed(self, step: int, error: snapshot.CheckpointError, *, saved: bool) -> None:
         if isinstance(error, snapshot.UnsupportedStateError):
             # Every later checkpoint would fail likewise, and at the end everything would be lost.
             raise error
-        _log.error("checkpoint of step %d: %s Training goes on.", step, error)
+        what = " is saved, but removing old ones failed" if saved else ""
+        _log.error("checkpoint of step %d%s: %s Training goes on.", step, what, error)
 
     def finish(self, report: Report = lambda outcome: None, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
         """Wait until the saved state is written, and return the outcomes not yet returned.
