@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -584,6 +585,20 @@ def test_storage_that_always_hangs_is_reported_as_an_error(node: Node, monkeypat
     monkeypatch.undo()
     node.store(2)
     assert node.copied() == [2], "copies go on once it responds"
+
+
+def test_storage_does_not_respond_again_because_its_copying_process_is_killed(
+    node: Node, made: list[copiers.Copier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 1)
+    monkeypatch.setattr(copiers, "helper_command", _hanging)
+    caplog.set_level(logging.INFO)
+    node.store(1)
+    wait_for("the warning", lambda: f"{node.directory} does not respond" in caplog.text)
+    made[0]._process.kill()
+    assert node.copied() == []
+    assert [told.error for told in node.told] == ["The process that copies it ended with -9."]
+    assert "responds again" not in caplog.text
 
 
 HELD = """

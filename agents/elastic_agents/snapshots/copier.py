@@ -169,7 +169,7 @@ class Copier:
                     silent += min(time.monotonic() - began, 2 * _TURN)
                     continue
                 if not (data := os.read(source, MAX_LINE)):
-                    break
+                    return self._pending
                 self._pending += data
         if warned:
             _log.info("%s responds again" if self._begun else "the process that copies to %s begins", self._directory)
