@@ -67,7 +67,7 @@ class AgentLink:
         sock.settimeout(BUSY_TIMEOUT)
         self._sock: socket.socket | None = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
-        self._detector = threading.Lock()  # held while reading
+        self._reading = threading.Lock()  # held while reading
         self._pending = b""
         self._stop_asked = ""
         self._use: int | None = None
@@ -235,7 +235,7 @@ class AgentLink:
         while not self._noted and self._sock is not None:
             self._hear(deadline - time.monotonic())
             if time.monotonic() >= deadline:
-                _log.warning("the agent did not hear that this worker is drained")
+                _log.warning("the agent has not confirmed that this worker is drained")
                 return
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class AgentLink:
         arrivals.register(number, select.POLLIN)
         if not arrivals.poll(max(0.0, timeout) * 1000):
             return
-        with self._detector:
+        with self._reading:
             if self._sock is None or not arrivals.poll(0):
                 return  # another thread has read it
             try:
