@@ -377,6 +377,7 @@ def callers() -> Iterator[list[Caller]]:
         caller.process.communicate()
 
 
+@pytest.mark.slow
 def test_two_programs_meet_and_each_gets_its_own_results(tmp_path: Path, callers: list[Caller]) -> None:
     where = {"max_nodes": 2, "min_nodes": 2, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "run_id": "two"}
     for role, workers in (("reader", 1), ("trainer", 2)):

@@ -39,7 +39,9 @@ def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.mark.parametrize("kind", ["a pipe whose reader has stopped", "a terminal after Ctrl-S"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("a pipe whose reader has stopped", marks=pytest.mark.slow), "a terminal after Ctrl-S"]
+)
 def test_a_console_that_is_not_read_delays_neither_workers_nor_the_end(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "chatty.py"
     script.write_text(CHATTY)

@@ -43,6 +43,10 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 assert os.environ["ELASTIC_LAUNCH_START_REASON"].isprintable()
 """
 
+WAYS = pytest.mark.parametrize(
+    "flags", [pytest.param((), id="forked"), pytest.param(("--no-warm",), id="executed", marks=pytest.mark.slow)]
+)
+
 
 def script(directory: Path, text: str) -> list[str]:
     path = directory / "script.py"
@@ -51,7 +55,7 @@ def script(directory: Path, text: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [(), ("--no-warm",)], ids=["forked", "executed"])
+@WAYS
 def test_the_cause_is_the_first_failure_not_the_first_exit(job: Job, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """A rank that raises and takes long to exit, as it frees its memory, is the root cause, not one of its peers."""
     agent = job.launch("--standalone", "--nproc", "2", *flags, command=script(tmp_path, SLOW_EXIT))
@@ -95,7 +99,7 @@ def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tm
     assert agent.output.count("a round forms") == 1, "the first"
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-warm",)], ids=["forked", "executed"])
+@WAYS
 def test_a_keyboard_interrupt_that_a_script_raises_costs_a_restart(
     job: Job, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

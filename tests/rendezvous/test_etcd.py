@@ -156,7 +156,7 @@ def test_when_all_members_are_dead_a_call_fails_and_names_them(trio: list[Member
             store.wait_changed(None, TIMEOUT)
 
 
-@pytest.mark.parametrize("loss", [Member.kill, Member.freeze])
+@pytest.mark.parametrize("loss", [Member.kill, pytest.param(Member.freeze, marks=pytest.mark.slow)])
 def test_waiting_survives_the_loss_of_the_watched_member(trio: list[Member], loss: Callable[[Member], None]) -> None:
     with opened(trio) as waiter, opened(trio[1:]) as writer, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(waiter.wait_changed, None, 2 * TIMEOUT)

@@ -222,6 +222,7 @@ def test_what_torch_itself_has_needs_no_rule(exact: bool) -> None:
     assert torch.linalg.vector_norm(linear.parametrizations.weight[0]._u) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.executed
 def test_worlds_and_kills_leave_the_same_buffers(job: Job) -> None:
     script = [str(SCRIPTS / "buffers.py"), "--exact"]
