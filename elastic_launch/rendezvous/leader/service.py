@@ -46,6 +46,9 @@ STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
 MAX_RECORD = codec.MAX_BYTES - 64 * 1024
 """Bytes of the largest record: the order to form has its members and more, and must fit into one line."""
 
+MOST_WAITING = 4096
+"""Connections that are refused when a leader steps down: strangers could go on connecting."""
+
 DRAIN_LINGER = 2.0
 """Seconds that a leaving leader waits for a drain to end; its own node has ended by then."""
 
@@ -224,8 +227,10 @@ class LeaderService:
         waiting = select.poll()
         waiting.register(self._listener, select.POLLIN)
         # accept() may block: the listener's copies share one flag, and the next leader sets it for its own.
-        while waiting.poll(0):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # without descriptors left, for example, they wait all the same
+            for _ in range(MOST_WAITING):
+                if not waiting.poll(0):
+                    return
                 self._listener.accept()[0].close()
 
     def _patience(self) -> float:
