@@ -25,13 +25,16 @@ __all__ = [
     "Copied",
     "CopyJob",
     "Copying",
+    "Disconnected",
     "Drained",
     "Ended",
+    "Exit",
     "Fetched",
     "Hello",
     "MayCommit",
     "Message",
     "Noted",
+    "Place",
     "Placement",
     "Ready",
     "Save",
@@ -40,8 +43,11 @@ __all__ = [
     "StepDone",
     "Stop",
     "Stored",
+    "Suspend",
+    "Suspended",
     "Use",
     "pack",
+    "round_environment",
     "unpack",
     "worker_environment",
 ]
@@ -104,6 +110,34 @@ Nonce = Annotated[str, _hexadecimal]
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The position of one worker in a round.
+
+    Attributes:
+        rank: global rank, 0 to world_size - 1.
+        local_rank: rank among the workers of its node.
+        group_rank: rank of its node in the round.
+        world_size: workers in the round.
+        local_world_size: workers on its node.
+        group_world_size: nodes in the round.
+        master_addr, master_port: where the round's worker store listens.
+        role_rank: rank among the workers of its role.
+        role_world_size: workers of its role in the round.
+    """
+
+    rank: int
+    local_rank: int
+    group_rank: int
+    world_size: int
+    local_world_size: int
+    group_world_size: int
+    master_addr: str
+    master_port: int
+    role_rank: int
+    role_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 
@@ -131,12 +165,14 @@ class Ready(Message):
         total: steps of the whole training; 0 if unknown.
         restore_s: seconds that restoring the state took.
         uncompared: number of the last of these steps after which the ranks' states were not compared.
+        live: whether it can be suspended, and take a place in another round.
     """
 
     step: Count
     total: Count = 0
     restore_s: Seconds = 0.0
     uncompared: Count = 0
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +255,24 @@ class Ended(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Disconnected(Message):
+    """An exchange with other ranks failed in the step after ``step``; the worker waits for orders.
+
+    Sent only by workers that can be suspended. Without an order to suspend, the worker fails with this error.
+    """
+
+    step: Count
+    error: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended(Message):
+    """The worker has left the round's process groups, with ``step`` steps done, and waits for ``Place`` or ``Exit``."""
+
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
 class MayCommit(Message):
     """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``Commit``.
 
@@ -248,12 +302,14 @@ class Slots(Message):
         use: the slot to write next; -1 if it will be sent later.
         sequence: highest number of a snapshot so far.
         fetching: whether a snapshot is being fetched from another node, so that ``Fetched`` follows.
+        patience_s: seconds to wait for an order after an exchange has failed; 0 if no worker is to be suspended.
     """
 
     slots: Count
     use: SlotOrNone
     sequence: Count
     fetching: bool
+    patience_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +365,41 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Message):
-    """Stop after the same step as all other ranks, save and exit."""
+    """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended."""
 
     cause: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend(Message):
+    """The round is over: leave its process groups at once, without its unfinished step, and report ``Suspended``."""
+
+    round: Count
+    cause: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Message):
+    """A suspended worker's place in a new round; ``use``, ``sequence`` and ``fetching`` are those of ``Slots``.
+
+    Attributes:
+        restarts, max_restarts: restarts charged so far, and the run's limit.
+        reason: why the last round ended.
+    """
+
+    round: Count
+    placement: Placement
+    restarts: Count
+    max_restarts: Count
+    reason: Text
+    use: SlotOrNone
+    sequence: Count
+    fetching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exit(Message):
+    """There is no further place for a suspended worker: its node leaves, or the run ends. It exits as after a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,41 +412,17 @@ class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
-FROM_WORKERS: frozenset[type[Message]] = frozenset({Hello, Ready, StepDone, MayCommit, Stored, Drained, Saved, Ended})
+FROM_WORKERS: frozenset[type[Message]] = frozenset(
+    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Disconnected, Suspended, Saved, Ended}
+)
 """The messages that a worker may send to its agent."""
 
-_FROM_AGENTS: frozenset[type[Message]] = frozenset({Slots, Fetched, Use, Commit, Copied, Copying, Stop, Save, Noted})
+_FROM_AGENTS: frozenset[type[Message]] = frozenset(
+    {Slots, Fetched, Use, Commit, Copied, Copying, Stop, Suspend, Place, Exit, Save, Noted}
+)
 
 _MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)
 pack, unpack = _MESSAGES.pack, _MESSAGES.unpack
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The position of one worker in a round.
-
-    Attributes:
-        rank: global rank, 0 to world_size - 1.
-        local_rank: rank among the workers of its node.
-        group_rank: rank of its node in the round.
-        world_size: workers in the round.
-        local_world_size: workers on its node.
-        group_world_size: nodes in the round.
-        master_addr, master_port: where the round's worker store listens.
-        role_rank: rank among the workers of its role.
-        role_world_size: workers of its role in the round.
-    """
-
-    rank: int
-    local_rank: int
-    group_rank: int
-    world_size: int
-    local_world_size: int
-    group_world_size: int
-    master_addr: str
-    master_port: int
-    role_rank: int
-    role_world_size: int
 
 
 def worker_environment(
@@ -382,12 +446,26 @@ def worker_environment(
         socket: where the agent listens for its workers.
     """
     return {
+        **round_environment(placement, round_number, restarts=restarts, max_restarts=max_restarts, reason=reason),
+        "ROLE_NAME": role,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": nccl_async_error_handling,
+        ENV_SOCKET: socket,
+    }
+
+
+def round_environment(
+    placement: Placement, round_number: int, *, restarts: int, max_restarts: int, reason: str
+) -> dict[str, str]:
+    """Return those of a worker's variables that change from round to round."""
+    return {
         "RANK": str(placement.rank),
         "LOCAL_RANK": str(placement.local_rank),
         "GROUP_RANK": str(placement.group_rank),
         "NODE_RANK": str(placement.group_rank),
         "ROLE_RANK": str(placement.role_rank),
-        "ROLE_NAME": role,
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "GROUP_WORLD_SIZE": str(placement.group_world_size),
@@ -396,11 +474,6 @@ def worker_environment(
         "MASTER_PORT": str(placement.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": nccl_async_error_handling,
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
-        ENV_SOCKET: socket,
     }
