@@ -125,16 +125,16 @@ class Placement:
         role_world_size: workers of its role in the round.
     """
 
-    rank: int
-    local_rank: int
-    group_rank: int
-    world_size: int
-    local_world_size: int
-    group_world_size: int
-    master_addr: str
-    master_port: int
-    role_rank: int
-    role_world_size: int
+    rank: Count
+    local_rank: Count
+    group_rank: Count
+    world_size: Count
+    local_world_size: Count
+    group_world_size: Count
+    master_addr: Text
+    master_port: Count
+    role_rank: Count
+    role_world_size: Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,8 @@ def _read(line: bytes) -> None:
     except ProtocolError:
         return
     values = asdict(message)
-    for value in [*values.pop("job", {}).values(), *values.values()]:
+    nested = [*values.pop("job", {}).values(), *values.pop("placement", {}).values()]
+    for value in [*nested, *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value
             os.fsencode(value)
