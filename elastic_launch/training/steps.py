@@ -432,6 +432,7 @@ class Step:
         if not self._gradients.agreed(table):
             self._gradients.disagree(f"step {self.number}")
         self._gradients.finish(table.any_whole)
+        self._gradients.exchange_buffers()
         try:
             self._means = table.means(self._samples, f"step {self.number}")
         except UsageError:

@@ -108,7 +108,8 @@ def test_a_minimum_orders_signed_zeros_in_any_micro_batch() -> None:
             model.found.fill_(value)
             buffers.take(index)
             buffers.restore()
-        buffers.finish([])
+        buffers.exchange([])
+        buffers.finish()
         assert torch.signbit(model.found)
 
 
@@ -200,7 +201,8 @@ def test_a_change_after_the_last_micro_batch_would_be_lost() -> None:
     buffers.restore()
     model.found.add_(1)
     with pytest.raises(UsageError, match="'found' was changed between a step's last micro-batch and step"):
-        buffers.finish([])
+        buffers.exchange([])
+        buffers.finish()
 
 
 @pytest.mark.parametrize("exact", [False, True])

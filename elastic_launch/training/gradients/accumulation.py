@@ -273,9 +273,13 @@ class Gradients:
                 "Freeze, unfreeze, convert and add parameters between steps, before `for sample in step`.",
             )
 
+    def exchange_buffers(self) -> None:
+        """Exchange with all ranks what :meth:`finish_buffers` needs; called after :meth:`finish`."""
+        self._buffers.exchange()
+
     def finish_buffers(self) -> None:
-        """Set every buffer to its new value, on all ranks; called after :meth:`finish`."""
-        self._buffers.finish(self._buffers.reduce())
+        """Set every buffer to its new value, without communication."""
+        self._buffers.finish()
 
     def send(self) -> None:
         """Send everything that can be sent before the end of the step and was not sent yet."""
@@ -397,5 +401,5 @@ class ExactGradients(Gradients):
         self._buffer_sums = [value for value in sums[trained:] if value is not None]
         return sums[:trained]
 
-    def finish_buffers(self) -> None:
-        self._buffers.finish(self._buffer_sums)
+    def exchange_buffers(self) -> None:
+        self._buffers.exchange(self._buffer_sums)

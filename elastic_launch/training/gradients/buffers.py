@@ -61,6 +61,8 @@ class Buffers:
         self._keys: list[Tensor] = []
         self._undecided: list[_Watched] = []
         self._left: dict[str, Tensor] = {}
+        self._totals: list[Tensor] = []
+        self._alone: list[Tensor] = []
         self._mine = False
 
     def begin(self, plan: BatchPlan) -> None:
@@ -138,17 +140,26 @@ class Buffers:
         if self._sums:
             torch._foreach_add_(self._sums, list(ways))
 
-    def reduce(self) -> list[Tensor]:
-        """Return the sums of the contributions over all ranks."""
-        if self._world_size > 1:
-            _all_reduce(self._sums, dist.ReduceOp.SUM)
-        return self._sums
-
-    def finish(self, sums: Sequence[Tensor]) -> None:
-        """Set every buffer to its new value, on all ranks.
+    def exchange(self, sums: Sequence[Tensor] | None = None) -> None:
+        """Exchange with all ranks what :meth:`finish` needs; nothing changes until then.
 
         Args:
-            sums: sums of the contributions of all micro-batches of all ranks.
+            sums: sums of the contributions of all micro-batches of all ranks; None: they are exchanged here.
+        """
+        if not self._all:
+            return
+        if sums is None:
+            sums = self._sums
+            if self._world_size > 1:
+                _all_reduce(self._sums, dist.ReduceOp.SUM)
+        self._totals = list(sums)
+        if self._world_size > 1:
+            self._alone = self._share_undecided()
+            _all_reduce([*self._added, *self._bits, *self._alone], dist.ReduceOp.SUM)
+            _all_reduce(self._keys, dist.ReduceOp.MIN)
+
+    def finish(self) -> None:
+        """Set every buffer to its new value, on all ranks; called after :meth:`exchange`.
 
         Raises:
             UsageError: on all ranks, if a mean is invalid, and then no buffer has changed; or if the script has changed
@@ -157,11 +168,7 @@ class Buffers:
         if not self._all:
             return
         self._check_untouched()
-        new = [self._mean(buffer, total) for buffer, total in zip(self._means, sums, strict=True)]
-        alone = self._share_undecided() if self._world_size > 1 else []
-        if self._world_size > 1:
-            _all_reduce([*self._added, *self._bits, *alone], dist.ReduceOp.SUM)
-            _all_reduce(self._keys, dist.ReduceOp.MIN)
+        new = [self._mean(buffer, total) for buffer, total in zip(self._means, self._totals, strict=True)]
         with torch.no_grad():
             for buffer, value in zip(self._means, new, strict=True):
                 buffer.tensor.copy_(value)
@@ -171,7 +178,7 @@ class Buffers:
                 buffer.tensor.copy_(_from_bits(bits, buffer.tensor))
             for buffer, key in zip(self._extremes, self._keys, strict=True):
                 buffer.tensor.copy_(_from_key(key, buffer))
-            for watched, bits in zip(self._undecided, alone, strict=False):
+            for watched, bits in zip(self._undecided, self._alone, strict=False):
                 watched.set(_from_bits(bits, watched.buffer.tensor))
             for watched in self._undecided if self._world_size == 1 else []:
                 if (left := self._left.get(watched.buffer.name)) is not None:
