@@ -4,7 +4,7 @@
 ``integrations/``    callbacks for other frameworks
 ``batch``            the arithmetic of the global batch
 ``error_file``       how a worker reports its exception
-``errors``           every error that users can see
+``errors``           every error that users can see; ``symptoms`` tells causes from consequences
 ``faults``           injected faults, for testing a script
 ``api``              runs started from Python; ``api_config`` reads torch's configuration
 ``cli/``             the programs ``elastic-launch``, ``elastic-composer`` and ``elasticctl``

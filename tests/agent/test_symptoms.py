@@ -10,7 +10,7 @@ import pytest
 from harness import SCRIPTS, free_port, wait_for
 
 from elastic_agents.workers.failures import raised_in
-from elastic_agents.workers.symptoms import BROKEN_CONNECTION, TIME_OUT, symptom_in, symptom_of_abort
+from elastic_launch.symptoms import BROKEN_CONNECTION, TIME_OUT, symptom_in, symptom_of_abort
 
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "

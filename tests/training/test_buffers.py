@@ -200,8 +200,8 @@ def test_a_change_after_the_last_micro_batch_would_be_lost() -> None:
     buffers.take(0)
     buffers.restore()
     model.found.add_(1)
+    buffers.exchange([])
     with pytest.raises(UsageError, match="'found' was changed between a step's last micro-batch and step"):
-        buffers.exchange([])
         buffers.finish()
 
 

@@ -9,7 +9,7 @@
 ``control``            the agent's end of the workers' socket
 ``output``             the workers' output
 ``logs``               log directories; ``logs_specs`` supports torchrun's
-``failures``           what a dead worker left behind; ``symptoms`` tells causes from consequences
+``failures``           what a dead worker left behind
 ``stuck``              detects interpreters that deadlock on the GIL at exit
 ``watchdog``           torch's timers
 ``numa``               CPU binding

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_agents.workers.symptoms import symptom_in, symptom_of_abort
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.symptoms import symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
