@@ -1,0 +1,5 @@
+"""Live rounds: a worker leaves one round and joins the next without ending its process.
+
+``groups``   the process groups of one round
+``sockets``  the connections of these groups
+"""

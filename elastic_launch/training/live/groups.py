@@ -1,0 +1,193 @@
+"""The process groups of one round: formed, broken from another thread, and left without ending the process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from elastic_launch.training.live.sockets import GroupSockets
+
+__all__ = ["GroupsRemainError", "RoundGroups"]
+
+_LEFT_S = 1.0  # seconds for groups and sockets to be gone after the groups were destroyed
+_POLL = 0.001
+
+
+class GroupsRemainError(RuntimeError):
+    """Process groups of the last round remain in this process, so that it cannot take part in another round."""
+
+
+class RoundGroups:
+    """The process groups of one round: joined, broken from another thread, and left. Each round needs a new object.
+
+    Use: form groups only within :meth:`forming`. When the round breaks, call :meth:`disconnect` from any thread: the
+    thread that waits in a collective gets a RuntimeError. That thread then waits for all asynchronous collectives
+    that it has posted (``Work.wait()`` raises for each; what they write to is undefined), drops them, the errors'
+    tracebacks, which keep frames and thus works alive, and everything that holds a group
+    (``DistributedDataParallel``), and calls :meth:`leave`.
+
+    NCCL: :meth:`disconnect` aborts the communicators. TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0 in the worker's
+    environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no collective
+    raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after waiting
+    for the device. This path was written from torch's source and has not run on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._sockets = GroupSockets()
+        self._ours: list[weakref.ref[ProcessGroup]] = []
+        self._excepthooks: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """Wrap each creation of a group: ``init_process_group`` with its store client, or ``new_group``.
+
+        The groups that appear meanwhile are the round's, and so are their sockets. Only one thread may form groups.
+
+        Raises:
+            RuntimeError: if :meth:`disconnect` was called before the group was formed.
+        """
+        before, hook = set(_groups()), sys.excepthook
+        with self._sockets.opening(int(os.environ.get("MASTER_PORT") or 0)):
+            try:
+                yield
+            finally:
+                self._ours += [weakref.ref(group) for group in _groups() if group not in before]
+                if sys.excepthook is not hook:
+                    self._excepthooks.append((hook, sys.excepthook))
+                if self.disconnected:
+                    self._abort()
+
+    def disconnect(self) -> int:
+        """Make all collectives of these groups fail, the present ones and later ones; callable from any thread.
+
+        gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
+        fails, too, except that a store that does not answer is waited for until the group's timeout.
+
+        Returns:
+            The number of connections that this call has shut down; 0 if all were shut down before.
+        """
+        shut = self._sockets.shut_down()
+        self._abort()
+        return shut
+
+    @property
+    def disconnected(self) -> bool:
+        """Whether :meth:`disconnect` was called."""
+        return self._sockets.broken
+
+    @property
+    def breakable(self) -> bool:
+        """Whether :meth:`disconnect` can find the connections of all groups made within :meth:`forming`."""
+        return self._sockets.loops >= sum(_is_gloo(each) for each in self._backends())
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this process has process groups that were not made within :meth:`forming`."""
+        return bool(self._foreign())
+
+    def used(self) -> int:
+        """Return how many collectives this rank has begun on the default group; 0 right after joining."""
+        default = distributed_c10d._world.default_pg
+        return 0 if default is None else sum(each._get_sequence_number_for_group() for each in _backends(default))
+
+    def leave(self) -> None:
+        """Destroy all process groups of this process, and wait until they and their sockets are gone.
+
+        After :meth:`disconnect` this depends on no peer. Without it, all ranks must have completed all collectives.
+
+        Raises:
+            GroupsRemainError: if the script has made groups itself, or if anything still holds one.
+        """
+        foreign = [_describe(group) for group in self._foreign()]
+        held = [(weakref.ref(group), _describe(group)) for group in _groups()]
+        self._sockets.still_open()  # records connections that were opened since
+        if self.disconnected and any(map(_is_nccl, self._backends())):
+            distributed_c10d._abort_process_group()  # destroying would wait for what has been aborted
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # groups are named by it; one that could not be formed has counted, too
+        while self._excepthooks:
+            hook, ours = self._excepthooks.pop()
+            if sys.excepthook is ours:
+                sys.excepthook = hook
+        if foreign:
+            raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
+        _wait_until_gone(held, self._sockets)
+
+    def _foreign(self) -> list[ProcessGroup]:
+        ours = [ref() for ref in self._ours]
+        return [group for group in _groups() if not any(group is each for each in ours)]
+
+    def _backends(self) -> list[Any]:
+        return [each for ref in list(self._ours) if (group := ref()) is not None for each in _backends(group)]
+
+    def _abort(self) -> None:
+        """Abort NCCL's communicators, within one NCCL group: else two of them can wait for each other."""
+        backends = [each for each in self._backends() if _is_nccl(each)]
+        if backends:
+            backends[0]._group_start()
+            for each in reversed(backends):
+                each.abort()
+            backends[0]._group_end()
+
+
+def _groups() -> list[ProcessGroup]:
+    return list(distributed_c10d._world.pg_map)
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    """Return the backends of a group, each once; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them."""
+    found: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)
+        if not any(backend is each for each in found):
+            found.append(backend)
+    return found
+
+
+def _describe(group: ProcessGroup) -> str:
+    return f"{group.group_name} ({group.group_desc})"
+
+
+def _is_nccl(backend: object) -> bool:
+    return dist.is_nccl_available() and isinstance(backend, distributed_c10d.ProcessGroupNCCL)
+
+
+def _is_gloo(backend: object) -> bool:
+    return dist.is_gloo_available() and isinstance(backend, distributed_c10d.ProcessGroupGloo)
+
+
+def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], sockets: GroupSockets) -> None:
+    """Wait until groups and sockets are gone: a thread of gloo or autograd may be the last to drop its reference.
+
+    Raises:
+        GroupsRemainError: if they are not gone in time.
+    """
+    deadline, collected = time.monotonic() + _LEFT_S, False
+    while True:
+        left = [name for ref, name in held if ref() is not None]
+        still_open = sockets.still_open()
+        if not left and not still_open:
+            return
+        if not collected:
+            gc.collect()  # cycles may hold them, such as that of an error and its traceback
+            collected = True
+            continue
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL)
+    if left:
+        what = f"Something still holds these process groups of the last round: {', '.join(left)}."
+    else:
+        what = f"Something still uses {still_open} sockets of the last round's groups, such as an unfinished work."
+    raise GroupsRemainError(what)

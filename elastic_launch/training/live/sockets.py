@@ -1,0 +1,208 @@
+"""Finds the connections of gloo's process groups and of their store in this process, and shuts them down.
+
+gloo has no call that interrupts a collective. If its connections are shut down with ``shutdown(2)``, every collective
+fails within milliseconds, whether the peers still run or not. Listening sockets are left alone: gloo ends the process
+if one of them fails.
+
+The kernel knows which sockets are gloo's. Each of gloo's groups has an ``epoll(7)`` descriptor that watches its
+listening socket and all of its connections, and ``/proc/self/fdinfo`` lists what such a descriptor watches. This finds
+connections that gloo opens after it has formed the group (``TORCH_GLOO_LAZY_INIT``), and none that the script opens
+meanwhile. Executed programs inherit gloo's descriptors, unlike those of Python and most libraries; this tells gloo's
+from those of a server that the script starts while a group is formed. The store's connection is known by its port.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["GroupSockets"]
+
+_POLL = 0.005  # seconds between two searches for new connections, while a broken round's group is still being formed
+
+_WATCHED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
+_OVER = "The process groups of this round are disconnected."
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+class GroupSockets:
+    """The sockets of the process groups that one round forms in this process.
+
+    Sockets are known by their inodes, which are not used again, unlike descriptors. All methods may be called from any
+    thread, except that :meth:`opening` must not be entered again before it is left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: set[int] = set()
+        self._connections: set[int] = set()
+        self._shut: set[int] = set()
+        self._before: set[int] | None = None
+        self._store_port = 0
+        self._broken = False
+        self._opened = threading.Event()
+        self._breaker: threading.Thread | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether :meth:`shut_down` was called."""
+        return self._broken
+
+    @property
+    def loops(self) -> int:
+        """The number of gloo's groups whose sockets are recorded."""
+        return len(self._listeners)
+
+    @contextmanager
+    def opening(self, store_port: int) -> Iterator[None]:
+        """Record the sockets of the groups that the body forms.
+
+        Args:
+            store_port: port of the store where the members of these groups meet; 0 if unknown.
+
+        Raises:
+            RuntimeError: if :meth:`shut_down` was called before, or is called before the body ends.
+        """
+        with self._lock:
+            if self._broken:
+                raise RuntimeError(_OVER)
+            self._before, self._store_port = set(_open_sockets()), store_port
+            self._opened.clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._record()
+                self._before = None
+                self._opened.set()
+                breaker, self._breaker = self._breaker, None
+            if breaker is not None:
+                breaker.join()
+                self.shut_down()
+        if self._broken:
+            raise RuntimeError(_OVER)
+
+    def shut_down(self) -> int:
+        """Shut down all connections and, if a group is being formed, also those that are still to come.
+
+        Returns:
+            The number of connections that this call has shut down.
+        """
+        with self._lock:
+            self._broken = True
+            if self._before is not None and self._breaker is None:
+                self._breaker = threading.Thread(target=self._break_opening, name="elastic-launch disconnect")
+                self._breaker.start()
+            return self._shut_recorded()
+
+    def still_open(self) -> int:
+        """Return how many of the sockets recorded so far are open."""
+        with self._lock:
+            self._record()
+            return len((self._listeners | self._connections) & _open_sockets().keys())
+
+    def _break_opening(self) -> None:
+        """Shut down each new connection, so that no member waits for a group that will not be formed."""
+        while not self._opened.wait(_POLL):
+            with self._lock:
+                self._shut_recorded()
+
+    def _shut_recorded(self) -> int:
+        sockets = self._record()
+        shut = {inode for inode in self._connections - self._shut if inode in sockets and _shut(sockets[inode], inode)}
+        self._shut |= shut
+        return len(shut)
+
+    def _record(self) -> dict[int, int]:
+        """Add the sockets that the groups have by now, and return the descriptors of all sockets, by inode."""
+        sockets = _open_sockets()
+        listeners = set(self._listeners)
+        if self._before is not None:
+            for inode in sockets.keys() - self._before:
+                kind, port = _describe(sockets[inode], inode)
+                if kind == "listening":
+                    listeners.add(inode)
+                elif kind == "connected" and port == self._store_port:
+                    self._connections.add(inode)
+        for watched in _watched():
+            if served := watched & listeners:
+                self._listeners |= served
+                self._connections |= watched & sockets.keys() - listeners
+        return sockets
+
+
+def _open_sockets() -> dict[int, int]:
+    """Return a descriptor of each of this process' sockets, by inode."""
+    return {int(target[8:-1]): descriptor for descriptor, target in _descriptors() if target.startswith("socket:[")}
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # closed meanwhile
+            continue
+
+
+def _watched() -> Iterator[set[int]]:
+    """For each epoll descriptor that executed programs inherit, return the inodes of what it watches."""
+    for descriptor, target in _descriptors():
+        if target != "anon_inode:[eventpoll]":
+            continue
+        try:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                continue
+            with open(f"/proc/self/fdinfo/{descriptor}") as file:
+                yield {int(inode, 16) for inode in _WATCHED.findall(file.read())}
+        except OSError:  # closed meanwhile
+            continue
+
+
+@contextmanager
+def _opened_again(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """Yield a socket with a descriptor of its own, which stays open; None if it was closed meanwhile."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        found = socket.socket(fileno=copy) if os.fstat(copy).st_ino == inode else None
+    except OSError:
+        found = None
+    if found is None:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        yield found
+
+
+def _describe(descriptor: int, inode: int) -> tuple[str, int]:
+    """Return what a socket does, and the port of its peer if it is connected to one."""
+    with _opened_again(descriptor, inode) as found:
+        if found is None or found.family not in _INTERNET or found.type & socket.SOCK_STREAM == 0:
+            return "other", 0
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return "listening", 0
+        try:
+            return "connected", found.getpeername()[1]
+        except OSError:
+            return "unconnected", 0
+
+
+def _shut(descriptor: int, inode: int) -> bool:
+    with _opened_again(descriptor, inode) as found:
+        if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        try:
+            found.getpeername()  # raises if it is not connected (yet)
+            found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+        return True

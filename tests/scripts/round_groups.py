@@ -1,0 +1,248 @@
+"""Processes that take part in rounds, as tests order: a process that imports torch once forks each of them.
+
+Each has two threads, as a worker has: one carries out one order after the other, and the other, which reads them,
+disconnects the round's groups itself, while the first one waits in a collective.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import queue
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_launch.training.live.groups import RoundGroups
+
+TIMEOUT = timedelta(seconds=300)
+
+
+class Rank:
+    """One process of a world; its public methods are the orders."""
+
+    def __init__(self) -> None:
+        self.groups = RoundGroups()
+        self.kept: list[Any] = []
+        self.store: dist.TCPStore | None = None
+
+    def host(self) -> int:
+        """Host the store of a new round instead of the last one's, and return its port."""
+        self.store = None
+        self.store = dist.TCPStore("::", 0, is_master=True, wait_for_workers=False)
+        return self.store.port
+
+    def form(self, rank: int, size: int, port: int, subgroups: int = 1, address: str = "127.0.0.1") -> float:
+        """Form the groups of a new round, and return how many seconds that took."""
+        began = time.monotonic()
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=address, MASTER_PORT=str(port))
+        self.groups = RoundGroups()
+        with self.groups.forming():
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        for _ in range(subgroups):
+            with self.groups.forming():
+                dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert not self.groups.foreign
+        assert self.groups.breakable
+        return time.monotonic() - began
+
+    def reduce(self, numbers: int = 1) -> float:
+        """Return the sum over the ranks of their ranks + 1."""
+        tensor = torch.full((numbers,), dist.get_rank() + 1.0)
+        dist.all_reduce(tensor)
+        assert bool((tensor == tensor[0]).all())
+        return float(tensor[0])
+
+    def reduce_for_ever(self) -> None:
+        while True:
+            self.reduce(100_000)
+
+    def backward(self) -> list[str]:
+        """Reduce gradients while others are computed, over and over; return the errors of one broken pass."""
+        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+        works: list[dist.Work] = []
+
+        def reduce(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            assert work is not None
+            works.append(work)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(reduce)
+        errors: list[str] = []
+        while not errors:
+            try:
+                model(torch.ones(8, 300)).sum().backward()
+            except RuntimeError as error:
+                errors.append(str(error))
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    errors.append(str(error))
+            works.clear()
+        return errors
+
+    def post(self) -> None:
+        """Post a collective, and do not wait for it."""
+        self.kept.append(dist.all_reduce(torch.ones(1000), async_op=True))
+
+    def drop(self) -> None:
+        self.kept.clear()
+
+    def leave(self) -> float:
+        """Leave the round's groups, and return how many seconds that took."""
+        began = time.monotonic()
+        self.groups.leave()
+        return time.monotonic() - began
+
+    def renew(self, rank: int, size: int, port: int) -> float:
+        """Leave the round, join the next one and use it; return how many seconds that took."""
+        began = time.monotonic()
+        self.leave()
+        self.form(rank, size, port)
+        assert self.reduce(1000) == size * (size + 1) / 2
+        return time.monotonic() - began
+
+    def open_own(self) -> None:
+        """Open connections as a script may do, one of them while the next round's group is formed."""
+        server = socket.create_server(("127.0.0.1", 0))
+        self.kept += [server, socket.create_connection(server.getsockname()), server.accept()[0]]
+
+    def form_and_open(self, rank: int, size: int, port: int) -> float:
+        """Like :meth:`form`, while another thread serves connections."""
+        opening, opened = threading.Event(), threading.Event()
+
+        def serve() -> None:
+            opening.wait()
+            self.open_own()
+            server, ours, theirs = self.kept[-3:]
+            selector = selectors.DefaultSelector()
+            for each in (server, ours, theirs):
+                selector.register(each, selectors.EVENT_READ)
+            self.kept.append(selector)
+            opened.set()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        new_group = dist.new_group
+
+        def form(**options: Any) -> Any:
+            opening.set()
+            opened.wait()
+            return new_group(**options)
+
+        dist.new_group = form
+        try:
+            return self.form(rank, size, port)
+        finally:
+            dist.new_group = new_group
+            thread.join()
+
+    def use_own(self) -> int:
+        """Return how many of the script's own sockets work."""
+        sockets = [each for each in self.kept if isinstance(each, socket.socket)]
+        for server, ours, theirs in zip(sockets[::3], sockets[1::3], sockets[2::3], strict=True):
+            ours.sendall(b"1")
+            assert theirs.recv(1) == b"1"
+            with socket.create_connection(server.getsockname()) as another:
+                server.accept()[0].close()
+                assert another.recv(1) == b""
+        return len(sockets)
+
+    def own_group(self) -> None:
+        """Form a group as a script may do."""
+        self.kept.append(dist.new_group(backend="gloo", group_desc="of the script"))
+
+    def form_another(self) -> None:
+        """Form a further group of the round."""
+        with self.groups.forming():
+            dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def keep_group(self) -> None:
+        """Keep a reference to the round's group."""
+        self.kept.append(dist.group.WORLD)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what this process has."""
+        gc.collect()
+        return {
+            "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+            "threads": len(os.listdir("/proc/self/task")),
+            "memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            "hooks": _hooks(),
+            "used": self.groups.used(),
+            "foreign": self.groups.foreign,
+            "initialized": dist.is_initialized(),
+        }
+
+
+def _hooks() -> int:
+    """Return how many handlers of uncaught exceptions torch has wrapped around each other."""
+    count, hook = 0, sys.excepthook
+    while hook is not sys.__excepthook__:
+        inner = inspect.getclosurevars(hook).nonlocals
+        count, hook = count + 1, inner["old_hook"]
+    return count
+
+
+def be(orders: socket.socket) -> None:
+    """Carry out orders until there are none left; each is answered by its result, or its error."""
+    rank, waiting = Rank(), queue.SimpleQueue[dict[str, Any] | None]()
+    answering = threading.Lock()
+
+    def answer(order: dict[str, Any], act: Callable[..., Any]) -> None:
+        try:
+            found = {"result": act(*order["arguments"])}
+        except RuntimeError as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        with answering:
+            orders.sendall(json.dumps({"number": order["number"], "at": time.monotonic(), **found}).encode() + b"\n")
+
+    def read() -> None:
+        with orders.makefile("r") as lines:
+            for line in lines:
+                order = json.loads(line)
+                if order["name"] == "disconnect":
+                    answer(order, rank.groups.disconnect)
+                else:
+                    waiting.put(order)
+        waiting.put(None)
+
+    threading.Thread(target=read, name="orders").start()
+    while (order := waiting.get()) is not None:
+        answer(order, getattr(rank, order["name"]))
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork a process for each descriptor that arrives; answer a process' number with how it ended."""
+    while True:
+        data, received, _, _ = socket.recv_fds(requests, 100, 1)
+        if not data:
+            return
+        if not received:
+            requests.sendall(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(data), 0)[1]))
+        elif pid := os.fork():
+            os.close(received[0])
+            requests.sendall(b"%d" % pid)
+        else:
+            requests.close()
+            be(socket.socket(fileno=received[0]))
+            return
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,193 @@
+"""A round's process groups in real processes: broken, left and formed anew, in the same processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import SLOWNESS
+from rank_processes import Answer, RankProcess, RankProcesses
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses()
+    yield started
+    started.close()
+
+
+class World:
+    """Processes, one of which hosts the rounds' stores."""
+
+    def __init__(self, processes: RankProcesses) -> None:
+        self._processes = processes
+        (self.host,) = processes.start(1)
+
+    def form(self, *ranks: RankProcess, order: str = "form") -> None:
+        """Form a round."""
+        port = self.host.do("host")
+        begun = [rank.begin(order, place, len(ranks), port) for place, rank in enumerate(ranks)]
+        for rank, number in zip(ranks, begun, strict=True):
+            assert not rank.end(number).error
+        assert together("reduce", *ranks) == [len(ranks) * (len(ranks) + 1) / 2] * len(ranks)
+
+    def start(self, count: int) -> list[RankProcess]:
+        ranks = self._processes.start(count)
+        self.form(*ranks)
+        return ranks
+
+
+@pytest.fixture
+def world(processes: RankProcesses) -> Iterator[World]:
+    yield World(processes)
+    processes.end()
+
+
+def together(name: str, *ranks: RankProcess) -> list[object]:
+    """Have all ranks do the same, and return the results."""
+    orders = [rank.begin(name) for rank in ranks]
+    answers = [rank.end(order) for rank, order in zip(ranks, orders, strict=True)]
+    assert [answer.error for answer in answers] == [""] * len(ranks)
+    return [answer.result for answer in answers]
+
+
+def failed(rank: RankProcess, order: int) -> Answer:
+    answer = rank.end(order)
+    assert answer.error, answer
+    return answer
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_that_wait_for_a_lost_one_leave_and_form_a_smaller_world(
+    processes: RankProcesses, world: World, number: int
+) -> None:
+    *others, lost = ranks = world.start(3)
+    *orders, order = [rank.begin("reduce_for_ever") for rank in ranks]
+    time.sleep(0.2)
+    lost.signal(number)
+    time.sleep(0.2)
+    for rank in others:
+        rank.do("disconnect")
+    for rank, waiting in zip(others, orders, strict=True):
+        failed(rank, waiting)
+    together("leave", *others)
+    world.form(*others)
+    if number == signal.SIGSTOP:
+        lost.signal(signal.SIGCONT)
+        failed(lost, order)
+        lost.do("leave")
+        assert processes.wait(lost) == 0
+        assert together("reduce", *others) == [3.0, 3.0]
+
+
+def test_a_frozen_rank_keeps_no_other_waiting_after_a_disconnection(world: World) -> None:
+    """The time from the disconnection to the error is that of two threads' switches, not that of a time-out."""
+    rank, frozen = world.start(2)
+    order = rank.begin("reduce_for_ever")
+    frozen.signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert rank.do("disconnect") == 3  # two groups and the store
+    assert failed(rank, order).at - began < 0.3 * SLOWNESS
+    assert rank.do("disconnect") == 0
+    assert "RuntimeError" in rank.end(rank.begin("reduce")).error
+    rank.do("leave")
+
+
+@pytest.mark.parametrize("subgroups", [0, 1])
+def test_a_rank_that_waits_for_a_group_to_form_is_released(world: World, subgroups: int) -> None:
+    """In init_process_group, or in new_group after it."""
+    early, late = ranks = world.start(2)
+    together("leave", *ranks)
+    port = world.host.do("host")
+    order = early.begin("form", 0, 2, port, subgroups)
+    if subgroups:
+        late.do("form", 1, 2, port, 0)
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert early.do("disconnect") >= 1
+    assert failed(early, order).at - began < 0.3 * SLOWNESS
+    late.do("disconnect")
+    together("leave", *ranks)
+    world.form(*ranks)
+
+
+def test_no_group_forms_after_its_round_was_disconnected(world: World) -> None:
+    """The order may come just before."""
+    ranks = world.start(2)
+    ranks[0].do("disconnect")
+    assert "disconnected" in ranks[0].end(ranks[0].begin("form_another")).error
+
+
+def test_a_broken_backward_pass_is_left_with_all_its_works(world: World) -> None:
+    *others, lost = ranks = world.start(3)
+    orders = [rank.begin("backward") for rank in ranks]
+    time.sleep(0.3)
+    lost.signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    for rank in others:
+        rank.do("disconnect")
+    for rank, order in zip(others, orders, strict=False):
+        assert rank.end(order).result
+    together("leave", *others)
+    world.form(*others)
+
+
+def test_a_round_is_left_as_planned_when_all_collectives_are_done(world: World) -> None:
+    ranks = world.start(2)
+    assert [rank.do("facts")["used"] for rank in ranks] == [1, 1]
+    together("leave", *ranks)
+    assert not ranks[0].do("facts")["initialized"]
+    world.form(*ranks)
+
+
+def test_what_the_script_connects_itself_stays_connected(world: World) -> None:
+    ranks = world.start(2)
+    together("open_own", *ranks)
+    together("leave", *ranks)
+    world.form(*ranks, order="form_and_open")
+    frozen, rank = ranks
+    frozen.signal(signal.SIGSTOP)
+    assert rank.do("disconnect") == 3
+    assert rank.do("use_own") == 6
+    rank.do("leave")
+
+
+def test_a_group_of_the_scripts_own_is_named(world: World) -> None:
+    ranks = world.start(2)
+    together("own_group", *ranks)
+    assert ranks[0].do("facts")["foreign"]
+    for rank in ranks:
+        rank.do("disconnect")
+        error = rank.end(rank.begin("leave")).error
+        assert error.startswith("GroupsRemainError: The script made process groups itself: ")
+        assert "of the script" in error
+
+
+def test_a_reference_that_remains_is_an_error(world: World) -> None:
+    ranks = world.start(2)
+    together("keep_group", *ranks)
+    assert not ranks[0].do("facts")["foreign"]
+    for rank in ranks:
+        rank.do("disconnect")
+        assert "still holds these process groups" in rank.end(rank.begin("leave")).error
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
+def test_rounds_leave_nothing_behind(world: World, count: int) -> None:
+    ranks = world.start(2)
+    before: list[dict[str, Any]] = []
+    for number in range(count + 5):
+        if number == 5:
+            before = [rank.do("facts") for rank in ranks]
+        together("disconnect", *ranks)
+        together("leave", *ranks)
+        world.form(*ranks)
+    for rank, then in zip(ranks, before, strict=True):
+        now = rank.do("facts")
+        memory, memory_before = now.pop("memory"), then.pop("memory")
+        assert now == then
+        assert memory - memory_before < 4 * 2**20, (memory, memory_before)
