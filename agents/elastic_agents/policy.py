@@ -327,8 +327,9 @@ def _leave(view: View, event: Leave) -> Decision:
         return _saved(view)
     if view.leaving is not None:
         return _kill(view) if view.alive else (view, [])
+    drains = view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0
     view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())
-    if view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0:
+    if drains:
         # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
         return replace(view, phase=Phase.DRAINING), [m.Leaving(event.reason, event.seconds), *actions]

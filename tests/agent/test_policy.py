@@ -191,6 +191,12 @@ def test_with_the_agents_own_signal_it_is_not_a_preemption() -> None:
     assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
+def test_a_round_in_which_a_worker_was_ended_is_not_drained_even_if_the_others_could_be() -> None:
+    """Else the node would count as finished once the others have ended."""
+    held = view(v.WorkerReady(1, 1), gone(0, TERM_CODE))
+    assert after(held, leave(SIGTERM, 5.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
+
+
 def test_all_workers_ended_by_a_stop_signal() -> None:
     held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
     assert (held.phase, held.held) == (Phase.RUNNING, {0, 1})
