@@ -7,10 +7,18 @@ sockets or time. A node is always in one phase:
 - RUNNING: the round's workers run, or some have finished.
 - DRAINING: the workers have been asked to stop, all after the same step.
 - FINISHED: all of this node's workers finished with 0; the run ends when those of all nodes have.
-- STOPPING: the remaining workers are being ended; then the node waits again, or exits if ``leaving`` is set.
+- STOPPING: the remaining workers are being ended or suspended; then the node waits again, with or without suspended
+  workers, or exits if ``leaving`` is set.
+- SUSPENDED: like WAITING, but some workers of the last round still run: they have left it, and get a place in the next
+  round. The leader knows the node as stopped.
 - SAVING: this node leaves, or the run ends; what is only in its memory is being copied to durable storage, or served
   to the next round.
 - OVER: nothing left to do.
+
+Where a round ends but the run does not, workers that can be suspended are, within a limit; all others are ended. Only a
+round with a higher number revives suspended workers. If their node leaves, is evicted or was certainly cut off, or if
+the run ends, they are ended: by an order to exit if they are drained, else by SIGKILL. The loss of the leader does not
+end them. Those that die meanwhile are simply missing in the next round.
 """
 
 from __future__ import annotations
@@ -35,19 +43,25 @@ from elastic_agents.policy_types import (
     Kill,
     Leave,
     Phase,
+    ReportDisconnected,
     ReportFailed,
     ReportReady,
     ReportStopped,
+    SendExit,
     StartFailed,
     StartWorkers,
+    Suspend,
+    SuspendOver,
     TeardownOver,
     Terminate,
     View,
     Warn,
+    WorkerDisconnected,
     WorkerDrained,
     WorkerEnded,
     WorkerGone,
     WorkerReady,
+    WorkerSuspended,
 )
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.node.failure_detector import CutOff
@@ -72,10 +86,10 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return _form(view, event, nproc)
         case m.Drain(round=number):
             return _drain(view, event) if number == view.round else (view, [])
-        case m.Break(round=number):
+        case m.Break(round=number, cause=cause):
             if number == view.round and view.phase is Phase.SAVING and view.leaving is None:
                 return _saved(view)
-            return _stop(view) if number == view.round else (view, [])
+            return _stop(view, cause) if number == view.round else (view, [])
         case m.Evicted(reason=reason, final=final):
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
@@ -99,15 +113,19 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
                 return view, []
             return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank)])
         case StartFailed(cause=cause, started=started, code=code):
-            view, actions = _end(replace(view, alive=started), code, cause)
+            view, actions = _end(replace(view, alive=started, live=view.live & started), code, cause)
             return view, [m.Leaving(cause), *actions]
-        case WorkerReady(round=number, local_rank=local_rank):
-            return _ready(view, local_rank) if number == view.round else (view, [])
+        case WorkerReady(round=number):
+            return _ready(view, event) if number == view.round else (view, [])
         case WorkerDrained(round=number, local_rank=local_rank, step=step, keeps=keeps):
             if number != view.round or local_rank not in view.alive:
                 return view, []
             view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
             return view, [AwaitEnd(number, local_rank, TEARDOWN)]
+        case WorkerDisconnected(round=number):
+            return _disconnected(view, event) if number == view.round else (view, [])
+        case WorkerSuspended(round=number, local_rank=local_rank):
+            return _suspended(view, local_rank, nproc) if number == view.round else (view, [])
         case WorkerEnded(round=number, local_rank=local_rank):
             ends = number == view.round and local_rank in view.alive
             return view, [AwaitEnd(number, local_rank, ENDING)] if ends else []
@@ -118,25 +136,70 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case DrainOver(round=number):
             return _drain_over(view) if number == view.round else (view, [])
         case TeardownOver(round=number, local_rank=local_rank):
-            hangs = number == view.round and local_rank in view.alive
-            return view, [Kill(frozenset({local_rank}))] if hangs else []
+            if number != view.round or local_rank not in view.alive:
+                return view, []
+            return replace(view, live=view.live - {local_rank}), [Kill(frozenset({local_rank}))]
+        case SuspendOver(round=number):
+            return _suspend_over(view) if number == view.round else (view, [])
         case GraceOver(round=number):
-            overdue = view.phase is Phase.STOPPING and number == view.round and view.alive
-            return view, [Kill()] if overdue else []
+            overdue = view.alive - view.live
+            if view.phase is not Phase.STOPPING or number != view.round or not overdue:
+                return view, []
+            return view, [Kill(_all_or(view, overdue))]
 
 
 def _form(view: View, form: m.Form, nproc: int) -> Decision:
-    if view.phase is not Phase.WAITING or view.leaving is not None:
+    number = form.round.number
+    revives = view.phase is Phase.SUSPENDED and number > view.round
+    if not (view.phase is Phase.WAITING or revives) or view.leaving is not None:
         return view, []
-    view = View(Phase.RUNNING, form.round.number, len(form.round.members), frozenset(range(nproc)))
-    return view, [StartWorkers(form)]
+    kept = view.suspended
+    # The round may end before they are ready again: they can be suspended from the start.
+    view = View(Phase.RUNNING, number, len(form.round.members), frozenset(range(nproc)), live=kept)
+    return view, [StartWorkers(form, kept)]
 
 
-def _ready(view: View, local_rank: int) -> Decision:
-    if view.phase is not Phase.RUNNING or local_rank not in view.alive or local_rank in view.ready:
+def _ready(view: View, event: WorkerReady) -> Decision:
+    local_rank = event.local_rank
+    if view.phase is not Phase.RUNNING or local_rank not in view.alive:
         return view, []
-    view = replace(view, ready=view.ready | {local_rank})
+    live = view.live | {local_rank} if event.live else view.live - {local_rank}
+    if local_rank in view.ready:
+        return replace(view, live=live), []
+    view = replace(view, ready=view.ready | {local_rank}, live=live)
     return view, [ReportReady(view.round)] if view.alive <= view.ready else []
+
+
+def _disconnected(view: View, event: WorkerDisconnected) -> Decision:
+    """Have the worker leave the round: another rank is gone, and may be known to this node only by this."""
+    waits = event.local_rank in view.live - view.drained
+    if view.phase not in (Phase.RUNNING, Phase.DRAINING) or not waits:
+        return view, []
+    return _fail(view, [ReportDisconnected(event.local_rank, event.error)])
+
+
+def _suspended(view: View, local_rank: int, nproc: int) -> Decision:
+    asked = view.phase is Phase.STOPPING or local_rank in view.drained
+    if local_rank not in view.live or not asked:
+        return view, []
+    one = frozenset({local_rank})
+    view = replace(view, alive=view.alive - one, live=view.live - one, suspended=view.suspended | one)
+    if view.phase is Phase.STOPPING:
+        return (view, []) if view.alive else _settle(view)
+    return _drained(view, nproc)
+
+
+def _suspend_over(view: View) -> Decision:
+    if view.phase is not Phase.STOPPING or not view.live:
+        return view, []
+    late = ", ".join(map(str, sorted(view.live)))
+    warning = Warn(f"the workers of local rank {late} have not left the round in time; they are killed")
+    return replace(view, live=frozenset()), [warning, Kill(_all_or(view, view.live))]
+
+
+def _all_or(view: View, local_ranks: frozenset[int]) -> frozenset[int] | None:
+    """Return the local ranks; None if no other worker of this node runs."""
+    return None if local_ranks == view.alive | view.suspended else local_ranks
 
 
 def _can_drain(view: View) -> bool:
@@ -150,7 +213,7 @@ def _drain(view: View, order: m.Drain) -> Decision:
     if view.phase is not Phase.RUNNING:
         return view, []
     if not _can_drain(view):
-        return _stop(view)
+        return _stop(view, order.cause)
     view = replace(view, phase=Phase.DRAINING, final=order.final)
     return view, [AskStop(view.round, order.cause, order.seconds)]
 
@@ -164,14 +227,19 @@ def _drain_over(view: View) -> Decision:
         return view, [Warn(f"{undone}: there was no time left"), *actions]
     if view.phase is not Phase.DRAINING:
         return view, []
+    late = "the workers have not stopped in time"
+    if view.live and not _ends(view):
+        view, actions = _stop(view, late)
+        return view, [Warn(f"{late}; the round ends without that"), *actions]
     view, actions = _kill(view)
-    return view, [Warn("the workers have not stopped in time; they are killed"), *actions]
+    return view, [Warn(f"{late}; they are killed"), *actions]
 
 
-def _stop(view: View, number: int = signal.SIGTERM) -> Decision:
+def _stop(view: View, cause: str, number: int = signal.SIGTERM) -> Decision:
     """End the round on this node.
 
-    Workers that save as they train need no grace, and waiting for others that may be dead would only cost time.
+    Unless the node leaves, workers that can be suspended are told to be. The others that save as they train need no
+    grace, and waiting for others that may be dead would only cost time.
 
     Args:
         number: the signal that the other workers get.
@@ -181,34 +249,61 @@ def _stop(view: View, number: int = signal.SIGTERM) -> Decision:
     view = replace(view, held=frozenset())
     match view.phase:
         case Phase.RUNNING | Phase.DRAINING if view.alive:
-            stopping: list[Action]
-            if view.alive <= view.ready:
-                stopping = [Kill()]
-            elif view.alive & view.ready:
-                stopping = [Kill(view.alive & view.ready), Terminate(view.round, view.alive - view.ready, number)]
-            else:
-                stopping = [Terminate(view.round, number=number)]
-            return replace(view, phase=Phase.STOPPING), [*held, *stopping]
+            suspends = frozenset() if _ends(view) else view.live
+            kills, ends = (view.alive & view.ready) - suspends, view.alive - view.ready - suspends
+            stopping: list[Action] = [Suspend(view.round, cause, suspends)] if suspends else []
+            stopping += [Kill(_all_or(view, kills))] if kills else []
+            stopping += [Terminate(view.round, _all_or(view, ends), number)] if ends else []
+            view, exits = _dismiss(replace(view, phase=Phase.STOPPING, live=suspends))
+            return view, [*held, *stopping, *exits]
         case Phase.RUNNING | Phase.DRAINING | Phase.FINISHED:
             view, actions = _settle(view)
             return view, [*held, *actions]
+        case Phase.STOPPING | Phase.SUSPENDED:
+            return _dismiss(view)
         case _:
             return view, []
 
 
+def _ends(view: View) -> bool:
+    """Whether no further round follows on this node."""
+    return view.leaving is not None or view.final
+
+
+def _dismiss(view: View) -> Decision:
+    """End the workers that are suspended, or are to be, if they get no place any more; the drained ones exit."""
+    ends = view.suspended | (view.live if view.phase is Phase.STOPPING else frozenset())
+    if not ends or not _ends(view):
+        return view, []
+    exits = view.suspended & view.drained
+    actions: list[Action] = [Kill(_all_or(view, ends - exits))] if ends - exits else []
+    actions += [SendExit(exits)] if exits else []
+    actions += [AwaitEnd(view.round, local_rank, TEARDOWN) for local_rank in sorted(exits)]
+    phase = Phase.DRAINING if view.phase is Phase.DRAINING else Phase.STOPPING
+    return replace(view, phase=phase, alive=view.alive | ends, live=view.live - ends, suspended=frozenset()), actions
+
+
 def _kill(view: View) -> Decision:
-    """End the round on this node, without grace."""
-    if view.alive:
-        return replace(view, phase=Phase.STOPPING), [Kill()]
+    """End the round on this node, without grace, and the suspended workers with it."""
+    if view.phase is Phase.SUSPENDED and view.leaving is None:
+        # The leader may form a round at once: it knows the node as stopped.
+        return replace(view, phase=Phase.WAITING, suspended=frozenset()), [Kill()]
+    if workers := view.alive | view.suspended:
+        nothing: frozenset[int] = frozenset()
+        return replace(view, phase=Phase.STOPPING, alive=workers, live=nothing, suspended=nothing), [Kill()]
     if view.phase is Phase.WAITING and view.leaving is None:
         return view, []  # already reported; the next round may be formed with the port that was reported then
     return _settle(view)
 
 
 def _settle(view: View, drained: int = -1) -> Decision:
-    """All workers are reaped."""
+    """All workers are reaped or suspended."""
+    if view.suspended and _ends(view):
+        return _dismiss(view)
     if view.leaving is None and (not view.final or drained < 0):
-        return replace(view, phase=Phase.WAITING, held=frozenset()), [ReportStopped(view.round, drained)]
+        phase = Phase.SUSPENDED if view.suspended else Phase.WAITING
+        reports: list[Action] = [] if view.told else [ReportStopped(view.round, drained)]
+        return replace(view, phase=phase, held=frozenset(), told=True), reports
     if view.leaving is None:
         return replace(view, phase=Phase.SAVING), [AwaitCopies()]
     if drained < 0:
@@ -257,8 +352,8 @@ def _end(view: View, code: int, cause: str) -> Decision:
     if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
     view = replace(view, leaving=code, cause=cause, told=True)
-    if view.alive:
-        return _stop(view)
+    if view.alive or view.suspended:
+        return _stop(view, cause)
     return _over(view, code, cause)
 
 
@@ -271,13 +366,13 @@ def _link_down(view: View, event: LinkDown) -> Decision:
         return _released(view) if event.gone else (view, [])
     if view.phase is Phase.DRAINING:
         return view, [Warn(f"{event.reason}; the workers stop after the same step all the same")]
-    if view.phase is Phase.WAITING:
+    if view.phase in (Phase.WAITING, Phase.SUSPENDED):
         if not event.gone:
             return view, [Warn(f"waiting for the endpoint: {event.reason}")]
         return view, [Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
     if event.gone or view.nodes == 1:
         # The host's workers died with it: the others would only hang. A single node might train beside the others.
-        view, actions = _stop(view)
+        view, actions = _stop(view, event.reason)
         text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
         return view, [Warn(text), *actions]
     return view, [Warn(f"{event.reason}; the workers train on")]
@@ -286,23 +381,34 @@ def _link_down(view: View, event: LinkDown) -> Decision:
 def _cut_off(view: View, event: CutOff) -> Decision:
     """The others may form a round without this node: kill what could train or write in parallel with them."""
     stopping = view.phase is Phase.STOPPING and view.leaving is None
-    if not view.alive or not (view.nodes == 1 or stopping or event.certain):
+    cut_off = event.certain or (bool(view.alive) and (view.nodes == 1 or stopping))
+    if not (view.alive or view.suspended) or not cut_off:
         return view, []
     view, actions = _kill(view)
     return view, [Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
 
 
 def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
-    if event.round != view.round or event.local_rank not in view.alive:
+    one = frozenset({event.local_rank})
+    if event.round == view.round and one <= view.suspended:
+        view = replace(view, suspended=view.suspended - one)
+        ended = view.phase is Phase.SUSPENDED and not view.suspended
+        return (replace(view, phase=Phase.WAITING) if ended else view), []
+    if event.round != view.round or not one <= view.alive:
         return view, []
-    view = replace(view, alive=view.alive - {event.local_rank})
+    view = replace(view, alive=view.alive - one, live=view.live - one)
     if view.phase is Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:
-            return replace(view, held=view.held | {event.local_rank}), [Hold(event.round, event.local_rank)]
+            return replace(view, held=view.held | one), [Hold(event.round, event.local_rank)]
         return _fail(view, [ReportFailed(event.local_rank)])
+    return _drained(view, nproc)
+
+
+def _drained(view: View, nproc: int) -> Decision:
+    """A worker has finished, or is drained and has exited or is suspended."""
     if view.alive or view.held:
         return view, []
     if view.drained:
@@ -313,7 +419,7 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
 
 def _fail(view: View, reports: list[Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
-    view, actions = _stop(view)
+    view, actions = _stop(view, "a worker of this node has failed")
     held = [action for action in actions if isinstance(action, ReportFailed)]
     return view, [*held, *reports, *actions[len(held) :]]
 
@@ -333,5 +439,8 @@ def _leave(view: View, event: Leave) -> Decision:
         # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
         return replace(view, phase=Phase.DRAINING), [m.Leaving(event.reason, event.seconds), *actions]
-    view, actions = _stop(view, event.number) if view.alive else _over(view, event.code, view.cause)
+    if view.alive or view.suspended:
+        view, actions = _stop(view, view.cause, event.number)
+    else:
+        view, actions = _over(view, event.code, view.cause)
     return view, [m.Leaving(event.reason), *actions]

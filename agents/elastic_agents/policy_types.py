@@ -30,19 +30,25 @@ __all__ = [
     "Kill",
     "Leave",
     "Phase",
+    "ReportDisconnected",
     "ReportFailed",
     "ReportReady",
     "ReportStopped",
+    "SendExit",
     "StartFailed",
     "StartWorkers",
+    "Suspend",
+    "SuspendOver",
     "TeardownOver",
     "Terminate",
     "View",
     "Warn",
+    "WorkerDisconnected",
     "WorkerDrained",
     "WorkerEnded",
     "WorkerGone",
     "WorkerReady",
+    "WorkerSuspended",
 ]
 
 HOLD = 0.2
@@ -55,7 +61,7 @@ SERVES = 600.0
 """Seconds for which a leaving node serves its snapshot at most, even if it has more time left."""
 
 TEARDOWN = 5.0
-"""Seconds that a worker has to exit after reporting that it is drained; it may hang during teardown."""
+"""Seconds that a worker has to exit, or to be suspended, after reporting that it is drained; it may hang meanwhile."""
 
 
 ENDING = 30.0
@@ -70,6 +76,7 @@ class Phase(Enum):
     DRAINING = "draining"
     FINISHED = "finished"
     STOPPING = "stopping"
+    SUSPENDED = "suspended"
     SAVING = "saving"
     OVER = "over"
 
@@ -81,8 +88,10 @@ class View:
     Attributes:
         round: number of the current or last round.
         nodes: nodes in it.
-        alive: local ranks of the workers not yet reaped.
+        alive: local ranks of the workers not yet reaped, other than the suspended ones.
         ready: local ranks whose workers train with this project's library: they can be drained.
+        live: those in ``alive`` that can be suspended; while the round is being stopped, those that were told to be.
+        suspended: local ranks whose workers have left the round, and wait for a place in the next one.
         drained: local ranks whose workers have stopped by agreement of all ranks, after the same step, and saved.
         step: optimizer steps that the drained workers have done.
         keeps: this node has a snapshot of that step, and can serve it to others when it leaves.
@@ -99,6 +108,8 @@ class View:
     nodes: int = 0
     alive: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
+    live: frozenset[int] = frozenset()
+    suspended: frozenset[int] = frozenset()
     drained: frozenset[int] = frozenset()
     step: int = 0
     keeps: bool = False
@@ -124,15 +135,22 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker reported that it has begun to train and can be drained."""
+    """A worker reported that it has begun to train and can be drained.
+
+    Attributes:
+        live: whether it can be suspended.
+    """
 
     round: int
     local_rank: int
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrained:
-    """A worker reported that it has stopped by agreement of all ranks, with its state in memory, and is ending.
+    """A worker reported that it has stopped by agreement of all ranks, with its state in memory.
+
+    It then ends or, if it can, is suspended.
 
     Attributes:
         keeps: whether the node now has a snapshot of that step, and can serve it to others.
@@ -142,6 +160,27 @@ class WorkerDrained:
     local_rank: int
     step: int
     keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected:
+    """A worker that can be suspended reported that an exchange with other ranks failed; it waits for orders.
+
+    Attributes:
+        error: its exception, in one line.
+    """
+
+    round: int
+    local_rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSuspended:
+    """A worker reported that it has left the round's process groups, and waits for its place in another round."""
+
+    round: int
+    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +234,13 @@ class TeardownOver:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendOver:
+    """The time is over in which the workers that were told to leave the round had to do so."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class GraceOver:
     """The workers' grace has passed."""
 
@@ -236,11 +282,14 @@ Event = (
     | WorkerGone
     | WorkerReady
     | WorkerDrained
+    | WorkerDisconnected
+    | WorkerSuspended
     | WorkerEnded
     | Leave
     | CopiesDone
     | DrainOver
     | TeardownOver
+    | SuspendOver
     | StartFailed
     | GraceOver
     | HoldOver
@@ -251,14 +300,35 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start the round's workers and report that they have started."""
+    """Start the round's workers and report that they have started.
+
+    Attributes:
+        kept: local ranks whose workers are suspended: they get their places instead.
+    """
 
     form: m.Form
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Tell workers to leave the round, and raise SuspendOver after the time that they have for it."""
+
+    round: int
+    cause: str
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SendExit:
+    """Tell suspended workers to exit."""
+
+    local_ranks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Send a signal to workers (None: all that are left), and raise GraceOver after the grace period."""
+    """Send a signal to workers (None: all that are left, none of them suspended); raise GraceOver after the grace."""
 
     round: int
     local_ranks: frozenset[int] | None = None
@@ -267,14 +337,17 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill workers (None: all that are left), with their entire sessions."""
+    """Kill workers (None: all that are left, suspended ones too), with their entire sessions."""
 
     local_ranks: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
-    """Ask the round's workers to stop after the same step; raise DrainOver after the seconds, if given."""
+    """Ask the round's workers that are not suspended to stop after the same step.
+
+    Raise DrainOver after the seconds, if given.
+    """
 
     round: int
     cause: str
@@ -317,6 +390,14 @@ class ReportFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportDisconnected:
+    """Report to the leader that a worker's connection to another rank broke; the worker itself has not failed."""
+
+    local_rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportReady:
     """Report that all of the round's workers can be drained."""
 
@@ -325,7 +406,7 @@ class ReportReady:
 
 @dataclass(frozen=True, slots=True)
 class ReportStopped:
-    """Report that the round's workers are reaped.
+    """Report that the round's workers are reaped or suspended.
 
     Attributes:
         drained: optimizer steps done, if all have stopped by agreement, else -1.
@@ -356,6 +437,8 @@ class Finish:
 
 Action = (
     StartWorkers
+    | Suspend
+    | SendExit
     | AskStop
     | AwaitCopies
     | AwaitEnd
@@ -364,6 +447,7 @@ Action = (
     | Hold
     | ReportReady
     | ReportFailed
+    | ReportDisconnected
     | ReportStopped
     | m.Done
     | m.Leaving

@@ -6,6 +6,7 @@ The examples are the same in every run; HYPOTHESIS_EXAMPLES=5000 looks at so man
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from signal import SIGINT, SIGTERM
 
 from hypothesis import HealthCheck, settings
@@ -36,6 +37,13 @@ class AgentLife(RuleBasedStateMachine):
         self.holds: list[tuple[int, int]] = []
         self.ready: set[int] = set()
         self.drained: set[int] = set()
+        self.live: set[int] = set()  # that have said so, and were not told to end
+        self.asked: set[int] = set()  # that were told to leave the round, or to stop after a step
+        self.suspended: set[int] = set()
+        self.exiting: set[int] = set()
+        self.dying = 0  # killed as they were suspended; the node waits without them
+        self.stopped: list[int] = []  # rounds reported as stopped
+        self.suspensions: list[int] = []
         self.limits: list[int] = []
         self.teardowns: list[tuple[int, int]] = []
         self.copying = False
@@ -58,21 +66,40 @@ class AgentLife(RuleBasedStateMachine):
 
     def _carry_out(self, action: v.Action) -> None:
         match action:
-            case v.StartWorkers(form=order):
+            case v.StartWorkers(form=order, kept=kept):
                 assert not self.workers, "workers beside others"
                 assert self.promised is None, "a start after a signal"
+                assert kept == self.suspended, "a suspended worker is forgotten"
+                assert order.round.number > self.round or not kept, "revived for a round that is over"
                 self.round = order.round.number
                 started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
-                self.workers, self.codes, self.reported = set(started), {}, set()
-                self.ready, self.drained = set(), set()
+                self.workers, self.codes, self.reported = set(started | kept), {}, set()
+                self.ready, self.drained, self.exiting, self.asked = set(), set(), set(), set()
+                self.live, self.suspended = set(kept), set()
+            case v.Suspend(round=number, local_ranks=local_ranks):
+                assert number == self.round
+                assert self.view.phase is Phase.STOPPING
+                assert local_ranks
+                assert local_ranks <= self.live & self.workers, "a worker is told to suspend that cannot"
+                self.asked |= local_ranks
+                self.suspensions.append(number)
+            case v.SendExit(local_ranks=local_ranks):
+                assert local_ranks <= self.suspended & self.drained
+                assert self.view.leaving is not None or self.view.final
+                self.suspended -= local_ranks
+                self.workers |= local_ranks
+                self.exiting |= local_ranks
+            case v.ReportDisconnected(local_rank=local_rank):
+                assert local_rank in self.live & self.workers
             case v.AskStop(round=number, seconds=seconds):
                 assert number == self.round
                 assert self.view.phase is Phase.DRAINING
                 assert self.workers <= self.ready, "a worker is asked that does not listen"
+                self.asked |= self.workers
                 if seconds is not None:
                     self.limits.append(number)
             case v.AwaitCopies(bounded=bounded):
-                assert not self.workers, "workers that still change what is copied"
+                assert not self.workers | self.suspended, "workers that still change what is copied"
                 assert self.view.leaving is not None or self.view.final
                 self.copying = True
                 if bounded:
@@ -82,16 +109,26 @@ class AgentLife(RuleBasedStateMachine):
             case v.ReportReady(round=number):
                 assert number == self.round
                 assert self.workers <= self.ready
-            case v.Terminate(round=number):
+            case v.Terminate(round=number, local_ranks=local_ranks):
                 assert number == self.round
                 assert self.view.phase is Phase.STOPPING
+                assert local_ranks is None or local_ranks <= self.workers
+                assert local_ranks is not None or not self.suspended, "a suspended worker gets a signal"
+                self._told_to_end(self.workers if local_ranks is None else local_ranks)
                 self.graces.append(number)
             case v.Kill(local_ranks=None):
-                assert self.view.phase is Phase.STOPPING
-            case v.Kill(local_ranks=local_ranks) if local_ranks is not None and local_ranks <= self.drained:
-                assert local_ranks <= self.workers
-            case v.Kill():
-                assert self.view.phase is Phase.STOPPING
+                if self.view.phase is Phase.WAITING:
+                    assert self.suspended
+                    assert not self.workers
+                    self.dying, self.suspended = self.dying + len(self.suspended), set()
+                else:
+                    assert self.view.phase is Phase.STOPPING
+                self._told_to_end(self.workers | self.suspended)
+            case v.Kill(local_ranks=local_ranks):
+                assert local_ranks
+                assert local_ranks <= self.workers | self.suspended
+                assert self.view.phase is Phase.STOPPING or local_ranks <= self.drained
+                self._told_to_end(local_ranks)
             case v.Hold(round=number, local_rank=local_rank):
                 assert number == self.round
                 assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
@@ -103,6 +140,8 @@ class AgentLife(RuleBasedStateMachine):
             case v.ReportStopped(round=number, drained=step):
                 assert not self.workers, "stopped, but workers live"
                 assert number == self.round
+                assert number not in self.stopped, "stopped twice"
+                self.stopped.append(number)
                 if step >= 0:
                     assert self.drained == set(range(self.nproc)), "drained, but a worker was not"
             case m.Done(round=number):
@@ -110,11 +149,17 @@ class AgentLife(RuleBasedStateMachine):
                 assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
                 assert not self.drained, "done, but a worker was drained"
             case v.Finish(code=code):
-                assert not self.workers, "the end, but workers live"
+                assert not self.workers | self.suspended, "the end, but workers live"
                 if self.promised is not None:
                     done = code == 0 and self.codes == dict.fromkeys(range(self.nproc), 0)
                     assert code == self.promised or done, "a signal was to end it"
                 self.finished.append(action)
+
+    def _told_to_end(self, local_ranks: Collection[int]) -> None:
+        """Workers that are told to end take part in nothing any more; suspended ones among them count as alive."""
+        self.workers |= self.suspended & set(local_ranks)
+        self.suspended -= set(local_ranks)
+        self.live -= set(local_ranks)
 
     # What the leader and the membership say.
 
@@ -122,14 +167,21 @@ class AgentLife(RuleBasedStateMachine):
     def form(self, ahead: int, nodes: int) -> None:
         self.decide(form(self.round + ahead, nodes))
 
-    @precondition(lambda self: self.view.phase is Phase.WAITING)
+    @precondition(lambda self: self.view.phase in (Phase.WAITING, Phase.SUSPENDED))
+    @rule(live=st.sampled_from([True, True, False]))
+    def form_and_begin_to_train(self, live: bool) -> None:
+        self.decide(form(self.round + 1))
+        for index in range(self.nproc):
+            self.worker_is_ready(index, live)
+
+    @precondition(lambda self: self.view.phase in (Phase.WAITING, Phase.SUSPENDED))
     @rule(data=st.data())
     def form_but_fail_to_start(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.nproc - 1))
         self.fails_to_start = frozenset(range(count))
         self.decide(form(self.round + 1))
         if self.view.phase is Phase.RUNNING:
-            self.decide(v.StartFailed("no such file", started=self.fails_to_start))
+            self.decide(v.StartFailed("no such file", started=self.fails_to_start | self.live))
         self.fails_to_start = None
 
     @rule(behind=st.sampled_from([0, 0, 1]))
@@ -154,17 +206,66 @@ class AgentLife(RuleBasedStateMachine):
         local_rank = sorted(self.workers)[index % len(self.workers)]
         before = self.view.phase
         self.workers.remove(local_rank)
+        self.live.discard(local_rank)
         self.codes[local_rank] = code
         self.decide(v.WorkerGone(self.round, local_rank, code))
         if before in (Phase.RUNNING, Phase.DRAINING) and code in (1, 3, -9) and local_rank not in self.drained:
             assert local_rank in self.reported, "a failure is swallowed"
 
     @precondition(lambda self: self.workers)
-    @rule(index=st.integers(0, 2))
-    def worker_is_ready(self, index: int) -> None:
+    @rule(index=st.integers(0, 2), live=st.booleans())
+    def worker_is_ready(self, index: int, live: bool) -> None:
         local_rank = sorted(self.workers)[index % len(self.workers)]
         self.ready.add(local_rank)
-        self.decide(v.WorkerReady(self.round, local_rank))
+        if self.view.phase is Phase.RUNNING:
+            self.live = self.live | {local_rank} if live else self.live - {local_rank}
+        self.decide(v.WorkerReady(self.round, local_rank, live))
+
+    @precondition(lambda self: self.workers)
+    @rule(index=st.integers(0, 2))
+    def worker_is_disconnected(self, index: int) -> None:
+        local_rank = sorted(self.workers)[index % len(self.workers)]
+        waits = local_rank in self.live - self.drained and self.view.phase in (Phase.RUNNING, Phase.DRAINING)
+        actions = self.decide(v.WorkerDisconnected(self.round, local_rank, "RuntimeError: closed by peer"))
+        assert bool(actions) == waits
+        if waits and self.view.leaving is None and not self.view.final:
+            assert local_rank in self.asked, "it waits in vain"
+
+    @precondition(lambda self: self.workers | self.suspended)
+    @rule(index=st.integers(0, 2))
+    def worker_is_suspended(self, index: int) -> None:
+        """Or it only says so."""
+        choice = sorted(self.workers | self.suspended)
+        local_rank = choice[index % len(choice)]
+        asked = self.view.phase is Phase.STOPPING or local_rank in self.drained
+        if asked and local_rank in self.live & self.workers:
+            self.workers.remove(local_rank)
+            self.live.remove(local_rank)
+            self.suspended.add(local_rank)
+        self.decide(v.WorkerSuspended(self.round, local_rank))
+
+    @precondition(lambda self: self.view.phase is Phase.STOPPING and self.live)
+    @rule()
+    def all_that_were_told_are_suspended(self) -> None:
+        for local_rank in sorted(self.live):
+            self.worker_is_suspended(sorted(self.workers | self.suspended).index(local_rank))
+
+    @precondition(lambda self: self.suspended)
+    @rule(index=st.integers(0, 2), code=st.sampled_from([0, 1, -9, TERM_CODE]))
+    def suspended_worker_exits(self, index: int, code: int) -> None:
+        local_rank = sorted(self.suspended)[index % len(self.suspended)]
+        self.suspended.remove(local_rank)
+        assert self.decide(v.WorkerGone(self.round, local_rank, code)) == []
+
+    @precondition(lambda self: self.suspensions)
+    @rule(index=st.integers(0, 2))
+    def time_to_suspend_passes(self, index: int) -> None:
+        number = self.suspensions.pop(index % len(self.suspensions))
+        actions = self.decide(v.SuspendOver(number))
+        if number == self.round:
+            assert not self.live & self.workers or self.view.phase is Phase.RUNNING, "nothing would ever end it"
+        else:
+            assert actions == []
 
     @precondition(lambda self: self.workers & self.ready)
     @rule(index=st.integers(0, 2), step=st.integers(0, 9))
@@ -196,15 +297,16 @@ class AgentLife(RuleBasedStateMachine):
         number, local_rank = self.teardowns.pop(index % len(self.teardowns))
         actions = self.decide(v.TeardownOver(number, local_rank))
         hangs = number == self.round and local_rank in self.workers and self.view.phase is not Phase.OVER
-        assert actions == ([v.Kill(frozenset({local_rank}))] if hangs else [])
+        assert actions == ([v.Kill(frozenset({local_rank}))] if hangs else []), "a suspended worker, or none, is killed"
 
     @precondition(lambda self: self.graces)
     @rule(index=st.integers(0, 2))
     def grace_passes(self, index: int) -> None:
         number = self.graces.pop(index % len(self.graces))
         actions = self.decide(v.GraceOver(number))
-        overdue = number == self.round and self.workers and self.view.phase is Phase.STOPPING
-        assert actions == ([v.Kill()] if overdue else [])
+        overdue = self.workers - self.live if number == self.round and self.view.phase is Phase.STOPPING else set()
+        whole = overdue == self.workers | self.suspended
+        assert actions == ([v.Kill(None if whole else frozenset(overdue))] if overdue else [])
 
     @precondition(lambda self: self.holds)
     @rule(index=st.integers(0, 2))
@@ -225,12 +327,26 @@ class AgentLife(RuleBasedStateMachine):
     @invariant()
     def the_policy_knows_who_lives(self) -> None:
         assert self.view.alive == self.workers
+        assert self.view.live == self.live
+        assert self.view.suspended == self.suspended
+
+    @invariant()
+    def a_round_that_is_over_is_reported_once(self) -> None:
+        if self.view.phase in (Phase.WAITING, Phase.SUSPENDED) and self.round:
+            assert self.round in self.stopped
+        if self.view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED):
+            assert self.round not in self.stopped
 
     @invariant()
     def the_phase_fits(self) -> None:
         match self.view.phase:
-            case Phase.WAITING:
+            case Phase.SUSPENDED:
                 assert not self.workers
+                assert self.suspended
+                assert not self.view.held
+                assert self.view.leaving is None
+            case Phase.WAITING:
+                assert not self.workers | self.suspended
                 assert not self.view.held
                 assert self.view.leaving is None
             case Phase.RUNNING:
@@ -245,6 +361,7 @@ class AgentLife(RuleBasedStateMachine):
                 assert self.copying or self.round in self.limits, "nothing would ever end it"
             case Phase.STOPPING:
                 assert self.workers, "nothing would ever end it"
+                assert not self.live or self.round in self.suspensions, "nothing would ever end it"
             case Phase.OVER:
                 assert len(self.finished) == 1
 
@@ -258,7 +375,7 @@ class AgentLife(RuleBasedStateMachine):
         if not hasattr(self, "view"):
             return
         self._let_all_go()
-        assert self.view.phase in (Phase.WAITING, Phase.FINISHED, Phase.OVER)
+        assert self.view.phase in (Phase.WAITING, Phase.SUSPENDED, Phase.FINISHED, Phase.OVER)
         if self.view.phase is not Phase.OVER:
             self.decide(leave(SIGTERM))
             self._let_all_go()
