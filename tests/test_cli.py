@@ -167,7 +167,7 @@ def test_every_flag_is_tested() -> None:
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested - {"--print-completion"} == switches  # which shows, and exits
     assert switches == {
-        *("--standalone", "--module", "--no-python", "--no-warm", "--prefix"),
+        *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--prefix"),
         *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank"),
     }
 
@@ -406,3 +406,10 @@ def test_modules_to_load_ahead_add_up_and_have_names(parse: Parse) -> None:
     with pytest.raises(UsageError, match="--no-preload '-x' is not the name of a module"):
         parse("--no-preload=-x", "train.py")
     assert parse("--no-warm", "train.py").warm is False
+
+
+def test_workers_are_kept_where_they_can_be(parse: Parse) -> None:
+    assert parse("train.py").keeps_workers
+    assert not parse("--no-live", "train.py").keeps_workers
+    assert not parse("train.py", PET_NO_LIVE="1").keeps_workers
+    assert not parse("--rdzv-backend", "static", "--nnodes", "2", "--node-rank", "0", "train.py").keeps_workers

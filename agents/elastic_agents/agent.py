@@ -26,15 +26,32 @@ from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
-from elastic_agents.reporting import received, report_ended, report_forwarded, report_late, report_opened, report_order
+from elastic_agents.reporting import (
+    received,
+    report_ended,
+    report_forwarded,
+    report_kept,
+    report_late,
+    report_missing,
+    report_opened,
+    report_order,
+)
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, ScriptEnded
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
 from elastic_agents.workers.output import OutputPump
-from elastic_agents.workers.placement import arguments, environment, group_of, place, placements, shared_environment
+from elastic_agents.workers.placement import (
+    arguments,
+    environment,
+    group_of,
+    place,
+    place_of,
+    placements,
+    shared_environment,
+)
 from elastic_agents.workers.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_agents.workers.start import StaggeredStart, while_scarce
@@ -50,6 +67,7 @@ from elastic_launch.events.types import (
     LinkChanged,
     NodeEnded,
     WorkerExited,
+    WorkerKept,
     WorkerStarted,
 )
 from elastic_launch.rendezvous.backends.c10d import Backend
@@ -68,6 +86,9 @@ from elastic_launch.system.writer_thread import IDLE, Writer
 __all__ = ["LocalElasticAgent"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+ORDER_TIMEOUT = 2.0
+"""Seconds beyond ``dead_after`` within which a worker that lost its connection to another rank gets an order."""
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
@@ -182,7 +203,10 @@ class LocalElasticAgent(ElasticAgent):
             lambda: self._member and not self._membership.cut_off, self._copied, pump.open_log
         )
         snapshot_store.start()
-        self._control = Control(self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc)
+        patience = self._config.timing.dead_after + ORDER_TIMEOUT if self._config.keeps_workers else 0.0
+        self._control = Control(
+            self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
+        )
         self._saves = DurableState(snapshot_store, self._control.step_timer)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
@@ -312,6 +336,10 @@ class LocalElasticAgent(ElasticAgent):
                 return self._departure.by_notice(item, self._view)
             case ScriptEnded(pid=pid, exit_code=exit_code):
                 return self._workers.script_ended(pid, exit_code)
+            case HungUp(round=number, local_rank=local_rank):
+                if number == self._view.round and local_rank in self._view.suspended:
+                    self._workers.kill({local_rank})
+                return None
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
                 return None
@@ -335,6 +363,8 @@ class LocalElasticAgent(ElasticAgent):
                 # Otherwise it belongs to an earlier copy.
                 return item if given_up or self._snapshot_store.idle else None
             case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
+                return item
+            case v.WorkerDisconnected() | v.WorkerSuspended() | v.SuspendOver():
                 return item
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
@@ -371,12 +401,16 @@ class LocalElasticAgent(ElasticAgent):
         if reaped is None:
             return None
         where, exit_code = reaped.placement, reaped.exit_code
+        takes_part = reaped.round == self._view.round and where.local_rank in self._view.alive
         drained = where.local_rank in self._view.drained
-        stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained
+        stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
         self._events.emit(
             WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
-        if exit_code != 0 and not drained:
+        if not takes_part:
+            if where.local_rank in self._view.suspended:
+                report_missing(reaped)
+        elif exit_code != 0 and not drained:
             if self._view.phase is not v.Phase.STOPPING:
                 self._local_failures[where.rank] = reaped
                 report_ended(reaped)
@@ -390,10 +424,16 @@ class LocalElasticAgent(ElasticAgent):
 
     def _carry_out(self, action: v.Action) -> None:
         match action:
-            case v.StartWorkers(form=form):
-                self._start(form)
+            case v.StartWorkers(form=form, kept=kept):
+                self._start(form, kept)
+            case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
+                self._workers.suspends(local_ranks)
+                self._control.suspend(number, local_ranks, cause)
+                self._inbox.put_later(self._suspension(), v.SuspendOver(number))
+            case v.SendExit(local_ranks=local_ranks):
+                self._control.dismiss(local_ranks)
             case v.AskStop(round=number, cause=cause, seconds=seconds):
-                self._control.ask_stop(number, cause)
+                self._control.ask_stop(number, self._view.alive, cause)
                 if seconds is not None:
                     self._inbox.put_later(seconds, v.DrainOver(number))
             case v.AwaitCopies(bounded=bounded):
@@ -412,6 +452,9 @@ class LocalElasticAgent(ElasticAgent):
             case v.ReportFailed(local_rank=local_rank):
                 if failure := self._workers.failure(local_rank, self._control.step_timer):
                     self._membership.report(m.Failed(failure.round, failure))
+            case v.ReportDisconnected(local_rank=local_rank, error=error):
+                failure = self._workers.disconnected(local_rank, error, self._control.step_timer)
+                self._membership.report(m.Failed(failure.round, failure))
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._processes.training()
@@ -441,6 +484,11 @@ class LocalElasticAgent(ElasticAgent):
                 self._local_failures[failure.rank] = reaped
             report_late(failure)
             self._membership.report(m.Failed(failure.round, failure))
+
+    def _suspension(self) -> float:
+        """Seconds that workers have to leave a round: less than the leader waits for this node."""
+        most = self._config.shutdown_timeout + self._config.timing.return_after / 2
+        return min(self._control.step_timer.suspend_seconds(), most)
 
     def _watch_ends(self, number: int) -> None:
         """From now on, end workers of this round that hang at exit: others have finished."""
@@ -478,7 +526,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _end_round(self, end: v.ReportStopped) -> None:
         number, drained = end.round, end.drained
-        stuck = self._workers.end_round()
+        stuck = self._workers.end_round(self._view.suspended)
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
         assert self._store is not None
@@ -506,11 +554,16 @@ class LocalElasticAgent(ElasticAgent):
         token = self._config.token
         return None if token is None else token.key("snapshot", self._config.run_id)
 
-    def _start(self, form: m.Form) -> None:
-        """Prepare what a round's workers need; each starts as soon as a process is available for it."""
+    def _start(self, form: m.Form, kept: frozenset[int]) -> None:
+        """Prepare what a round's workers need; each that is not kept starts as soon as a process is available for it.
+
+        Args:
+            kept: local ranks of the suspended workers, which get their places.
+        """
         assert self._store is not None
-        number = form.round.number
-        self._processes.prepare(self._config.nproc, lambda: self._inbox.put(CanStart(number)))  # may take a while
+        number, missing = form.round.number, self._config.nproc - len(kept)
+        if missing:
+            self._processes.prepare(missing, lambda: self._inbox.put(CanStart(number)))  # may take a while
         self._local_failures.clear()
         self._saves.begin()
         self._rank = place(self._group, form.round, self._config)
@@ -518,18 +571,38 @@ class LocalElasticAgent(ElasticAgent):
             try:
                 self._store.serve(self._config.timing.read_timeout)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", frozenset()))
+                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", kept))
                 return
         # The first member shares it with the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
         self._snapshot_store.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         placed = placements(self._group)
+        for placement in [placement for placement in placed if placement.local_rank in kept]:
+            self._keep(form, placement)
+        logs = {local_rank: self._logs[local_rank] for local_rank in kept}
         try:
-            self._logs, envs = self._places.prepare(number, placed, partial(self._environment, form))
+            self._logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
         except LogsSpecsFailed as error:
-            self._react(v.StartFailed(str(error), frozenset()))
+            self._react(v.StartFailed(str(error), kept))
             return
-        self._starting = StaggeredStart(number, form.cause, placed, envs)
+        report_kept(number, len(kept), missing)
+        new = [placement for placement in placed if placement.local_rank not in kept]
+        self._starting = StaggeredStart(number, form.cause, new, envs)
+        if not missing:
+            self._all_started(number)
+
+    def _keep(self, form: m.Form, placement: Placement) -> None:
+        """Give a suspended worker its place in the round."""
+        number, local_rank = form.round.number, placement.local_rank
+        pid = self._workers.keep(number, placement)
+        self._events.emit(WorkerKept(number, placement.rank, local_rank, pid))
+        if not self._control.place(local_rank, place_of(self._config, form, placement)):
+            self._workers.kill({local_rank})  # it has just closed its connection, or does not read
+
+    def _all_started(self, number: int) -> None:
+        self._starting = None
+        self._group.state = WorkerState.HEALTHY
+        self._membership.report(m.Joined(number))
 
     def _start_next(self, starting: StaggeredStart) -> None:
         """Start the next worker of a round."""
@@ -546,15 +619,13 @@ class LocalElasticAgent(ElasticAgent):
             cause = f"worker {placement.rank} cannot be started: {error}"
             # The failure is this host's, not the script's.
             code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
-            alive = self._view.alive & frozenset(range(local_rank))
+            alive = self._view.alive - {place.local_rank for place in (placement, *starting.left)}
             self._react(v.StartFailed(cause, alive, code))
             return
         took = round(self._clock.now() - began, 6)
         self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, starting.cause, took))
         if not starting.left:
-            self._starting = None
-            self._group.state = WorkerState.HEALTHY
-            self._membership.report(m.Joined(number))
+            self._all_started(number)
 
     def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
         """Workers (None: all) are to end: those that have not started yet never will."""

@@ -12,7 +12,16 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["received", "report_ended", "report_forwarded", "report_late", "report_opened", "report_order"]
+__all__ = [
+    "received",
+    "report_ended",
+    "report_forwarded",
+    "report_kept",
+    "report_late",
+    "report_missing",
+    "report_opened",
+    "report_order",
+]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -52,6 +61,18 @@ def report_ended(reaped: Reaped) -> None:
     """Print which worker failed."""
     rank, code = reaped.placement.rank, describe(reaped.exit_code)
     _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
+
+
+def report_kept(number: int, kept: int, started: int) -> None:
+    """Print how many workers of a round are kept from the last one."""
+    if kept:
+        _log.info("round %d: %s kept, %d started", number, counted(kept, "worker"), started)
+
+
+def report_missing(reaped: Reaped) -> None:
+    """Print that a suspended worker has ended."""
+    rank, code = reaped.placement.rank, describe(reaped.exit_code)
+    _log.warning("rank %d (pid %d), which was suspended, ended with %s", rank, reaped.pid, code)
 
 
 def report_late(failure: m.Failure) -> None:

@@ -20,6 +20,9 @@ ENOUGH = 3
 KEPT = 20
 """Number of recent steps that are kept."""
 
+SUSPENDED_STEPS, SHORTEST_SUSPENSION, LONGEST_SUSPENSION = 3, 2.0, 60.0
+"""Time that a worker has to leave a round, in steps; at least and at most so many seconds."""
+
 
 class StepTimer:
     """Learns from the workers' steps; used by several threads.
@@ -94,6 +97,13 @@ class StepTimer:
                 return -1.0
             mine = list(self._steps)[-done:]
             return (self._total - self._step) * statistics.median(mine)
+
+    def suspend_seconds(self) -> float:
+        """Seconds that a worker gets to leave a round: enough for what it has begun, which it discards."""
+        self._look_again()
+        with self._lock:
+            step = statistics.median(self._steps) if self._steps else 0.0
+            return min(max(SUSPENDED_STEPS * step, SHORTEST_SUSPENSION), LONGEST_SUSPENSION)
 
     def drain_seconds(self) -> float:
         """Minimum seconds that a drain takes, as far as is known: two steps, and saving."""

@@ -120,6 +120,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("-m", "--module"), "the script is a module, as in python -m"),
             Flag(("--no-python",), "the script is a program of its own"),
             Flag(("--no-warm",), "workers do their imports themselves"),
+            Flag(("--no-live",), "each new round starts all workers anew"),
             Flag(("--preload",), "import these ahead, too", "MODULE,..."),
             Flag(("--no-preload",), "don't import these ahead", "MODULE,..."),
             Flag(("--run-path",), "the script, by its full path, is run by runpy"),

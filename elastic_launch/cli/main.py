@@ -233,6 +233,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         role=values.text("--role") or LaunchConfig.role,
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         log_dir=log_dir,
+        live=not values.switch("--no-live"),
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),

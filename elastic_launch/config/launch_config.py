@@ -204,6 +204,7 @@ class LaunchConfig:
         log_format: format of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
         token: the run's secret, or None; never part of any output or digest.
         own_token: whether this agent generated it, and keeps it in a file for elasticctl.
+        live: suspend workers where possible instead of ending them when a round ends, and keep them in the next one.
         warm: fork workers from a process that has already done their imports, where possible.
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
@@ -237,6 +238,7 @@ class LaunchConfig:
     log_format: str = "time"
     token: Token | None = field(default=None, repr=False)
     own_token: bool = False
+    live: bool = True
     warm: bool = True
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()
@@ -269,6 +271,11 @@ class LaunchConfig:
     def kind(self) -> BackendKind:
         """The kind of the backend."""
         return kind_of(self.backend)
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether workers that can live through a change of membership do; in a static world they meet only once."""
+        return self.live and not self.kind.fixed_ranks
 
     @property
     def run_directory(self) -> Path:

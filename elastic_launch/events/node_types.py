@@ -16,6 +16,7 @@ __all__ = [
     "RoundSteps",
     "TrainingBegun",
     "WorkerExited",
+    "WorkerKept",
     "WorkerStarted",
 ]
 
@@ -75,6 +76,16 @@ class WorkerStarted(Event):
     pid: int
     cause: str
     start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKept(Event):
+    """A worker of an earlier round, which was suspended, got its place in the next one; its process stays."""
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)

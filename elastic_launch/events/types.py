@@ -20,6 +20,7 @@ from elastic_launch.events.node_types import (
     RoundSteps,
     TrainingBegun,
     WorkerExited,
+    WorkerKept,
     WorkerStarted,
 )
 from elastic_launch.events.sinks import Event, EventSink, JsonLines, event_name
@@ -53,6 +54,7 @@ __all__ = [
     "RunResized",
     "TrainingBegun",
     "WorkerExited",
+    "WorkerKept",
     "WorkerStarted",
     "counted",
     "event_name",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import wait_for
 
-from elastic_agents.policy_types import WorkerReady
+from elastic_agents.policy_types import WorkerDisconnected, WorkerReady, WorkerSuspended
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
-from elastic_agents.workers.control import Control, ScriptEnded
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded
 from elastic_launch import contract as c
 from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
 from elastic_launch.rendezvous.wire.messages import Saved
@@ -66,7 +66,7 @@ def control(said: Said, events: Events) -> Iterator[Control]:
     snapshot_store.start()
     with (
         contextlib.closing(snapshot_store),
-        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2)) as control,
+        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2, 7.0)) as control,
     ):
         yield control
 
@@ -131,6 +131,77 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
     assert isinstance(last, RoundSteps)
     assert (last.round, last.first, last.last) == (1, 5, 41)
     assert control.step_timer.done == 41
+
+
+def place(number: int, rank: int) -> c.Place:
+    placement = c.Placement(rank, 1, 0, 3, 2, 2, "host", 7000, rank, 3)
+    return c.Place(number, placement, 1, 3, "rank 0 crashed", -1, 0, fetching=False)
+
+
+def heard(sock: socket.socket) -> c.Message:
+    return c.unpack(sock.recv(4096).strip())
+
+
+def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Control, said: Said, events: Events) -> None:
+    with worker(control, said, 0) as other, worker(control, said, 1) as sock:
+        control.suspend(1, {1}, "rank 0 crashed")
+        assert heard(sock) == c.Suspend(1, "rank 0 crashed")
+        assert not control.place(1, place(3, 2)), "it has not left the round yet"
+        sock.sendall(c.pack(c.StepDone(6)) + c.pack(c.Disconnected(6, "closed")) + c.pack(c.Suspended(6)))
+        assert said.get(timeout=5) == WorkerDisconnected(1, 1, "closed")
+        assert said.get(timeout=5) == WorkerSuspended(1, 1)
+        other.close()
+        wait_for("the end of the round's steps", lambda: isinstance(events[-1], RoundSteps))
+        assert control.place(1, place(3, 2))
+        slots, _ = control._snapshot_store.offer()
+        placed = heard(sock)
+        assert isinstance(placed, c.Place)
+        assert (placed.round, placed.placement.rank, placed.use) == (3, 2, slots.use)
+        sock.sendall(c.pack(c.Ready(6, live=True)) + c.pack(c.StepDone(7)))
+        assert said.get(timeout=5) == WorkerReady(3, 1, live=True)
+        wait_for("a step of the new round", lambda: control.step_timer.reached == (3, 7))
+        control.ask_stop(1, {0, 1}, "an old round")
+        control.ask_stop(3, {0}, "another worker")
+        control.ask_stop(3, {1}, "resize")
+        assert heard(sock) == c.Stop("resize")
+    wait_for("the last word", lambda: len(events) == 6)
+    assert [(type(event), getattr(event, "round", 0)) for event in events] == [
+        *[(TrainingBegun, 1), (FirstStep, 1), (RoundSteps, 1)],
+        *[(TrainingBegun, 3), (FirstStep, 3), (RoundSteps, 3)],
+    ]
+
+
+def test_a_suspended_worker_is_told_to_exit_and_missed_if_it_hangs_up(control: Control, said: Said) -> None:
+    with worker(control, said, 0) as running, worker(control, said, 1) as sock:
+        sock.sendall(c.pack(c.Suspended(5)))
+        assert said.get(timeout=5) == WorkerSuspended(1, 1)
+        control.dismiss({0, 1})
+        assert heard(sock) == c.Exit()
+        running.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            running.recv(4096)
+    assert said.get(timeout=5) == HungUp(1, 1)
+    assert not control.place(1, place(2, 1))
+
+
+@pytest.mark.parametrize("patience", [0.0, 7.0])
+def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events, patience: float) -> None:
+    snapshot_store = SnapshotStore(lambda: True, lambda copied: True)
+    snapshot_store.start()
+    with (
+        contextlib.closing(snapshot_store),
+        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2, patience)) as control,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock,
+    ):
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5, live=True)))
+        line, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        slots = c.unpack(line.strip())
+        assert isinstance(slots, c.Slots)
+        assert slots.patience_s == patience
+        assert said.get(timeout=5) == WorkerReady(1, 0, live=patience > 0)
 
 
 @pytest.mark.parametrize("member", [True, False])

@@ -80,3 +80,12 @@ def test_progress_is_not_written_into_an_unrelated_file(tmp_path: Path) -> None:
             progress.write(1, 1)
     progress.close()
     assert (tmp_path / "other").read_text() == ""
+
+
+def test_leaving_a_round_may_take_some_steps_within_limits() -> None:
+    assert StepTimer().suspend_seconds() == 2.0
+    assert trained(10, total=50).suspend_seconds() == pytest.approx(3 * 2.0)
+    slow = StepTimer()
+    slow.begin(1, 0, 0.0)
+    slow.step(1, 1, 500.0)
+    assert slow.suspend_seconds() == 60.0

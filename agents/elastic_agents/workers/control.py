@@ -15,10 +15,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
-from elastic_agents.policy_types import WorkerDrained, WorkerReady
+from elastic_agents.policy_types import WorkerDisconnected, WorkerDrained, WorkerReady, WorkerSuspended
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
@@ -31,7 +31,7 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Control", "ScriptEnded"]
+__all__ = ["Control", "HungUp", "ScriptEnded"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -44,20 +44,32 @@ class ScriptEnded:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class HungUp:
+    """A suspended worker has closed its connection: it cannot get a place any more."""
+
+    round: int
+    local_rank: int
+
+
 PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
 
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
-Say = Callable[[WorkerReady | WorkerDrained | Saved | ScriptEnded], None]
+Said = WorkerReady | WorkerDrained | WorkerDisconnected | WorkerSuspended | Saved | ScriptEnded | HungUp
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One worker's connection; ``hello`` is its first message, ``begun`` says whether it trains.
+    """One worker's connection.
 
-    ``deaf`` says that it does not receive what is sent to it; then nothing more is.
+    Attributes:
+        hello: its first message, with the round and rank of its present place.
+        begun: whether it trains.
+        suspended: whether it waits for another place.
+        deaf: whether it does not receive what is sent to it; then nothing more is.
     """
 
     sock: socket.socket
@@ -65,6 +77,7 @@ class _Peer:
     pending: bytes = b""
     hello: c.Hello | None = None
     begun: bool = False
+    suspended: bool = False
     deaf: bool = False
 
 
@@ -76,17 +89,28 @@ class Control:
         say: called from that thread; must not block.
         events: records what the workers report about their steps.
         workers: how many workers this node has.
+        patience_s: seconds for which a worker that lost its connection to another rank waits for an order; 0 if no
+            worker is to be suspended.
 
     Attributes:
         address: passed to the workers in their environment.
         step_timer: how long their steps take.
     """
 
-    def __init__(self, clock: Clock, snapshot_store: SnapshotStore, say: Say, events: EventSink, workers: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        snapshot_store: SnapshotStore,
+        say: Callable[[Said], None],
+        events: EventSink,
+        workers: int,
+        patience_s: float = 0.0,
+    ) -> None:
         self._clock = clock
         self._snapshot_store = snapshot_store
         self._say = say
         self._workers = workers
+        self._patience_s = patience_s
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._progress.read)
@@ -107,12 +131,51 @@ class Control:
         self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
-    def ask_stop(self, round_number: int, cause: str) -> None:
-        """Ask the round's workers to stop after the same step."""
+    def ask_stop(self, round_number: int, local_ranks: Collection[int], cause: str) -> None:
+        """Ask workers of the round to stop after the same step."""
         with self._lock:
-            for peer in self._peers.values():
-                if peer.hello is not None and peer.hello.round == round_number:
-                    self._send(peer, c.Stop(cause))
+            for peer in self._of_round(round_number, local_ranks):
+                self._send(peer, c.Stop(cause))
+
+    def suspend(self, round_number: int, local_ranks: Collection[int], cause: str) -> None:
+        """Tell workers to leave the round."""
+        with self._lock:
+            for peer in self._of_round(round_number, local_ranks):
+                self._send(peer, c.Suspend(round_number, cause))
+
+    def place(self, local_rank: int, place: c.Place) -> bool:
+        """Give a suspended worker its place in a round: what it says from now on belongs to that round.
+
+        Args:
+            place: its fields about the slots are filled in here.
+
+        Returns:
+            whether it could be sent.
+        """
+        with self._lock:  # the worker must not be informed of a fetch before this
+            for peer in self._suspended([local_rank]):
+                peer.hello = c.Hello(place.round, place.placement.rank, local_rank)
+                peer.suspended = False
+                slots, _ = self._snapshot_store.offer()
+                self._send(peer, replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching))
+                return not peer.deaf
+        return False
+
+    def dismiss(self, local_ranks: Collection[int]) -> None:
+        """Tell suspended workers to exit."""
+        with self._lock:
+            for peer in self._suspended(local_ranks):
+                self._send(peer, c.Exit())
+
+    def _of_round(self, round_number: int, local_ranks: Collection[int]) -> Iterator[_Peer]:
+        for peer in self._peers.values():
+            if peer.hello is not None and peer.hello.round == round_number and peer.hello.local_rank in local_ranks:
+                yield peer
+
+    def _suspended(self, local_ranks: Collection[int]) -> Iterator[_Peer]:
+        for peer in self._peers.values():
+            if peer.suspended and peer.hello is not None and peer.hello.local_rank in local_ranks:
+                yield peer
 
     def tell_copied(self, copied: c.Copied | c.Copying | c.Save) -> bool:
         """Tell workers that write snapshots that a copy ended or continues, or request a snapshot that all can write.
@@ -239,9 +302,17 @@ class Control:
                 del self._peers[peer.sock]
             self._selector.unregister(peer.sock)
             peer.sock.close()
-            if peer.begun and peer.hello is not None:
-                self._look()
-                self._step_events.hung_up(peer.hello.round)
+            if peer.hello is not None:
+                self._end(peer, peer.hello.round)
+                if peer.suspended:
+                    self._say(HungUp(peer.hello.round, peer.hello.local_rank))
+
+    def _end(self, peer: _Peer, round_number: int) -> None:
+        """Nothing more about a round will come from this worker."""
+        if peer.begun:
+            peer.begun = False
+            self._look()
+            self._step_events.hung_up(round_number)
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
         if isinstance(message, c.Hello):
@@ -256,13 +327,13 @@ class Control:
             raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
         match message:
-            case c.Ready(step=step):
+            case c.Ready(step=step, live=live):
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
-                self._say(WorkerReady(number, local_rank))
+                self._say(WorkerReady(number, local_rank, live and self._patience_s > 0))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._progress.read()
@@ -280,11 +351,18 @@ class Control:
                 self.step_timer.saved(seconds)
                 self._say(WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
+            case c.Disconnected(error=error):
+                self._say(WorkerDisconnected(number, local_rank, error))
+            case c.Suspended():
+                self._end(peer, number)
+                peer.suspended = True
+                self._say(WorkerSuspended(number, local_rank))
 
     def _offer(self, peer: _Peer, hello: c.Hello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello = hello
             slots, descriptors = self._snapshot_store.offer()
+            slots = replace(slots, patience_s=self._patience_s)
             try:
                 socket.send_fds(peer.sock, [c.pack(slots)], [*descriptors, self._progress.descriptor])
             except OSError as error:

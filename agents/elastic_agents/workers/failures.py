@@ -12,11 +12,11 @@ from pathlib import Path
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
-from elastic_launch.symptoms import symptom_in, symptom_of_abort
+from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
-__all__ = ["OutOfMemoryCounter", "describe", "printed_last", "raised_in", "report"]
+__all__ = ["OutOfMemoryCounter", "describe", "disconnection", "printed_last", "raised_in", "report"]
 
 # Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
 _DETAIL_LINES = 60
@@ -147,6 +147,42 @@ def report(
         trained=trained,
         supposed=supposed,
         repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
+    )
+
+
+def disconnection(
+    error: str,
+    *,
+    node_id: str,
+    round_number: int,
+    rank: int,
+    local_rank: int,
+    pid: int,
+    ran: float,
+    log: Path | None,
+    trained: int,
+) -> Failure:
+    """Build the report on a worker that lost its connection to another rank, and waits for orders.
+
+    Args:
+        error: its exception, as ``Type: message``.
+        trained: see :func:`report`.
+    """
+    lines = error.strip().splitlines()
+    return Failure(
+        node_id=node_id,
+        kind="crash",
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's exit code if it were not suspended
+        message=clipped(one_line(lines[0]), _LINE_BYTES) if lines else BROKEN_CONNECTION,
+        ran=round(ran, 3),
+        log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
+        round=round_number,
+        host=socket.gethostname(),
+        symptom=symptom_in(error) or BROKEN_CONNECTION,
+        trained=trained,
     )
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,31 +73,41 @@ class LogPlaces:
         self.local = _local_directory()
 
     def prepare(
-        self, number: int, placements: Sequence[Placement], environment: Callable[[Placement, str], dict[str, str]]
+        self,
+        number: int,
+        placements: Sequence[Placement],
+        environment: Callable[[Placement, str], dict[str, str]],
+        kept: Mapping[int, WorkerLogs],
     ) -> tuple[dict[int, WorkerLogs], dict[int, dict[str, str]]]:
         """Make a round's directories and return the workers' logs and environments, both by local rank.
 
         Args:
             environment: makes the environment of a worker from its placement and error file.
+            kept: logs of workers that already run, by local rank; they remain the same.
 
         Raises:
             LogsSpecsFailed: if the named logs specs fail.
         """
-        logs = {place.local_rank: self._own(number, place) for place in placements}
+        new = {place.local_rank: self._own(number, place) for place in placements if place.local_rank not in kept}
         if self.local is not None:
-            self._files.put(partial(_remove_others, self.local, self._config.output.round_directory(number)))
+            used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}
+            used.add(self._config.output.round_directory(number))
+            self._files.put(partial(_remove_others, self.local, used))
             with suppress(OSError):  # then workers leave no exceptions
-                for own in logs.values():
+                for own in new.values():
                     make_private(own.error_file.parent)
         try:
-            self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in logs.values()]), PATIENCE)
+            self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in new.values()]), PATIENCE)
         except OSError as error:  # such as a full disk: the workers run without
             _log.warning("no logs are kept of round %d: %s", number, error)
         if self._named is None:  # no worker waits for it
-            self._files.put(partial(_make_files, list(logs.values())))
+            self._files.put(partial(_make_files, list(new.values())))
+        logs = {**kept, **new}
         envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
         if self._named is not None:
             for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
+                if local_rank in kept:
+                    continue
                 own = logs[local_rank]
                 logs[local_rank] = (
                     WorkerLogs(out, err, error_file) if error_file else replace(own, stdout=out, stderr=err)
@@ -140,10 +150,10 @@ def _local_directory() -> Path | None:
     return None
 
 
-def _remove_others(directory: Path, name: str, data: bytes) -> None:
+def _remove_others(directory: Path, names: Collection[str], data: bytes) -> None:
     with suppress(OSError):
         for path in directory.iterdir():
-            if path.name != name:
+            if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic_agents.workers.numa import bound
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import visible_device
-from elastic_launch.contract import ENV_LOCAL_RANK, Placement, worker_environment
+from elastic_launch.contract import ENV_LOCAL_RANK, Place, Placement, worker_environment
 from elastic_launch.secret import without_secrets
 from elastic_launch.system.plain_text import clipped, one_line
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from elastic_launch.rendezvous.record import Round
     from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["arguments", "environment", "group_of", "place", "placements", "shared_environment"]
+__all__ = ["arguments", "environment", "group_of", "place", "place_of", "placements", "shared_environment"]
 
 LONGEST_REASON = 8192
 """Maximum bytes of a worker's ``ELASTIC_LAUNCH_START_REASON``."""
@@ -108,7 +109,7 @@ def environment(
             restarts=form.restarts,
             max_restarts=form.max_restarts,
             round_number=form.round.number,
-            reason=clipped(one_line(form.cause), LONGEST_REASON),  # with a NUL, or if it is too long, no process starts
+            reason=_reason(form),
             error_file=error_file,
             socket=socket,
             nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
@@ -119,6 +120,27 @@ def environment(
         env["CUDA_VISIBLE_DEVICES"] = visible_device(placement.local_rank, env)
         env[ENV_LOCAL_RANK] = str(placement.local_rank)
     return env
+
+
+def place_of(config: LaunchConfig, form: m.Form, placement: Placement) -> Place:
+    """Return what a suspended worker is told of its place in a round; the agent fills in what it knows of the slots."""
+    if config.options.virtual_local_rank:
+        placement = replace(placement, local_rank=0)  # as in its environment
+    return Place(
+        round=form.round.number,
+        placement=placement,
+        restarts=form.restarts,
+        max_restarts=form.max_restarts,
+        reason=_reason(form),
+        use=-1,
+        sequence=0,
+        fetching=False,
+    )
+
+
+def _reason(form: m.Form) -> str:
+    """Why the last round ended; with a NUL, or if it is too long, no process starts."""
+    return clipped(one_line(form.cause), LONGEST_REASON)
 
 
 def shared_environment(config: LaunchConfig) -> dict[str, str]:

@@ -6,14 +6,21 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from elastic_agents.policy_types import WorkerEnded
 from elastic_agents.step_timer import StepTimer
-from elastic_agents.workers.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
+from elastic_agents.workers.failures import (
+    OutOfMemoryCounter,
+    describe,
+    disconnection,
+    printed_last,
+    raised_in,
+    report,
+)
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import OutputPump, Stream
@@ -60,19 +67,31 @@ class Reaped:
 
 @dataclass(slots=True)
 class _Worker:
+    """A process; its logs remain those of the round in which it was started.
+
+    Attributes:
+        round, placement, placed: its present place, and since when it has it.
+        suspends: when it was told to leave the round.
+        stopped: when it was first told to end.
+        ended_with: the code with which its script has ended.
+        late: the expired timer because of which it was ended.
+    """
+
     round: int
     placement: Placement
+    placed: float
     pid: int
     started: float
     logs: WorkerLogs
     stderr: Stream
-    stopped: float | None = None  # when it was first told to end
+    suspends: float | None = None
+    stopped: float | None = None
     ended_with: int | None = None
-    late: str = ""  # the expired timer because of which it was ended
+    late: str = ""
 
 
 class RoundWorkers:
-    """Owns the processes of the current round, their sessions and their output.
+    """Owns the processes of the current round, suspended ones included, their sessions and their output.
 
     Args:
         node_id: for failure reports.
@@ -132,8 +151,21 @@ class RoundWorkers:
             os.close(err)
         self._guard.add(pid)
         self._sessions.add(pid)
-        self._alive[pid] = _Worker(round_number, placement, pid, began, logs, stderr)
+        self._alive[pid] = _Worker(round_number, placement, began, pid, began, logs, stderr)
         return pid
+
+    def keep(self, round_number: int, placement: Placement) -> int:
+        """Give the suspended worker of the same local rank its place in another round; return its pid."""
+        pid = self._chosen({placement.local_rank})[-1]
+        worker = self._alive[pid]
+        worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
+        worker.suspends = None
+        return pid
+
+    def suspends(self, local_ranks: Collection[int]) -> None:
+        """Record that workers are told to leave the round: from now on they may fail because of that."""
+        for pid in self._chosen(local_ranks):
+            self._alive[pid].suspends = self._clock.now()
 
     def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
@@ -159,6 +191,8 @@ class RoundWorkers:
             _log.warning(
                 "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
             )
+        if exit_code > 0 and worker.stopped is None:
+            worker.stopped = worker.suspends
         if exit_code != 0:
             self._end_sessions({pid}, AT_ONCE)
         if not self._alive:
@@ -177,7 +211,7 @@ class RoundWorkers:
         worker, reaped = self._reaped[local_rank]
         if worker.stopped is None:
             worker.stderr.ended.wait(0.2)
-        stderr = worker.stderr.timed_tail()
+        stderr = [line for line in worker.stderr.timed_tail() if line[0] >= worker.placed]
         lines = tuple(line for _, line in stderr)
         steps = step_timer.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)
@@ -191,7 +225,7 @@ class RoundWorkers:
             failed = now - max(0.0, time.time() - error.at)
         elif index is not None:
             failed = stderr[index][0]
-        failed = min(max(failed, worker.started), reaped.ended)
+        failed = min(max(failed, worker.placed), reaped.ended)
         if worker.stopped is not None and (
             (error is None and index is None) or failed > worker.stopped - TICK or not reaped.exit_code
         ):
@@ -218,6 +252,23 @@ class RoundWorkers:
         if worker.late and found.kind == "crash" and reaped.exit_code < 0:
             return replace(found, kind="hang", message=f"its timer {worker.late!r} expired: {found.message}")
         return found
+
+    def disconnected(self, local_rank: int, error: str, step_timer: StepTimer) -> Failure:
+        """Build the report on a worker that still runs, and whose connection to another rank broke."""
+        pid = self._chosen({local_rank})[-1]
+        worker = self._alive[pid]
+        steps = step_timer.of_round(worker.round)
+        return disconnection(
+            error,
+            node_id=self._node_id,
+            round_number=worker.round,
+            rank=worker.placement.rank,
+            local_rank=local_rank,
+            pid=pid,
+            ran=self._clock.now() - worker.started,
+            log=worker.logs.directory if self._pump.kept.useful else None,
+            trained=-1 if steps is None else steps[1] - steps[0],
+        )
 
     def _read(self, logs: WorkerLogs) -> ErrorFile | None:
         if logs.kept_error is not None:
@@ -250,7 +301,7 @@ class RoundWorkers:
                 self._processes.signal(pid, number)
         return spared
 
-    def kill(self, local_ranks: frozenset[int] | None = None) -> None:
+    def kill(self, local_ranks: Collection[int] | None = None) -> None:
         """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual."""
         for pid in self._chosen(local_ranks):
             self._stop(pid)
@@ -289,9 +340,13 @@ class RoundWorkers:
             )
             self._processes.signal(pid, signal.SIGKILL)
 
-    def end_round(self) -> list[int]:
-        """Kill everything that the round's workers left behind; return the processes that could not be killed."""
-        stuck = self._end_sessions(set(self._sessions), AT_LAST)
+    def end_round(self, spared: Collection[int] = ()) -> list[int]:
+        """Kill everything that the round's workers left behind; return the processes that could not be killed.
+
+        Args:
+            spared: local ranks of the workers that are suspended, whose sessions go on.
+        """
+        stuck = self._end_sessions(self._sessions - set(self._chosen(spared)), AT_LAST)
         self._reaped.clear()
         return stuck
 
@@ -299,7 +354,7 @@ class RoundWorkers:
         if self._alive[pid].stopped is None:
             self._alive[pid].stopped = self._clock.now()
 
-    def _chosen(self, local_ranks: frozenset[int] | None) -> list[int]:
+    def _chosen(self, local_ranks: Collection[int] | None) -> list[int]:
         return [
             pid
             for pid, worker in self._alive.items()

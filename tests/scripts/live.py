@@ -1,0 +1,73 @@
+"""A worker that can be suspended, without torch: ``live.py DIRECTORY [FLAGS]``; it speaks with its agent itself.
+
+``finish`` in DIRECTORY: exit 0. It appends what happens to it to ``live.jsonl``: its place at the start and in each
+round, and orders. ``disconnect-<rank>``: it reports a broken connection, once. Flags:
+
+``--deaf``: it reports nothing when it is told to leave the round.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+
+directory, flags = pathlib.Path(sys.argv[1]), sys.argv[2:]
+place = {"round": int(os.environ["ELASTIC_LAUNCH_ROUND"]), "rank": int(os.environ["RANK"]), "reason": "first"}
+local_rank = int(os.environ["LOCAL_RANK"])
+
+
+def note(what, **more):
+    line = {"what": what, "pid": os.getpid(), **place, **more}
+    with (directory / "live.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def say(kind, **fields):
+    sock.sendall(json.dumps({"type": kind, **fields}).encode() + b"\n")
+
+
+def begin():
+    note("begins")
+    say("ready", step=0, total=0, restore_s=0.0, uncompared=0, live=True)
+
+
+def listen():
+    with sock.makefile("rb") as lines:
+        for line in lines:
+            message = json.loads(line)
+            kind = message["type"]
+            if kind == "stop":
+                say("drained", step=7, seconds=0.0)
+            if kind == "suspend":
+                note("suspends", cause=message["cause"])
+            if kind == "noted" or (kind == "suspend" and "--deaf" not in flags):
+                say("suspended", step=7)
+            if kind == "place":
+                place.update(round=message["round"], rank=message["placement"]["rank"], reason=message["reason"])
+                begin()
+            if kind == "exit":
+                note("exits")
+                os._exit(143)
+    os._exit(5)  # the agent is gone
+
+
+with (directory / "started.jsonl").open("a") as file:
+    env = {name: value for name, value in os.environ.items() if name.isupper()}
+    file.write(json.dumps({"pid": os.getpid(), "children": [], "env": env}) + "\n")
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+sock.connect("\0" + os.environ["ELASTIC_LAUNCH_SOCKET"][1:])
+say("hello", round=place["round"], rank=place["rank"], local_rank=local_rank)
+answer, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+note("connects", patience_s=json.loads(answer)["patience_s"])
+begin()
+threading.Thread(target=listen, daemon=True).start()
+while not (directory / "finish").exists():
+    try:
+        (directory / f"disconnect-{place['rank']}").unlink()
+    except FileNotFoundError:
+        time.sleep(0.02)
+        continue
+    say("disconnected", step=7, error="RuntimeError: Connection closed by peer [127.0.0.1]:7")
