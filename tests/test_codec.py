@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.record import ControlRecord, Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
 STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -26,10 +26,13 @@ ORDERS = list(typing.get_args(m.Order))
 
 HELLO = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
 FAILURE = m.Failure("a", "crash", 1, 1, 42, -9, "signal 9 (SIGKILL)", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
+LOCAL_RANKS = st.sets(st.integers(0, 65535), max_size=3).map(lambda ranks: tuple(sorted(ranks)))
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type."""
+    if hint == LocalRanks:
+        return LOCAL_RANKS
     if typing.get_origin(hint) is types.UnionType:
         (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
         return st.none() | values(inner)
@@ -50,8 +53,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def instances(kind: type[Any]) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{item.name: values(hints[item.name]) for item in fields(kind)})
+    hints = typing.get_type_hints(kind, include_extras=True)
+    drawn = {item.name: values(hints[item.name]) for item in fields(kind)}
+    if kind is Member:
+        return st.builds(lambda slots, **rest: Member(**rest | ({"slots": slots, "workers": len(slots) or 1})), **drawn)
+    return st.builds(kind, **drawn)
 
 
 JSON = st.recursive(
@@ -99,7 +105,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_missing_fields_take_their_defaults() -> None:
-    value = asdict(HELLO)
+    value = codec.loads(codec.dumps(HELLO))
     for name in ("wanted_rank", "holding", "done", "seen_term", "seen_round", "seen_restarts"):
         del value[name]
     hello = codec.decode(m.Hello, value)

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Annotated, NamedTuple
 
 from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
 
-__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "Member", "Round"]
+__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "LocalRanks", "Member", "Round", "WorkerRanks"]
 
 SCHEMA = 2
+
+MOST_LOCAL_RANKS = 65536
+"""From here on, a number is not a local rank."""
+
+
+def _local_ranks(value: tuple[int, ...]) -> tuple[int, ...]:
+    ordered = all(low < high for low, high in pairwise(value))
+    if value and not (ordered and value[0] >= 0 and value[-1] < MOST_LOCAL_RANKS):
+        raise ValueError("local ranks in ascending order")
+    return value
+
+
+LocalRanks = Annotated[tuple[int, ...], _local_ranks]
+"""Some of a node's local ranks, in ascending order; empty for all of them."""
+
+
+class WorkerRanks(NamedTuple):
+    """The ranks of one worker in a round; ``role_rank`` is its rank among the workers of its role."""
+
+    local_rank: int
+    rank: int
+    role_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +44,10 @@ class Member:
 
     Attributes:
         incarnation: random per agent start; distinguishes agents with the same node id.
-        workers: number of its workers.
+        workers: number of its workers in the round.
         address, store_port: where its worker store listens if it is the round's first member.
         role: the role of its workers.
+        slots: their local ranks, if the node takes part with only some of its workers; empty if with all of them.
     """
 
     node_id: str
@@ -31,6 +56,16 @@ class Member:
     address: str
     store_port: int
     role: str = "default"
+    slots: LocalRanks = ()
+
+    def __post_init__(self) -> None:
+        if self.slots and len(self.slots) != self.workers:
+            raise ProtocolError(f"Member.slots names {len(self.slots)} of {self.workers} workers.")
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The local ranks of its workers in the round, in ascending order."""
+        return self.slots or tuple(range(self.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +86,20 @@ class Round:
             if member.node_id == node_id and member.incarnation == incarnation:
                 return rank
         return None
+
+    def ranks_of(self, index: int) -> list[WorkerRanks]:
+        """Return the ranks of the workers of the member with the rank ``index``, by local rank.
+
+        Global ranks follow the order of the members, and within a member that of the local ranks. Of a member that
+        takes part with only some of its workers, a local rank may be higher than the number of its workers.
+        """
+        member, before = self.members[index], self.members[:index]
+        first = sum(other.workers for other in before)
+        first_of_role = sum(other.workers for other in before if other.role == member.role)
+        return [
+            WorkerRanks(local_rank, first + place, first_of_role + place)
+            for place, local_rank in enumerate(member.local_ranks)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

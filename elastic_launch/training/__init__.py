@@ -15,5 +15,6 @@
 ``precision``    number formats
 ``randomness``   random state of a step
 ``stopping``     stop requests
+``live/``        rounds that end no process
 ``link``         the worker's end of the socket to its agent
 """

@@ -57,6 +57,51 @@ def test_stopped_workers_are_not_held_any_more() -> None:
     assert (side.hello.holding, side.hello.joined, side.hello.store_port) == (0, False, 7001)
 
 
+def test_the_hello_says_what_the_node_offers_to_the_next_round() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.say(m.Ready(3, live=True))
+    assert (side.hello.ready, side.hello.live) == (True, True)
+    side.say(m.Stopped(3, 7001, importing=True, slots=(0, 2)))
+    assert (side.hello.live, side.hello.importing, side.hello.slots) == (False, True, (0, 2))
+    side.say(m.Slots(()))
+    side.say(m.Imported())
+    assert (side.hello.importing, side.hello.slots) == (False, ())
+
+
+def test_a_node_that_starts_ahead_says_so_until_it_is_there_or_has_a_place() -> None:
+    side = _side()
+    side.obey(m.StartAhead(1, 3))
+    assert side.hello.importing
+    side.say(m.Imported())
+    assert not side.hello.importing
+    side.obey(m.StartAhead(1, 4))
+    side.obey(_form(5))
+    assert not side.hello.importing
+
+
+def test_a_node_whose_imports_are_not_loaded_yet_says_so_again_when_its_workers_have_stopped() -> None:
+    side = _side()
+    side.importing()
+    side.obey(_form(3))
+    side.take()
+    side.say(m.Stopped(3, 7001))
+    assert side.take() == [m.Stopped(3, 7001, importing=True)]
+    side.say(m.Imported())
+    side.obey(_form(4))
+    side.say(m.Stopped(4, 7001))
+    assert not side.hello.importing
+
+
+def test_a_round_that_is_not_newer_than_the_last_one_is_ignored() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.say(m.Stopped(3, 7001))
+    assert not side.obey(_form(3))
+    assert not side.obey(_form(2, term=2))
+    assert (side.hello.holding, side.hello.seen_term) == (0, 1)
+
+
 def test_an_evicted_node_returns_once_its_workers_are_gone() -> None:
     side = _side()
     side.obey(_form(3))

@@ -42,6 +42,21 @@ def test_a_record_is_readable_by_people_and_other_tools() -> None:
     assert value["end"] == {"code": 91, "cause": "all 3 restarts spent"}
 
 
+def test_ranks_follow_members_and_within_a_member_its_local_ranks() -> None:
+    a, b = replace(MEMBERS[0], workers=2), replace(MEMBERS[1], workers=2, slots=(1, 3), role="eval")
+    formed = Round(1, (a, b, replace(a, node_id="c")))
+    assert formed.ranks_of(0) == [(0, 0, 0), (1, 1, 1)]
+    assert formed.ranks_of(1) == [(1, 2, 0), (3, 3, 1)]
+    assert formed.ranks_of(2) == [(0, 4, 2), (1, 5, 3)]
+
+
+@pytest.mark.parametrize("slots", [(1, 0), (0, 0), (-1, 0), (0, 65536), (0,)])
+def test_a_members_local_ranks_are_checked(slots: tuple[int, ...]) -> None:
+    value = codec.loads(codec.dumps(MEMBERS[0]))
+    with pytest.raises(ProtocolError, match=r"Member\.slots"):
+        codec.decode(Member, value | {"workers": 2, "slots": list(slots)})
+
+
 def test_each_write_differs_from_all_others() -> None:
     written = [RECORD.renewed() for _ in range(100)]
     assert len({record.encode() for record in written}) == 100

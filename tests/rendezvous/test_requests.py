@@ -108,6 +108,17 @@ def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     assert len(run.machine.nodes) == 3
 
 
+def test_a_status_shows_who_starts_ahead_and_how_many_workers_take_part() -> None:
+    run = asked("1:2", "a")
+    run.report("a", m.Ready(1, live=True))
+    run.hello("b", workers=2)
+    assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("starting", 2)]
+    run.report("b", m.Slots((0,)))
+    run.report("b", m.Imported())
+    run.drained("a")
+    assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("training", 1)]
+
+
 def test_what_no_node_has_reported_is_none() -> None:
     status = asked("1:2", "ab").status()
     assert (status.step, status.checkpoint, status.snapshot) == (None, None, None)

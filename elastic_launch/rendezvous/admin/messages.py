@@ -90,7 +90,9 @@ class NodeStatus:
     """One node as its leader sees it.
 
     Attributes:
-        state: ``training``, ``stopping`` (its workers are being stopped), ``waiting``, ``spare`` or ``leaving``.
+        workers: number of its workers that train or could.
+        state: ``training``, ``stopping`` (its workers are being stopped), ``starting`` (its workers start ahead of a
+            place), ``waiting``, ``spare`` or ``leaving``.
         silence: seconds since its last sign of life.
     """
 

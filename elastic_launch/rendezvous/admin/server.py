@@ -321,10 +321,11 @@ class AdminRequests:
 
     def _node(self, node: Node, now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
+        idle = "starting" if self._machine.live and node.importing else idle
         busy = "training" if self._machine.running else "stopping"
         state = "leaving" if node.leaving else busy if node.active else idle
         hello = node.hello
-        return a.NodeStatus(hello.node_id, hello.address, hello.workers, state, round(now - node.heard, 3))
+        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, round(now - node.heard, 3))
 
     def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
         self._callers[link] = None

@@ -1,4 +1,4 @@
-"""Forming the next round from the nodes that wait for it."""
+"""Forming the next round from the nodes that wait for it, and having newcomers start before there is one for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import Parked as ParkedEvent
 from elastic_launch.events.types import RoundFormed
 from elastic_launch.rendezvous.leader.leavers import is_needed, sources
-from elastic_launch.rendezvous.leader.phases import Broken, Ended, Gathering, Parked, Phase, Running, last_failure
+from elastic_launch.rendezvous.leader.phases import (
+    Broken,
+    Draining,
+    Ended,
+    Gathering,
+    Parked,
+    Phase,
+    Running,
+    last_failure,
+)
 from elastic_launch.rendezvous.leader.ranks import choose
-from elastic_launch.rendezvous.leader.resizing import prepared, waiting
+from elastic_launch.rendezvous.leader.resizing import newcomers, prepared, waiting
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["gather"]
+__all__ = ["gather", "start_ahead"]
 
 
 def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
@@ -58,7 +67,10 @@ def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, n
 
 
 def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
-    """Return the next round's nodes. After the first round, nodes that still import are left out if enough remain."""
+    """Return the next round's nodes.
+
+    After the first round, nodes whose workers still import, or start ahead, are left out if enough remain.
+    """
     ready = prepared(state.nodes)
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
 
@@ -66,7 +78,7 @@ def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
 def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     chosen = choose(_candidates(state, after), state.record.round, state.limits.max_nodes)
     members = tuple(
-        Member(x.hello.node_id, x.hello.incarnation, x.hello.workers, x.hello.address, x.store_port, x.hello.role)
+        Member(x.hello.node_id, x.hello.incarnation, x.workers, x.hello.address, x.store_port, x.hello.role, x.slots)
         for x in chosen
     )
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
@@ -77,10 +89,25 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     # One object for all members, so that it is encoded once.
     order = m.Form(state.record.term, formed, budget.spent, cause, served, state.limits.max_restarts)
     for node in chosen:
-        node.active, node.joined, node.ready, node.done = True, False, False, False
+        node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
+        node.importing = node.ahead = False
         state.send(node.link, order)
     names = tuple(member.node_id for member in members)
     term = state.record.term
     state.emit(RoundFormed(formed.number, term, names, formed.world_size, budget.spent, cause, now - since))
     state.resizing.formed(since if after is not None and after.imposed is Kind.MEMBERSHIP else None)
     return Running(now, fetching=bool(served))
+
+
+def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
+    """Have newcomers start their workers while others train, in a run whose workers are live.
+
+    Spares, too: a spare whose workers have started takes a lost member's place at once. A new leader repeats the order;
+    a node whose workers have started says so again.
+    """
+    over = not isinstance(phase, Running) and bool(phase.ends)
+    if not state.live or over or any(node.done for node in state.members()):
+        return
+    for node in newcomers(state.nodes, state.record.round):
+        node.ahead = node.importing = True
+        state.send(node.link, m.StartAhead(state.record.term, state.record.round.number))

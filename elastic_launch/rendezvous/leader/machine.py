@@ -8,7 +8,9 @@ Invariants, checked by the stateful tests after every event:
 
 - a round number is committed once, and rounds are ordered by number;
 - the members of a round are distinct, their ranks are a permutation, and their number is within the limits;
-- a round is formed only when every member of the previous one has stopped or is dead;
+- a round is formed only when every member of the previous one has stopped or is dead. Workers of a member that has
+  stopped are reaped or suspended: only an order to form a later round lets a suspended one train again;
+- a member takes part only with workers that its node has offered, and no worker has two ranks;
 - a round is drained only if the workers of all its members can be, and ends so only when all of them have stopped;
 - a round is charged once, and only for crash, hang and out of memory, or if the training does not advance;
 - no order is sent before the record contains what it says.
@@ -89,6 +91,11 @@ class LeaderMachine:
         return isinstance(self._rounds.phase, Draining)
 
     @property
+    def live(self) -> bool:
+        """Whether the run's workers can be suspended, as far as is known, and newcomers start ahead of a place."""
+        return self._state.live
+
+    @property
     def restarts(self) -> int:
         """Restarts charged so far."""
         return self._state.budget.spent
@@ -150,6 +157,7 @@ class LeaderMachine:
                 node.joined = True
             case m.Ready(round=number) if node.active and number == current:
                 node.joined = node.ready = True
+                node.live = report.live
                 self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
                 first = not any(other.done for other in self.nodes.values() if other.active)
@@ -160,11 +168,14 @@ class LeaderMachine:
             case m.Failed(round=number, failure=failure) if number == current:
                 self._rounds.failed(node, failure, now)
             case m.Stopped(store_port=port):
-                node.store_port, node.held = port, report.held
+                node.store_port, node.held, node.importing = port, report.held, report.importing
+                node.offer(report.slots)
                 if report.round == current:
                     self._rounds.stopped(node, report, now)
             case m.Imported():
                 node.importing = False
+            case m.Slots(slots=slots):
+                node.offer(slots)
             case m.Leaving(reason=reason, seconds=seconds):
                 self._rounds.leaves(node, reason, seconds, now)
         self._consider(now)
@@ -307,6 +318,7 @@ class LeaderMachine:
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
         node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
         node.importing, node.held = hello.importing, hello.held
+        node.offer(hello.slots)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
@@ -318,7 +330,7 @@ class LeaderMachine:
         self._state.owed.discard(hello.node_id)
         if hello.holding:
             node.active, node.joined = True, hello.joined or hello.ready or hello.done
-            node.ready, node.done = hello.ready, hello.done
+            node.ready, node.done, node.live = hello.ready, hello.done, hello.live
         else:
             self._state.last_arrival = now
             if rank is not None:
@@ -341,7 +353,8 @@ class LeaderMachine:
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
-        node.held, node.released = hello.held, False
+        node.held, node.released, node.ahead = hello.held, False, False
+        node.offer(hello.slots)
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
@@ -349,6 +362,7 @@ class LeaderMachine:
             node.active = False
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
+            node.live = hello.live
         self._welcome(link, hello)
         if node.active:
             self._rounds.tell_again(node, now)

@@ -1,4 +1,9 @@
-"""Whether to enlarge the running round for waiting nodes, and which nodes wait without effect."""
+"""Whether to enlarge the running round, for waiting nodes or workers, and which of them wait without effect.
+
+A member may take part with only some of its workers, while the others start ahead. It offers them once they are there:
+they replace workers that the run had, and a round is drained for them without ``resize_delay``, which is for nodes that
+arrive one after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ from collections.abc import Mapping
 from elastic_launch.events.types import ResizeSkipped
 from elastic_launch.rendezvous.leader.resize_payoff import ResizePayoff, saved
 from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.record import Round
 
-__all__ = ["Resizing", "prepared", "waiting"]
+__all__ = ["Resizing", "newcomers", "prepared", "regained", "waiting"]
 
 
 def waiting(nodes: Mapping[str, Node]) -> list[Node]:
@@ -17,8 +23,27 @@ def waiting(nodes: Mapping[str, Node]) -> list[Node]:
 
 
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the waiting nodes whose workers could begin at once, without waiting for imports."""
+    """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead."""
     return [node for node in waiting(nodes) if not node.importing]
+
+
+def newcomers(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
+    """Return the waiting nodes that have no part in a round, could begin, and were not ordered to start ahead."""
+    there = [node for node in prepared(nodes) if not node.ahead]
+    return [node for node in there if formed.index(node.hello.node_id, node.hello.incarnation) is None]
+
+
+def regained(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
+    """Return the members of a round that could take part with workers that have no part in it."""
+    members = [(member, nodes.get(member.node_id)) for member in formed.members]
+    return [
+        node
+        for member, node in members
+        if node is not None
+        and node.active
+        and node.slots != member.slots
+        and not set(node.local_ranks) <= set(member.local_ranks)
+    ]
 
 
 class Resizing:
@@ -51,22 +76,22 @@ class Resizing:
         finishing = any(node.done for node in members)
         return bool(prepared(self._nodes)) and len(members) == everybody and everybody < max_nodes and not finishing
 
-    def pays(self, max_nodes: int, now: float) -> bool:
-        """Whether a resize pays off, or was ordered regardless of its cost."""
-        return self.wanted or self.prices.pays(*self._sizes(max_nodes), now)
+    def pays(self, formed: Round, max_nodes: int, now: float) -> bool:
+        """Whether a resize of the running round pays off, or was ordered regardless of its cost."""
+        return self.wanted or self.prices.pays(*self._sizes(formed, max_nodes), now)
 
-    def skip(self, max_nodes: int, now: float) -> ResizeSkipped | None:
-        """Return the event for a resize that does not pay off; None if all waiting nodes have been informed."""
-        names = tuple(sorted(node.hello.node_id for node in prepared(self._nodes)))
+    def skip(self, skipped: list[Node], formed: Round, max_nodes: int, now: float) -> ResizeSkipped | None:
+        """Return the event for a resize that does not pay off; None if all those nodes have been informed."""
+        names = tuple(sorted(node.hello.node_id for node in skipped))
         if set(names) <= set(self._skipped):
             return None
         self._skipped = names
         remaining = self.prices.remaining(now) or 0.0
-        saves, cost = saved(remaining, *self._sizes(max_nodes)), self.prices.cost
+        saves, cost = saved(remaining, *self._sizes(formed, max_nodes)), self.prices.cost
         return ResizeSkipped(names, round(remaining, 3), round(saves, 3), round(cost, 3))
 
-    def _sizes(self, max_nodes: int) -> tuple[int, int]:
-        """Workers of the running round, and of a round resized for the waiting nodes."""
-        members = [node.hello.workers for node in self._nodes.values() if node.active]
-        joining = sorted(prepared(self._nodes), key=lambda node: node.arrival)[: max_nodes - len(members)]
-        return sum(members), sum(members) + sum(node.hello.workers for node in joining)
+    def _sizes(self, formed: Round, max_nodes: int) -> tuple[int, int]:
+        """Workers of the running round, and of a round resized for what waits."""
+        members = [node for node in self._nodes.values() if node.active]
+        joining = sorted(prepared(self._nodes), key=lambda node: node.arrival)[: max(0, max_nodes - len(members))]
+        return formed.world_size, sum(node.workers for node in [*members, *joining])

@@ -18,7 +18,7 @@ from elastic_launch.events.types import (
     RoundDraining,
     counted,
 )
-from elastic_launch.rendezvous.leader.forming import gather
+from elastic_launch.rendezvous.leader.forming import gather, start_ahead
 from elastic_launch.rendezvous.leader.outlook import outlook
 from elastic_launch.rendezvous.leader.phases import (
     COLLECT,
@@ -35,7 +35,7 @@ from elastic_launch.rendezvous.leader.phases import (
     last_failure,
     over,
 )
-from elastic_launch.rendezvous.leader.resizing import prepared
+from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, judge, kind_of, root_cause, words
@@ -66,9 +66,7 @@ class Rounds:
     @property
     def outlook(self) -> str:
         """What happens next, as text."""
-        state, most = self._state, self._state.limits.max_nodes
-        nodes, settle = state.nodes.values(), state.timing.join_settle
-        return outlook(self.phase, nodes, state.limits, settle, lambda: state.resizing.pays(most, state.turned))
+        return outlook(self.phase, self._state)
 
     @property
     def running(self) -> bool:
@@ -109,7 +107,7 @@ class Rounds:
                 pass
 
     def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
-        """Handle that a member of the current round has reaped its workers."""
+        """Handle that a member of the current round has reaped or suspended its workers."""
         match self.phase:
             case Running() | Draining():
                 if node.active:
@@ -324,8 +322,10 @@ class Rounds:
             case Running():
                 self._consider_running(self.phase, now)
             case Draining():
+                start_ahead(self._state, self.phase)
                 self._consider_draining(self.phase, now)
             case Broken():
+                start_ahead(self._state, self.phase)
                 self._consider_broken(self.phase, now)
             case Ending(after=broken, ruling=ruling):
                 if now - self.phase.since >= LATE or not self._state.members():
@@ -366,6 +366,9 @@ class Rounds:
             running.fetching = False
         if not running.fetching:
             self._state.release()
+        if len(members) == size and all(node.ready for node in members):
+            self._state.live = all(node.live for node in members)
+        start_ahead(self._state, running)
         if len(members) < size and (lost := self._lost(running, now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             self.break_round(running, Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
@@ -381,13 +384,28 @@ class Rounds:
         elif len(members) == size > most and not any(node.done for node in members):
             self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", None, now)
             self.consider(now)
-        elif self._room() and now - self._state.last_arrival >= self._state.timing.resize_delay:
-            if not self._state.resizing.pays(most, now):
-                self._skip_resize(now)
-                return
-            names = ", ".join(node.hello.node_id for node in prepared(self._state.nodes))
-            self._stop_round(running, Kind.MEMBERSHIP, f"resize: node {names} waits to join", None, now)
-            self.consider(now)
+        else:
+            self._consider_resize(running, now)
+
+    def _consider_resize(self, running: Running, now: float) -> None:
+        """Enlarge the round for prepared nodes that wait, and for workers of its members that have started again."""
+        state, most = self._state, self._state.limits.max_nodes
+        at_boundary = self._can_drain()
+        # Breaking a round of live workers that are still meeting would only delay them.
+        meets = state.live and not at_boundary and now - running.formed_at < state.timing.join_timeout
+        settled = now - state.last_arrival >= state.timing.resize_delay
+        joining = prepared(state.nodes) if self._room() and settled and not meets else []
+        back = regained(state.nodes, state.record.round) if at_boundary else []
+        if not joining and not back:
+            return
+        if not state.resizing.pays(state.record.round, most, now):
+            self._skip_resize([*joining, *back], now)
+            return
+        causes = [
+            _names(nodes) + text for nodes, text in ((joining, "waits to join"), (back, "has workers back")) if nodes
+        ]
+        self._stop_round(running, Kind.MEMBERSHIP, f"resize: {', '.join(causes)}", None, now)
+        self.consider(now)
 
     def _lost(self, running: Running, now: float) -> list[Member]:
         """Members of the running round that are not connected and need not be waited for."""
@@ -399,12 +417,13 @@ class Rounds:
     def _room(self) -> bool:
         return self._state.resizing.has_room(len(self._state.record.round.members), self._state.limits.max_nodes)
 
-    def _skip_resize(self, now: float) -> None:
-        """Inform the user and the waiting nodes that the running round is not resized for them."""
-        event = self._state.resizing.skip(self._state.limits.max_nodes, now)
+    def _skip_resize(self, skipped: list[Node], now: float) -> None:
+        """Inform the user and those nodes that the running round is not resized for them."""
+        state = self._state
+        event = state.resizing.skip(skipped, state.record.round, state.limits.max_nodes, now)
         if event is not None:
             self._state.emit(event)
-            for node in prepared(self._state.nodes):
+            for node in skipped:
                 self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
 
     def _consider_draining(self, drain: Draining, now: float) -> None:
@@ -474,3 +493,7 @@ class Rounds:
             number, kind = self._state.record.round.number, ruling.kind.text
             spent, most, idle = self._state.budget.spent, self._state.limits.max_restarts, ruling.idle
             self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay))
+
+
+def _names(nodes: list[Node]) -> str:
+    return f"node {', '.join(node.hello.node_id for node in nodes)} "

@@ -28,6 +28,7 @@ class LeaderState:
         owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
         floor: rounds up to this number may have been formed.
         departing: whether this leader's own node leaves.
+        live: whether the workers of the last round in which all trained could be suspended.
     """
 
     def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
@@ -42,6 +43,7 @@ class LeaderState:
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
+        self.live = False
         self._out: list[Instruction] = []
 
     @property

@@ -51,7 +51,10 @@ class Node:
         store_port: where its next worker store listens.
         active: whether it has, or may have, workers of the current round.
         joined, ready, done: whether its workers are started; can all be drained; have all finished with 0.
+        live: whether they can all be suspended.
         importing: whether its workers could not begin at once.
+        ahead: whether it was ordered to start its workers ahead since it last had a place.
+        slots: local ranks with which it could take part in a round; empty for all.
         leaving: whether it announced that it leaves.
         silence: seconds without a sign of life.
         heard: time of the last sign of life, by the leader's clock.
@@ -68,9 +71,27 @@ class Node:
     joined: bool = False
     ready: bool = False
     done: bool = False
+    live: bool = False
     importing: bool = False
+    ahead: bool = False
+    slots: tuple[int, ...] = ()
     leaving: bool = False
     silence: float = 0.0
     heard: float = 0.0
     held: m.HeldSnapshot | None = None
     released: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Number of workers with which it could take part in a round."""
+        return len(self.slots) or self.hello.workers
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Local ranks with which it could take part in a round."""
+        return self.slots or tuple(range(self.hello.workers))
+
+    def offer(self, slots: tuple[int, ...]) -> None:
+        """Note the local ranks that the node reports; ranks that it does not have count as all."""
+        exist = bool(slots) and slots[-1] < self.hello.workers
+        self.slots = slots if exist and len(slots) < self.hello.workers else ()

@@ -30,6 +30,7 @@ class NodeMachine:
         self._known: dict[str, Any] = {}
         self._unsaid: deque[m.Report] = deque()
         self._evicted = False
+        self._loading = False  # its workers' imports
 
     @property
     def hello(self) -> m.Hello:
@@ -44,22 +45,28 @@ class NodeMachine:
     def say(self, report: m.Report) -> None:
         """Queue a report, for this link or as part of the next link's hello."""
         match report:
-            case m.Stopped(store_port=port, held=held):
-                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, held=held)
+            case m.Stopped(store_port=port, held=held, slots=slots):
+                report = replace(report, importing=report.importing or self._loading)
+                self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, live=False, held=held)
+                self._learn(importing=report.importing, slots=slots)
+            case m.Slots(slots=slots):
+                self._learn(slots=slots)
             case m.Joined():
                 self._learn(joined=True)
-            case m.Ready():
-                self._learn(joined=True, ready=True)
+            case m.Ready(live=live):
+                self._learn(joined=True, ready=True, live=live)
             case m.Done():
                 self._learn(done=True)
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
             case m.Imported():
+                self._loading = False
                 self._learn(importing=False)
         self._unsaid.append(report)
 
     def importing(self) -> None:
         """Note that this node's workers could not begin at once, until it reports otherwise."""
+        self._loading = True
         self._learn(importing=True)
 
     def greet(self) -> None:
@@ -72,15 +79,20 @@ class NodeMachine:
         return reports
 
     def obey(self, order: m.Order) -> bool:
-        """Learn from an order; return whether it counts: an order from a lower term than seen does not."""
+        """Learn from an order; return whether it counts: one from a lower term than seen does not, nor an old round."""
         hello = self.hello
         if order.term < hello.seen_term:
             return False
+        if isinstance(order, m.Form) and order.round.number <= hello.seen_round:
+            return False
         self._learn(seen_term=order.term)
-        if isinstance(order, m.Form):
-            number = order.round.number
-            restarts = max(hello.seen_restarts, order.restarts)
-            self._learn(seen_round=number, seen_restarts=restarts, holding=number, joined=False, ready=False)
+        match order:
+            case m.Form(round=formed):
+                restarts = max(hello.seen_restarts, order.restarts)
+                self._learn(seen_round=formed.number, seen_restarts=restarts, holding=formed.number)
+                self._learn(joined=False, ready=False, live=False, importing=False)
+            case m.StartAhead():
+                self._learn(importing=True)
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True
 

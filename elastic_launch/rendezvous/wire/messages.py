@@ -11,7 +11,7 @@ from typing import Any, Protocol, get_args
 
 from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
-from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.record import LocalRanks, Round
 from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, Released, SnapshotSource
 
 __all__ = [
@@ -43,8 +43,10 @@ __all__ = [
     "RunEnd",
     "SaveNow",
     "Saved",
+    "Slots",
     "SnapshotSource",
     "Spoken",
+    "StartAhead",
     "Stopped",
     "ToNode",
     "Welcome",
@@ -52,7 +54,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(Protocol):
@@ -113,7 +115,10 @@ class Hello:
         wanted_rank: the rank that the node asks for, or None.
         holding: number of the round whose workers it still has, or 0.
         joined, ready, done: whether all of these workers are started; can be drained; have finished.
-        importing: whether its workers could not begin at once, because their imports are not loaded yet.
+        live: see :class:`Ready`.
+        importing: whether its workers could not begin at once, because their imports are not loaded yet, or because
+            they are starting ahead of a place.
+        slots: local ranks with which it could take part in a round from now on; empty for all.
         leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
         held: see :class:`Stopped`.
@@ -144,6 +149,8 @@ class Hello:
     held: HeldSnapshot | None = None
     shutdown_timeout: float = 0.0
     role: str = "default"
+    live: bool = False
+    slots: LocalRanks = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +203,13 @@ class Ready:
     Attributes:
         remaining_s: seconds until the training ends at the current pace; -1 if unknown.
         step: optimizer steps done when they began; -1 if unknown.
+        live: whether all of them can be suspended, and take places in another round.
     """
 
     round: int
     remaining_s: float = -1.0
     step: int = -1
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The workers of the round are reaped; the node is ready for the next one.
+    """The workers of the round are reaped or suspended; the node is ready for the next one.
+
+    A suspended worker has left the round's process groups, and does nothing until it has a place in another round.
 
     Attributes:
         store_port: where its next worker store listens.
@@ -221,6 +232,10 @@ class Stopped:
         held: the newest snapshot in its memory.
         saved: whether this node has already committed the drained state to durable storage.
         unsaved: why not, if it waited for that; empty if that was not this node's task, or it did not wait.
+        importing: whether its workers could not begin at once, as in :class:`Hello`. A round that can do without the
+            node does not wait for it; one that cannot is formed with it at once.
+        slots: local ranks with which it could take part in a round from now on; empty for all. The others are left
+            out, such as a killed worker whose replacement is starting ahead.
     """
 
     round: int
@@ -229,6 +244,18 @@ class Stopped:
     held: HeldSnapshot | None = None
     saved: bool = False
     unsaved: str = ""
+    importing: bool = False
+    slots: LocalRanks = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """This node could take part in a round with these local ranks from now on; empty for all.
+
+    If they are more than those of the running round, the round is drained at a step boundary for a larger one.
+    """
+
+    slots: LocalRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +279,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """This node's workers can begin at once from now on."""
+    """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead."""
 
 
-Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Done | Leaving
+Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Slots | Done | Leaving
 
 
 # From the leader to its nodes.
@@ -355,6 +382,21 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
+class StartAhead:
+    """Start the workers ahead of a place, and report :class:`Imported` when all of them wait for one.
+
+    Sent to nodes that wait while the workers of a round are live. Until that report, only a round that lacks nodes is
+    formed with this one. The order may be repeated; a node whose workers wait already reports it at once.
+
+    Attributes:
+        round: the current round's number.
+    """
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Depart:
     """This node must leave the run after a drain, within the given seconds."""
 
@@ -411,7 +453,7 @@ class RunEnd:
     failure: Failure | None = None
 
 
-ToNode = Form | Drain | Break | Depart | Released | SaveNow | PeerDone | Evicted | Notice | RunEnd
+ToNode = Form | Drain | Break | StartAhead | Depart | Released | SaveNow | PeerDone | Evicted | Notice | RunEnd
 Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound
 
 Spoken = Report | Order | asking.Caller | asking.Request
