@@ -23,6 +23,12 @@ __all__ = ["TIMING", "LeaderModel", "SimNode"]
 
 TIMING = {"return_after": 10.0, "join_timeout": 15.0, "min_wait": 300.0}
 
+WORKERS = 2
+"""Workers of each node."""
+
+START = 3.0
+"""Seconds that prompt nodes take to start workers ahead of a place."""
+
 
 @dataclass(eq=False)
 class SimNode:
@@ -32,10 +38,17 @@ class SimNode:
         link: its link to the leader, as far as it knows; None: it has to connect.
         unread: orders that the leader has sent over the link; None stands for its end.
         holding: the round that it was ordered to form and has not reported as stopped.
-        training: whether workers live.
+        training: whether workers train; suspended ones do not.
         starting: whether it still has to report them as started.
-        stopping: whether it is ending them.
+        ready: whether it has reported that they train.
+        stopping: whether it is ending or suspending them.
         drained: whether its workers stop after the same step as all others.
+        lost: which workers were killed, so that their replacements start ahead: "", "one" or "all".
+        slots: the local ranks that it offers; empty for all.
+        told: those that the leader knows.
+        ahead: whether its workers start ahead of a place, or have started.
+        importing: whether they could not begin at once.
+        back_at: when workers that start ahead are there, if it is prompt.
         spoke: when the leader last heard from it.
     """
 
@@ -47,8 +60,15 @@ class SimNode:
     holding: int = 0
     training: bool = False
     starting: bool = False
+    ready: bool = False
     stopping: bool = False
     drained: bool = False
+    lost: str = ""
+    slots: tuple[int, ...] = ()
+    told: tuple[int, ...] = ()
+    ahead: bool = False
+    importing: bool = False
+    back_at: float = 0.0
     done: bool = False
     leaving: bool = False
     frozen: bool = False
@@ -59,15 +79,21 @@ class SimNode:
 
     def forget_workers(self) -> None:
         self.holding, self.training, self.starting, self.stopping, self.done = 0, False, False, False, False
-        self.drained = False
+        self.drained = self.ready = False
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether workers start ahead of a place."""
+        return self.importing or bool(self.slots)
 
 
 class LeaderModel:
     """One leader, or several in succession, with the nodes' ends of the links."""
 
-    def prepare(self, limits: Limits, timing: Timing) -> None:
+    def prepare(self, limits: Limits, timing: Timing, *, live: bool = False) -> None:
         self.limits = limits
         self.timing = timing
+        self.live = live  # whether workers that train can be suspended
         self.clock = FakeClock(1000.0)
         self.nodes: list[SimNode] = []
         self.owners: dict[int, SimNode] = {}
@@ -115,6 +141,8 @@ class LeaderModel:
         if node.link in self.accepted:
             node.spoke = self.now
             current = self.record.round.number
+            if isinstance(report, m.Stopped | m.Slots):
+                node.told = report.slots
             if isinstance(report, m.Leaving) and node.holding == current:
                 self.free.add(current)
             if isinstance(report, m.Failed) and report.round == current:
@@ -141,7 +169,7 @@ class LeaderModel:
         link = len(self.owners) + 1
         node.link, self.owners[link] = link, node
         node.unread.clear()
-        node.spoke = self.now
+        node.spoke, node.told = self.now, node.slots
         if node not in self.greeted:
             self.greeted.append(node)
         self.floor = max(self.floor, node.seen_round)
@@ -153,12 +181,16 @@ class LeaderModel:
             limits=str(self.limits),
             node_id=node.node_id,
             incarnation=node.incarnation,
-            workers=1,
+            workers=WORKERS,
             address="host",
             store_port=7000,
             holding=node.holding,
             done=node.done,
             joined=node.training and not node.starting,
+            ready=node.ready,
+            live=node.ready and self.live,
+            importing=node.importing,
+            slots=node.slots,
             seen_term=node.seen_term,
             seen_round=node.seen_round,
             seen_restarts=node.seen_restarts,
@@ -187,6 +219,7 @@ class LeaderModel:
                         node.holding = node.seen_round = formed.number
                         node.seen_restarts = restarts
                         node.training = node.starting = True
+                        node.importing = node.ahead = False
                 case m.Break(round=number) if number == node.holding:
                     if node.training:
                         node.stopping = True
@@ -194,8 +227,17 @@ class LeaderModel:
                         self._stopped(node)
                 case m.Drain(round=number) if number == node.holding and node.training:
                     node.stopping = node.drained = True
+                case m.StartAhead():
+                    assert not node.training
+                    assert not node.holding
+                    if node.ahead and not node.importing:
+                        self._say(node, m.Imported())
+                    elif not node.ahead:
+                        self._start_ahead(node)
+                        node.importing = True
                 case m.Evicted(final=final):
                     node.gone = final
+                    node.ahead = node.importing = False
                     self._stopped(node)
                 case m.RunEnd():
                     node.forget_workers()
@@ -208,15 +250,39 @@ class LeaderModel:
         self._say(node, m.Joined(node.holding))
 
     def _stopped(self, node: SimNode) -> None:
-        """All workers of a node are reaped."""
+        """All workers of a node are reaped or suspended."""
         number, drained = node.holding, node.drained
+        if number:
+            lost = node.lost if node.ready and self.live else ""
+            node.slots = (0,) if lost == "one" else ()
+            node.importing = lost == "all"
+            if lost:
+                self._start_ahead(node)
+        node.lost = ""
         node.forget_workers()
         if node.leaving:
             node.gone = True
             if node.link is not None:
                 self._hang_up(node.link)
         elif number:
-            self._say(node, m.Stopped(number, 7000, drained=self.begun if drained else -1))
+            step = self.begun if drained else -1
+            self._say(node, m.Stopped(number, 7000, step, importing=node.importing, slots=node.slots))
+
+    def _start_ahead(self, node: SimNode) -> None:
+        node.ahead, node.back_at = True, self.now + START
+
+    def _complete(self, node: SimNode) -> None:
+        """Workers that started ahead are there."""
+        if node.importing:
+            node.importing = False
+            self._say(node, m.Imported())
+        if node.slots:
+            node.slots = ()
+            self._say(node, m.Slots(()))
+
+    def _train(self, node: SimNode) -> None:
+        node.ready = True
+        self._say(node, m.Ready(node.holding, step=self.begun, live=self.live))
 
     # The leader decides.
 
@@ -257,8 +323,13 @@ class LeaderModel:
         chosen = [node for node in self.nodes if record.round.index(node.node_id, node.incarnation) is not None]
         assert len(chosen) == len(members)
         for node in chosen:
+            index = record.round.index(node.node_id, node.incarnation)
+            assert index is not None
+            assert members[index].local_ranks == (node.told or tuple(range(WORKERS))), "workers that it does not offer"
             assert node in self.accepted.values(), "a member without a link"
             assert not node.training, "a member that has workers still"
+        ranks = [worker.rank for index in range(len(members)) for worker in record.round.ranks_of(index)]
+        assert ranks == list(range(record.round.world_size)), "ranks are no permutation"
         for node in self.nodes:
             if before.round.index(node.node_id, node.incarnation) is not None and node.training:
                 assert node in self.released, "workers of two rounds train"
@@ -287,6 +358,10 @@ class LeaderModel:
                 self.released.discard(node)
             case m.Break(round=number):
                 assert number == self.record.round.number
+            case m.StartAhead(round=number):
+                assert self.live
+                assert number == self.record.round.number
+                assert self.record.round.index(node.node_id, node.incarnation) is None, "a member has workers"
             case m.Evicted(final=True):
                 assert not self._newest(node), "the newest agent of a node id is sent away"
             case m.RunEnd():
@@ -368,6 +443,10 @@ class LeaderModel:
                 self._started(node)
             if node.stopping and not node.gone:
                 self._stopped(node)
+            if self.live and node.training and not (node.starting or node.ready or node.gone):
+                self._train(node)
+            if node.incomplete and self.now >= node.back_at and not node.gone:
+                self._complete(node)
             if not node.gone and node.link is None:
                 self._connect(node)
 
@@ -381,5 +460,7 @@ class LeaderModel:
             assert node.training or node.done
             assert not node.stopping
         finishing = any(node.done for node in members)
+        world = WORKERS * len(members)
+        assert self.record.round.world_size == world or finishing, "not all workers take part"
         there = len({node.node_id for node in self._where(lambda node: True)})
         assert len(members) == min(there, self.limits.max_nodes) or finishing, "not all take part"

@@ -242,6 +242,18 @@ def test_a_spare_starts_ahead_and_takes_a_lost_members_place() -> None:
     assert (run.number, run.members) == (2, "ac")
 
 
+def test_a_member_that_becomes_a_spare_starts_ahead_again() -> None:
+    run = live("1:3", "ab", resize_delay=0.0)
+    run.hello("c")
+    run.report("c", m.Imported())
+    suspended(run, "a", "b", drained=7)
+    trains(run, "abc")
+    run.resize(1, 2)
+    suspended(run, "a", "b", "c", drained=9)
+    assert run.members == "ab"
+    assert run.orders("c", m.StartAhead) == [m.StartAhead(1, 1), m.StartAhead(1, 3)]
+
+
 def test_a_spare_that_is_still_starting_does_not_delay_the_others() -> None:
     run = live("1:2", "ab")
     run.hello("c")

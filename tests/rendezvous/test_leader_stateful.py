@@ -35,9 +35,12 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         dead_after=st.sampled_from([2.0, 5.0]),
         nodes=st.integers(0, 4),
         seconds=st.sampled_from([0.0, 5.0]),
+        live=st.sampled_from([True, True, False]),
     )
-    def begin(self, low: int, more: int, max_restarts: int, dead_after: float, nodes: int, seconds: float) -> None:
-        self.prepare(Limits(low, low + more, max_restarts), Timing(dead_after=dead_after, **TIMING))
+    def begin(
+        self, low: int, more: int, max_restarts: int, dead_after: float, nodes: int, seconds: float, live: bool
+    ) -> None:
+        self.prepare(Limits(low, low + more, max_restarts), Timing(dead_after=dead_after, **TIMING), live=live)
         for _ in range(nodes):
             self.arrive()
         self._advance(seconds, prompt=True)
@@ -63,8 +66,10 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
             self._started(node)
         elif node.stopping:
             self._stopped(node)
-        else:
+        elif node.link is None:
             self._connect(node)
+        else:
+            self._complete(node)
 
     @precondition(lambda self: self._where(_can_change))
     @rule(
@@ -72,11 +77,12 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         kind=st.sampled_from(["crash", "crash", "out of memory", "hang", "preemption"]),
         symptom=st.sampled_from(["", "", "broken connection"]),
         ran=st.sampled_from([1.0, 60.0]),
+        lost=st.sampled_from(["one", "all", ""]),
     )
-    def worker_fails(self, index: int, kind: str, symptom: str, ran: float) -> None:
+    def worker_fails(self, index: int, kind: str, symptom: str, ran: float, lost: str) -> None:
         node = self._pick(index, _can_change)
         assert node is not None
-        node.stopping = True
+        node.stopping, node.lost = True, lost
         failure = m.Failure(node.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=ran, symptom=symptom)
         self._say(node, m.Failed(node.holding, failure))
 
@@ -96,7 +102,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         node = self._pick(index, _can_change)
         assert node is not None
         self.begun += gained
-        self._say(node, m.Ready(node.holding, step=self.begun))
+        self._train(node)
 
     @precondition(lambda self: self._where(_can_change))
     @rule(index=INDEX)
@@ -210,12 +216,13 @@ def _can_change(node: SimNode) -> bool:
 
 
 def _has_to_do(node: SimNode) -> bool:
-    return not node.frozen and (bool(node.unread) or node.starting or node.stopping or node.link is None)
+    busy = bool(node.unread) or node.starting or node.stopping or node.link is None or node.incomplete
+    return busy and not node.frozen
 
 
 TestLeaderRun = LeaderRun.TestCase
 TestLeaderRun.settings = settings(
-    max_examples=int(EXAMPLES or 100),
+    max_examples=int(EXAMPLES or 150),
     stateful_step_count=40,
     derandomize=EXAMPLES is None,
     deadline=None,
