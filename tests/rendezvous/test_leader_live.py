@@ -251,6 +251,7 @@ def test_a_member_that_becomes_a_spare_starts_ahead_again() -> None:
     run.resize(1, 2)
     suspended(run, "a", "b", "c", drained=9)
     assert run.members == "ab"
+    run.advance(1)
     assert run.orders("c", m.StartAhead) == [m.StartAhead(1, 1), m.StartAhead(1, 3)]
 
 
