@@ -301,6 +301,10 @@ class LocalElasticAgent(ElasticAgent):
             case EstimateDue(round=number):
                 self._estimate(number)
                 return None
+            case m.StartAhead():
+                # This agent starts workers for a round only, and reports none of its rounds as live.
+                self._membership.report(m.Imported())
+                return None
             case m.PeerDone(round=number):
                 self._watch_ends(number)
                 return None

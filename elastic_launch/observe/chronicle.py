@@ -17,7 +17,7 @@ class RoundTold:
         formed: when it was recorded, or its order received; ``led`` is whether this host decided it.
         nodes: number of nodes in it; 0 if unknown.
         mine: whether this host has workers in it.
-        started: when the last of this host's workers was started.
+        started: when the last of this host's workers was started, or got its place.
         begun, first: when the first of them reached the beginning of training; when its first step was done.
         step, last, trained, restore: steps done when training began and when it ended; seconds of all steps, and of
             restoring.
@@ -116,7 +116,7 @@ class Chronicle:
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
                 self._link_cause = "" if up else cause
-            case ev.WorkerStarted(round=number):
+            case ev.WorkerStarted(round=number) | ev.WorkerKept(round=number):
                 told = self._of(number)
                 told.mine, told.started = True, clock
             case ev.WorkerExited():

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.metrics.api import MetricData, MetricHandler, NullMetricHandler
 
 from elastic_agents.calls.metrics import Meter, MetricPipe, Monitor, put_results, wanted
-from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerStarted
 
 
 class Kept(MetricHandler):
@@ -69,6 +69,15 @@ def test_a_restart_is_measured_from_the_first_failure() -> None:
     ]
     assert after(1, exited(1, 0)) == []
     assert after(1, exited(0, 0), order("end", 2)) == ["succeeded"]
+
+
+def test_a_kept_worker_takes_part_like_one_that_was_started() -> None:
+    said: list[object] = []
+    meter = Meter(2, lambda: 0.0, lambda name, value: None, said.append)
+    round_one = (order("form", 1), started(0), started(1), exited(0, -9), order("break", 1))
+    for event in (*round_one, order("form", 2), WorkerKept(2, 1, 1, 101), started(0), exited(0, 0), exited(1, 0)):
+        meter.hear(event)
+    assert said == ["healthy", "failed", "healthy", "succeeded"]
 
 
 def test_a_round_that_others_break_has_no_failure_here() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Agent, Job, alive, read_lines, wait_for
 
 LIVE = str(SCRIPTS / "live.py")
@@ -156,3 +158,21 @@ def test_a_node_that_leaves_has_its_drained_workers_exit_and_the_others_keep_the
     job.finish()
     assert first.wait() == 0
     assert job.events("round_drained")[-1]["step"] == 7
+
+
+def test_suspended_workers_get_their_places_from_the_next_leader(job: Job, tmp_path: Path) -> None:
+    """The leader's own workers die with it; those of the others are parked until one of them leads."""
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    with cluster(directory) as servers:
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
+        flags = ["--nnodes", "1:3", "--join-settle", "60", "--dead-after", "3", *where]
+        agents = [job.launch(*flags, "--node-id", name, name=name, command=[LIVE, str(job.work)]) for name in "abc"]
+        first = begun(job, 1, workers=3)
+        leader = str(job.events("leader_elected")[-1]["node"])
+        agents["abc".index(leader)].kill()
+        second = begun(job, 2, workers=2)
+        assert {*second.values()} < {*first.values()}
+        job.finish()
+        assert [agent.wait() for agent in agents if agent.name != leader] == [0, 0]
+    assert not job.events("restart_charged")

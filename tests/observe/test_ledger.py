@@ -386,3 +386,12 @@ def test_steps_are_lost_if_all_members_leave_at_once_without_a_drain(others: lis
         (33.0, ev.NodeEnded(143, "SIGTERM")),
     )
     assert told.unsaved_steps == unsaved
+
+
+def test_a_round_whose_workers_are_all_kept_has_begun() -> None:
+    told = ledger(
+        *[(2.0, formed(1)), (2.0, form(1)), (2.1, started(1)), (32.0, broken(1)), (33.0, formed(2)), (33.0, form(2))],
+        (33.1, ev.WorkerKept(2, 0, 0, 42)),
+    )
+    assert [incident.recovered for incident in told.incidents] == [True]
+    assert parts(told.incidents[0])[3] == pytest.approx(0.1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerStarted
+from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerStarted
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -65,7 +65,7 @@ class Meter:
                 self._started = self._gone = self._finished = 0
             case OrderReceived(order="break" | "drain" | "evicted"):
                 self._stop("")
-            case WorkerStarted():
+            case WorkerStarted() | WorkerKept():
                 self._started += 1
                 if self._started == self._nproc:
                     self._begun()
