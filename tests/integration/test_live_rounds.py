@@ -80,6 +80,18 @@ def test_a_broken_connection_is_not_the_cause_if_a_worker_was_killed(job: Job) -
     assert not alive(first[0])
 
 
+def test_the_exception_of_a_kept_worker_is_in_the_files_of_the_round_in_which_it_was_started(job: Job) -> None:
+    agent = launch(job, "--max-restarts", "1")
+    os.kill(begun(job, 1)[0], signal.SIGKILL)
+    begun(job, 2)
+    job.tell("fail-1")
+    assert agent.wait() == 91
+    assert "ValueError: told to fail" in agent.output
+    (errors,) = job.logged("round_*/1/error.json")
+    assert errors.parent.parent.name == "round_1"
+    assert str(errors.parent) in agent.output
+
+
 def test_a_worker_that_does_not_leave_the_round_in_time_is_killed(job: Job) -> None:
     agent = launch(job, script="--deaf")
     first = begun(job, 1)
@@ -160,6 +172,7 @@ def test_a_node_that_leaves_has_its_drained_workers_exit_and_the_others_keep_the
     assert job.events("round_drained")[-1]["step"] == 7
 
 
+@pytest.mark.slow
 def test_suspended_workers_get_their_places_from_the_next_leader(job: Job, tmp_path: Path) -> None:
     """The leader's own workers die with it; those of the others are parked until one of them leads."""
     directory = tmp_path / "etcd"

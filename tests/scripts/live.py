@@ -1,9 +1,8 @@
 """A worker that can be suspended, without torch: ``live.py DIRECTORY [FLAGS]``; it speaks with its agent itself.
 
 ``finish`` in DIRECTORY: exit 0. It appends what happens to it to ``live.jsonl``: its place at the start and in each
-round, and orders. ``disconnect-<rank>``: it reports a broken connection, once. Flags:
-
-``--deaf``: it reports nothing when it is told to leave the round.
+round, and orders. ``disconnect-<rank>``: it reports a broken connection, once. ``fail-<rank>``: it records an exception
+and exits with 1, once. With ``--deaf`` it reports nothing when it is told to leave the round.
 """
 
 import json
@@ -64,10 +63,21 @@ answer, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
 note("connects", patience_s=json.loads(answer)["patience_s"])
 begin()
 threading.Thread(target=listen, daemon=True).start()
-while not (directory / "finish").exists():
+
+
+def take(name):
     try:
-        (directory / f"disconnect-{place['rank']}").unlink()
+        (directory / f"{name}-{place['rank']}").unlink()
     except FileNotFoundError:
-        time.sleep(0.02)
-        continue
-    say("disconnected", step=7, error="RuntimeError: Connection closed by peer [127.0.0.1]:7")
+        return False
+    return True
+
+
+while not (directory / "finish").exists():
+    if take("disconnect"):
+        say("disconnected", step=7, error="RuntimeError: Connection closed by peer [127.0.0.1]:7")
+    if take("fail"):
+        record = {"message": {"message": "ValueError: told to fail", "extraInfo": {}, "errorCode": 0}}
+        pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
+        os._exit(1)
+    time.sleep(0.02)
