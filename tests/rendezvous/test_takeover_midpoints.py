@@ -48,18 +48,39 @@ def _scenario(cluster: Cluster) -> None:
     assert cluster.trains
 
 
+def _live_scenario(cluster: Cluster) -> None:
+    """A worker crashes, a node joins, and the leader is killed; all other workers keep their processes."""
+    cluster.start("a", "b")
+    cluster.run(4.0)
+    assert cluster.trains
+    other = next(node for node in cluster.nodes if node is not cluster.leader)
+    other.workers.crash()
+    cluster.run(4.0)
+    assert cluster.trains
+    assert cluster.leader is not None
+    assert (cluster.leader.workers.kept, other.workers.kept) == (1, 0)
+    cluster.start("c")
+    cluster.run(8.0)
+    assert cluster.trains
+    assert (cluster.leader.workers.kept, other.workers.kept, cluster["c"].workers.kept) == (2, 1, 0)
+    cluster.leader.die(power=False)
+    cluster.run(6.0)
+    assert cluster.trains
+    assert sum(node.workers.kept for node in cluster.nodes) in (3, 4)
+
+
 class _Stopped(Exception):
     """The scenario has reached the point."""
 
 
-def _length() -> int:
-    cluster = Cluster("1:3", seed=1)
-    _scenario(cluster)
+def _length(*, live: bool = False) -> int:
+    cluster = Cluster("1:3", seed=1, live=live)
+    (_live_scenario if live else _scenario)(cluster)
     return cluster.kernel.events
 
 
-def _interrupted(events: int, befall: Callable[[Cluster], None]) -> Cluster:
-    cluster = Cluster("1:3", seed=1)
+def _interrupted(events: int, befall: Callable[[Cluster], None], *, live: bool = False) -> Cluster:
+    cluster = Cluster("1:3", seed=1, live=live)
 
     def check() -> None:
         cluster.checks.always()
@@ -68,7 +89,7 @@ def _interrupted(events: int, befall: Callable[[Cluster], None]) -> Cluster:
 
     cluster.kernel.check = check
     with pytest.raises(_Stopped):
-        _scenario(cluster)
+        (_live_scenario if live else _scenario)(cluster)
     cluster.kernel.check = cluster.checks.always
     befall(cluster)
     cluster.run(20.0)
@@ -87,12 +108,19 @@ def test_a_run_continues_from_every_point_at_which_its_leader_is(fault: str) -> 
     assert max(terms) >= 2
 
 
+@pytest.mark.parametrize("fault", ["killed", "frozen for 20 s", "cut off"])
+def test_a_live_run_continues_from_every_point_at_which_its_leader_is(fault: str) -> None:
+    for events in range(1, _length(live=True), 40):
+        _interrupted(events, FAULTS[fault], live=True).recover()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_continues_from_every_single_event_at_which_its_leader_is(fault: str) -> None:
-    for events in range(1, _length()):
-        _interrupted(events, FAULTS[fault]).recover()
+    for live in (False, True):
+        for events in range(1, _length(live=live)):
+            _interrupted(events, FAULTS[fault], live=live).recover()
 
 
 def test_a_node_that_cannot_know_whether_it_leads_does_not_count_as_dead() -> None:

@@ -31,9 +31,10 @@ class TakeoverRun(RuleBasedStateMachine):
         max_restarts=st.sampled_from([2, 100]),
         start=st.integers(2, 4),
         seconds=st.sampled_from([0.0, 0.5, 6.0]),
+        live=st.sampled_from([True, False]),
     )
-    def begin(self, seed: int, nodes: str, max_restarts: int, start: int, seconds: float) -> None:
-        self.cluster = Cluster(nodes, seed=seed, max_restarts=max_restarts)
+    def begin(self, seed: int, nodes: str, max_restarts: int, start: int, seconds: float, live: bool) -> None:
+        self.cluster = Cluster(nodes, seed=seed, max_restarts=max_restarts, live=live)
         self.cluster.start(*NODE_IDS[:start])
         self.cluster.run(seconds)
 

@@ -28,9 +28,19 @@ class Cluster:
         nodes: those that are alive, including frozen ones.
         all: these and all earlier ones.
         disturbed: incarnations that existed when a process was frozen or the network was faulty.
+        live: whether workers can be suspended.
     """
 
-    def __init__(self, nodes: str = "1:3", *, seed: int = 0, max_restarts: int = 100, timing: Timing = TIMING) -> None:
+    def __init__(
+        self,
+        nodes: str = "1:3",
+        *,
+        seed: int = 0,
+        max_restarts: int = 100,
+        timing: Timing = TIMING,
+        live: bool = False,
+    ) -> None:
+        self.live = live
         low, _, high = nodes.partition(":")
         self.limits = Limits(int(low), int(high or low), max_restarts)
         self.timing = timing
@@ -82,6 +92,15 @@ class Cluster:
 
     def run(self, seconds: float) -> None:
         self.kernel.run(seconds)
+
+    def drain(self, number: int) -> bool:
+        """Have all workers of a round stop after the same step, if all of them train and reach each other."""
+        there = [node for node in self.nodes if node.workers.training == number and not node.frozen]
+        if len(there) < len(self.checks.rounds[number]) or not all(self.network.joins(there[0], x) for x in there):
+            return False
+        for node in there:
+            node.workers.drain()
+        return True
 
     # Faults.
 

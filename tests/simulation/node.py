@@ -24,7 +24,7 @@ from elastic_launch.rendezvous.wire.seal import Patience
 from simulation.kernel import Host, Mailbox, Resume, Task, Wait
 from simulation.leader import COMMAND, SEAL, SimLeader
 from simulation.network import END, Connection
-from simulation.workers import SimWorkers
+from simulation.workers import SUSPENSION, SimWorkers
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -108,9 +108,9 @@ class SimNode(Host):
     def _carry_out(self, action: v.Action) -> None:
         number = self.view.round
         match action:
-            case v.StartWorkers(form=form):
+            case v.StartWorkers(form=form, kept=kept):
                 self.cluster.checks.starts(self, form)
-                self.workers.start(form.round)
+                self.workers.start(form.round, kept=bool(kept))
                 self._say(m.Joined(form.round.number))
             case v.Terminate():
                 self.workers.terminate()
@@ -118,13 +118,25 @@ class SimNode(Host):
                 self.kernel.call(grace, self, lambda: self.inbox.put(v.GraceOver(number)))
             case v.Kill():
                 self.workers.kill()
+            case v.Suspend():
+                self.workers.suspend()
+                self.kernel.call(SUSPENSION, self, lambda: self.inbox.put(v.SuspendOver(number)))
+            case v.SendExit():
+                self.workers.dismiss()
+            case v.AskStop():
+                self.workers.ask_stop()
+            case v.AwaitEnd(local_rank=rank, seconds=seconds):
+                self.kernel.call(seconds, self, lambda: self.inbox.put(v.TeardownOver(number, rank)))
             case v.Hold(local_rank=rank):
                 self.kernel.call(v.HOLD, self, lambda: self.inbox.put(v.HoldOver(number, rank)))
-            case v.ReportFailed():
-                failure = m.Failure(self.node_id, "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, round=number)
-                self._say(m.Failed(number, failure))
-            case v.ReportStopped(round=stopped):
-                self._say(m.Stopped(stopped, 1))
+            case v.ReportFailed() | v.ReportDisconnected():
+                symptom = "" if isinstance(action, v.ReportFailed) else "broken connection"
+                failure = m.Failure(self.node_id, "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, symptom=symptom)
+                self._say(m.Failed(number, replace(failure, round=number)))
+            case v.ReportReady(round=ready):
+                self._say(m.Ready(ready, live=self.cluster.live))
+            case v.ReportStopped(round=stopped, drained=step):
+                self._say(m.Stopped(stopped, 1, step))
             case m.Done(round=done):
                 self._say(m.Done(done))
             case m.Leaving(reason=reason, seconds=seconds):
@@ -302,7 +314,10 @@ class SimNode(Host):
                     self._hang_up(self._former.pop())
             case m.Refused(reason=reason):
                 raise RefusedError(reason)
-            case m.Form() | m.Break() | m.Evicted() | m.RunEnd():
+            case m.StartAhead():
+                # Its workers start ahead; suspended ones, if it has any, wait already.
+                self.kernel.call(self.kernel.random.choice((0.01, 1.0)), self, lambda: self._say(m.Imported()))
+            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 if isinstance(order, m.Form):
                     self._detector.formed()
                 self.inbox.put(order)

@@ -1,48 +1,69 @@
-"""A node's simulated workers, as one process: they train until they finish, crash, are stopped, or miss their peers."""
+"""A node's simulated workers, as one process: they train until they finish, crash, are stopped, or miss their peers.
+
+In a live run they also leave a round and wait, suspended, for a place in the next one.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic_agents.policy_types import WorkerGone
+from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.record import Round
 
 if TYPE_CHECKING:
     from simulation.node import SimNode
 
-__all__ = ["SimWorkers"]
+__all__ = ["SUSPENSION", "SimWorkers"]
+
+SUSPENSION = 2.0
+"""Seconds that workers have to leave a round."""
 
 
 class SimWorkers:
     """The workers of a node's current round.
 
     Attributes:
-        round: the round whose workers live, or None.
+        round: the round whose workers train, or None.
+        suspended: number of the round that living workers have left; 0 for none.
+        kept: how often suspended workers got a place.
         done: numbers of the rounds whose workers have finished here.
-        deaf: SIGTERM does not end them.
+        deaf: SIGTERM does not end them, nor do they leave a round when they are told to.
     """
 
     def __init__(self, node: SimNode) -> None:
         self.node = node
         self.round: Round | None = None
+        self.suspended = 0
+        self.kept = 0
         self.done: set[int] = set()
         self.deaf = False
+        self._drained = False
 
     @property
     def training(self) -> int:
-        """Number of the round whose workers live, 0 for none."""
+        """Number of the round whose workers train, 0 for none."""
         return self.round.number if self.round is not None else 0
 
-    def start(self, formed: Round) -> None:
+    def start(self, formed: Round, *, kept: bool) -> None:
         assert self.round is None, "workers of two rounds on one node"
-        self.round = formed
+        assert kept == bool(self.suspended), "a suspended worker is left, or revived twice"
+        assert formed.number > self.suspended, "a suspended worker is revived for a round that it has left"
+        self.kept += kept
+        self.round, self.suspended, self._drained = formed, 0, False
+        if self.node.cluster.live:
+            self._later(self._delay(), lambda: self._tell(v.WorkerReady(formed.number, 0, live=True)))
 
     def terminate(self) -> None:
         if not self.deaf:
-            self._ends(self.node.kernel.random.choice((0.001, 0.1, 1.0)), -signal.SIGTERM)
+            self._ends(self._delay(), -signal.SIGTERM)
 
     def kill(self) -> None:
+        """End all workers; suspended ones have no state that counts."""
+        if self.suspended:
+            number, self.suspended = self.suspended, 0
+            self.node.kernel.call(0.01, self.node, lambda: self._tell(v.WorkerGone(number, 0, -signal.SIGKILL)))
         self._ends(0.01, -signal.SIGKILL)
 
     def crash(self) -> None:
@@ -54,23 +75,69 @@ class SimWorkers:
 
     def die(self) -> None:
         """Die with the node: nothing is reported, but the peers' collectives break."""
-        number, self.round = self.training, None
+        number, self.round, self.suspended = self.training, None, 0
         if number:
             self.node.cluster.lost_peer(self.node, number)
 
     def miss_a_peer(self, number: int) -> None:
         """A collective fails because a peer is gone."""
         delay = self.node.kernel.random.choice((0.002, 0.05, 0.5, 30.0))
-        self._ends(delay, 1, number)
+        if not self.node.cluster.live:
+            self._ends(delay, 1, number)
+        elif not self._drained:
+            patience = self.node.cluster.timing.dead_after + 2
+            self._later(delay, lambda: self._tell(v.WorkerDisconnected(number, 0, "connection closed")), number)
+            self._ends(delay + patience, 1, number)
+
+    # Suspended workers.
+
+    def suspend(self) -> None:
+        """They are told to leave the round."""
+        if not self.deaf:
+            self._later(self._delay(), self._leave)
+
+    def dismiss(self) -> None:
+        """Suspended workers are told to exit."""
+        number, self.suspended = self.suspended, 0
+        if number:
+            self._tell(v.WorkerGone(number, 0, 0))
+
+    def ask_stop(self) -> None:
+        """They are to stop after the same step as all others: as soon as all of them train and reach each other."""
+        if not self.deaf and not self._drained and not self.node.cluster.drain(self.training):
+            self._later(0.1, self.ask_stop)
+
+    def drain(self) -> None:
+        """All ranks have agreed on the step."""
+        self._drained = True
+        self._tell(v.WorkerDrained(self.training, 0, 1))
+        self._later(self._delay(), self._leave if self.node.cluster.live else lambda: self._gone(0))
+
+    def _leave(self) -> None:
+        number, self.round = self.training, None
+        self.suspended = number
+        self._tell(v.WorkerSuspended(number, 0))
+        if not self._drained:
+            self.node.cluster.lost_peer(self.node, number)
+
+    def _delay(self) -> float:
+        return self.node.kernel.random.choice((0.001, 0.1, 1.0))
+
+    def _tell(self, event: v.Event) -> None:
+        self.node.inbox.put(event)
+
+    def _later(self, delay: float, function: Callable[[], None], number: int | None = None) -> None:
+        """Call a function unless the round's workers are gone by then."""
+        number = self.training if number is None else number
+        self.node.kernel.call(delay, self.node, lambda: function() if self.training == number else None)
 
     def _ends(self, delay: float, code: int, number: int | None = None) -> None:
-        number = self.training if number is None else number
-        self.node.kernel.call(delay, self.node, lambda: self._gone(code) if self.training == number else None)
+        self._later(delay, lambda: self._gone(code), number)
 
     def _gone(self, code: int) -> None:
         if self.round is None:
             return
         number, self.round = self.training, None
-        self.node.inbox.put(WorkerGone(number, 0, code))
+        self._tell(v.WorkerGone(number, 0, code))
         if code:
             self.node.cluster.lost_peer(self.node, number)
