@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events.types import NodeJoined, ResizeSkipped, RoundBroken, RoundDraining
+from elastic_launch.events.types import NodeJoined, ResizeSkipped, RestartCharged, RoundBroken, RoundDraining
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -144,6 +144,37 @@ def test_a_node_without_any_worker_is_taken_at_once_if_too_few_remain() -> None:
     suspended(run, "b", importing=True)
     suspended(run, "a")
     assert (run.number, run.members) == (2, "ab")
+
+
+# Broken connections.
+
+
+def test_broken_connections_alone_are_free_while_training_advances() -> None:
+    run = live("1:2", "ab", resize_delay=1000.0)
+    for step in (1, 2, 3, 4, 5, 6):
+        run.report("a", m.Ready(run.number, step=step, live=True))
+        run.fail("a", symptom="broken connection", alive=True)
+        run.advance(1)
+        assert run.told(RestartCharged) == []
+        suspended(run, "a", "b")
+        assert (run.number, run.record.restarts) == (step + 1, 0)
+    for _ in range(6):
+        run.report("a", m.Ready(run.number, step=6, live=True))
+        run.fail("a", symptom="broken connection", alive=True)
+        suspended(run, "a", "b")
+    assert run.told(RestartCharged)[0].idle == 6, "a round without a step is not free without end"
+
+
+def test_a_crash_that_is_reported_after_the_connections_that_it_broke_is_charged() -> None:
+    run = live("1:2", "ab")
+    run.report("a", m.Ready(1, step=5, live=True))
+    run.fail("a", symptom="broken connection", alive=True)
+    suspended(run, "a")
+    run.advance(1)
+    run.fail("b", rank=1)
+    suspended(run, "b")
+    (charged,) = run.told(RestartCharged)
+    assert (charged.kind, run.record.restarts, run.number) == ("crash", 1, 2)
 
 
 # Starting ahead.

@@ -104,7 +104,8 @@ class SimWorkers:
 
     def ask_stop(self) -> None:
         """They are to stop after the same step as all others: as soon as all of them train and reach each other."""
-        if not self.deaf and not self._drained and not self.node.cluster.drain(self.training):
+        ignored = not self.training or self.deaf or self._drained
+        if not ignored and not self.node.cluster.drain(self.training):
             self._later(0.1, self.ask_stop)
 
     def drain(self) -> None:

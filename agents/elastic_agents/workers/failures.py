@@ -183,6 +183,7 @@ def disconnection(
         host=socket.gethostname(),
         symptom=symptom_in(error) or BROKEN_CONNECTION,
         trained=trained,
+        alive=True,
     )
 
 

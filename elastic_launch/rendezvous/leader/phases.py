@@ -160,6 +160,11 @@ class Broken:
     not_before: float = 0.0
     failure: Failure | None = None
 
+    @property
+    def disconnected(self) -> bool:
+        """Whether only connections broke, as far as is known: no worker ended, so it is not the script's fault."""
+        return self.imposed is None and bool(self.failures) and all(failure.alive for _, failure in self.failures)
+
 
 @dataclass(slots=True)
 class Gathering:

@@ -66,7 +66,7 @@ class RestartBudget:
                 Kind.FATAL, ends="a restart is of no use (the same step has failed in the same way twice)"
             )
         idle = 0
-        if not kind.costs:
+        if broken.disconnected or not kind.costs:
             self.idle += not gained
             if self.idle <= FREE + nodes:
                 return BudgetDecision(kind)

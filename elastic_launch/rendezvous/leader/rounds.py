@@ -451,7 +451,9 @@ class Rounds:
                 self._impose(broken, Kind.NODE_LOSS, cause)
             self._state.owed.clear()
         # A member that died with the previous leader makes the others crash: first find out which are missing.
-        if broken.judged_at is None and not self._state.owed and (not active or now - broken.at >= COLLECT):
+        # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
+        collected = now - broken.at >= COLLECT and not broken.disconnected
+        if broken.judged_at is None and not self._state.owed and (not active or collected):
             self._judge(broken, now)
         if self.phase is not broken:
             self.consider(now)  # this was the last one

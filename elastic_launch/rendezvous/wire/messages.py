@@ -85,6 +85,7 @@ class Failure:
         supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
             that of a handled exception.
         repeats: where it failed, if a restart computes the same numbers there again; else empty.
+        alive: whether the worker goes on: its connection to another rank broke, and it waits for a place.
     """
 
     node_id: str
@@ -104,6 +105,7 @@ class Failure:
     trained: int = -1
     supposed: bool = False
     repeats: str = ""
+    alive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
