@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from leader_run import Run, running
 
 from elastic_launch.events.types import NodeJoined, ResizeSkipped, RoundDrained
-from elastic_launch.rendezvous.leader.resize_payoff import DEFAULT_COST, ResizePayoff, saved
+from elastic_launch.rendezvous.leader.resize_payoff import DEFAULT_COST, DEFAULT_LIVE_COST, ResizePayoff, saved
 from elastic_launch.rendezvous.wire import messages as m
 
 SECONDS = st.floats(0, 1e7)
@@ -48,6 +48,22 @@ def test_an_estimate_grows_old_with_the_clock_and_ends_with_its_round() -> None:
     assert prices.remaining(200.0) == 0.0
     prices.formed(None)
     assert prices.pays(1, 2, 200.0)
+
+
+def test_the_cost_of_a_resize_is_learned_apart_for_live_workers() -> None:
+    prices = ResizePayoff()
+    assert prices.cost == DEFAULT_COST
+    prices.formed(100.0)
+    prices.trains(108.0, live=True)
+    prices.formed(None)
+    prices.trains(120.0, live=False)
+    assert prices.cost == DEFAULT_COST
+    prices.formed(130.0)
+    prices.trains(130.2, live=True)
+    assert prices.cost == pytest.approx(0.2)
+    prices = ResizePayoff()
+    prices.trains(0.0, live=True)
+    assert prices.cost == DEFAULT_LIVE_COST
 
 
 def ready(nodes: str, node_ids: str, remaining: float = -1.0) -> Run:

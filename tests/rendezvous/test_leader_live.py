@@ -92,11 +92,11 @@ def test_no_round_is_drained_for_workers_that_are_back_when_others_have_finished
 
 def test_workers_that_are_back_too_late_to_pay_are_named_once() -> None:
     run = partial()
-    trains(run, "ab", remaining=8.0)
+    trains(run, "ab", remaining=3.6)
     run.report("b", m.Slots((0, 1)))
     run.advance(5)
     (skipped,) = run.told(ResizeSkipped)
-    assert (skipped.nodes, skipped.saved_s) == (("b",), pytest.approx(8.0 * (1 - 3 / 4), abs=0.1))
+    assert (skipped.nodes, skipped.cost_s, skipped.saved_s) == (("b",), 1.0, pytest.approx(3.6 * (1 - 3 / 4), abs=0.1))
     assert run.told(RoundDraining) == []
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["DEFAULT_COST", "ResizePayoff", "saved"]
+__all__ = ["DEFAULT_COST", "DEFAULT_LIVE_COST", "ResizePayoff", "saved"]
 
 DEFAULT_COST = 5.0
 """Assumed cost of a resize in seconds before the first one: processes start, import torch, meet, and restore."""
+
+DEFAULT_LIVE_COST = 1.0
+"""The same if all workers are live: they keep their processes, and newcomers have started before."""
 
 
 def saved(remaining: float, workers: int, larger: int) -> float:
@@ -29,11 +32,12 @@ class ResizePayoff:
     """The known remaining time of a round and cost of a resize, by the leader's clock.
 
     Attributes:
-        cost: seconds that the last resize took from its order until all workers trained.
+        live: whether the workers of the last round in which all trained are live.
     """
 
     def __init__(self) -> None:
-        self.cost = DEFAULT_COST
+        self.live = False
+        self._costs = {False: DEFAULT_COST, True: DEFAULT_LIVE_COST}
         self._ordered_at: float | None = None
         self._ends_at: float | None = None
 
@@ -41,10 +45,16 @@ class ResizePayoff:
         """Record that a round was formed; ``resize_at`` is when its resize was ordered, if it is the result of one."""
         self._ordered_at, self._ends_at = resize_at, None
 
-    def trains(self, now: float) -> None:
-        """Record that all workers of the round train."""
+    @property
+    def cost(self) -> float:
+        """Seconds that the last resize of such workers took from its order until all of them trained."""
+        return self._costs[self.live]
+
+    def trains(self, now: float, *, live: bool) -> None:
+        """Record that all workers of the round train, and whether all of them are live."""
+        self.live = live
         if self._ordered_at is not None:
-            self.cost = now - self._ordered_at
+            self._costs[live] = now - self._ordered_at
             self._ordered_at = None
 
     def told(self, remaining: float, now: float) -> None:

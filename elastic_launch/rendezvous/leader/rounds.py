@@ -85,8 +85,6 @@ class Rounds:
             case Gathering() | Parked() | Ending() | Ended():
                 pass
         self._state.resizing.prices.told(report.remaining_s, now)
-        if all(node.ready for node in self._state.nodes.values() if node.active):
-            self._state.resizing.prices.trains(now)
 
     def _begun(self, said: Running | Broken, step: int) -> None:
         if step >= 0:
@@ -367,7 +365,7 @@ class Rounds:
         if not running.fetching:
             self._state.release()
         if len(members) == size and all(node.ready for node in members):
-            self._state.live = all(node.live for node in members)
+            self._state.resizing.prices.trains(now, live=all(node.live for node in members))
         start_ahead(self._state, running)
         if len(members) < size and (lost := self._lost(running, now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.

@@ -28,7 +28,6 @@ class LeaderState:
         owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
         floor: rounds up to this number may have been formed.
         departing: whether this leader's own node leaves.
-        live: whether the workers of the last round in which all trained could be suspended.
     """
 
     def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
@@ -43,13 +42,17 @@ class LeaderState:
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
-        self.live = False
         self._out: list[Instruction] = []
 
     @property
     def limits(self) -> Limits:
         """The run's current limits."""
         return self.record.limits
+
+    @property
+    def live(self) -> bool:
+        """Whether the workers of the last round in which all trained could be suspended."""
+        return self.resizing.prices.live
 
     def members(self) -> list[Node]:
         """The nodes that have, or may have, workers of the current round."""
