@@ -39,7 +39,7 @@ class SimWorkers:
         self.kept = 0
         self.done: set[int] = set()
         self.deaf = False
-        self._drained = False
+        self._drained = self._killed = False
 
     @property
     def training(self) -> int:
@@ -51,7 +51,8 @@ class SimWorkers:
         assert kept == bool(self.suspended), "a suspended worker is left, or revived twice"
         assert formed.number > self.suspended, "a suspended worker is revived for a round that it has left"
         self.kept += kept
-        self.round, self.suspended, self._drained = formed, 0, False
+        self.round, self.suspended = formed, 0
+        self._drained = self._killed = False
         if self.node.cluster.live:
             self._later(self._delay(), lambda: self._tell(v.WorkerReady(formed.number, 0, live=True)))
 
@@ -64,6 +65,7 @@ class SimWorkers:
         if self.suspended:
             number, self.suspended = self.suspended, 0
             self.node.kernel.call(0.01, self.node, lambda: self._tell(v.WorkerGone(number, 0, -signal.SIGKILL)))
+        self._killed = True
         self._ends(0.01, -signal.SIGKILL)
 
     def crash(self) -> None:
@@ -115,6 +117,8 @@ class SimWorkers:
         self._later(self._delay(), self._leave if self.node.cluster.live else lambda: self._gone(0))
 
     def _leave(self) -> None:
+        if self._killed:
+            return
         number, self.round = self.training, None
         self.suspended = number
         self._tell(v.WorkerSuspended(number, 0))
