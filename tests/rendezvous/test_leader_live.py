@@ -308,6 +308,31 @@ def test_a_node_that_comes_between_two_rounds_does_not_delay_the_next_one() -> N
     assert (run.number, run.members) == (2, "ab")
 
 
+def test_an_agent_that_comes_back_with_another_address_starts_ahead() -> None:
+    run = live("1:2", "ab")
+    run.hello("b", incarnation="b2", address="elsewhere")
+    assert run.orders("b", m.Evicted)[-1].final
+    assert run.orders("b", m.StartAhead)
+    suspended(run, "a")
+    assert (run.number, run.members) == (2, "a")
+    trains(run, "a")
+    run.report("b", m.Imported())
+    run.advance(2)
+    suspended(run, "a", drained=7)
+    assert [member.address for member in run.record.round.members] == ["host-a", "elsewhere"]
+
+
+def test_a_new_leader_forms_the_next_round_of_suspended_members_at_once() -> None:
+    members = (Member("a", "a1", 1, "host-a", 7000), Member("b", "b1", 2, "host-b", 7000))
+    leader = Leader("a", "a1", "10.0.0.1", 1)
+    run = Run("1:2", record=ControlRecord("run", "digest", 2, leader, round=Round(4, members)).renewed())
+    run.hello("a", seen_term=1, seen_round=4)
+    assert run.number == 4
+    run.hello("b", seen_term=1, seen_round=4, workers=2, slots=(1,))
+    assert (run.number, run.members, run.record.restarts) == (5, "ab", 0)
+    assert run.record.round.members[1].slots == (1,)
+
+
 def test_a_live_round_that_is_still_meeting_is_not_broken_for_a_newcomer() -> None:
     run = live("1:3", "ab", resize_delay=0.0)
     run.hello("c")
