@@ -67,7 +67,7 @@ RECORD = ControlRecord(
     "d" * 64,
     3,
     Leader("a", "a1", "10.0.0.1", 4000),
-    Round(7, (Member("a", "a1", 8, "10.0.0.1", 5000), Member("b", "b1", 8, "10.0.0.2", 5001))),
+    Round(7, (Member("a", "a1", 8, "10.0.0.1", 5000), Member("b", "b1", 2, "10.0.0.2", 5001, slots=(1, 3)))),
     limits=Limits(1, 4),
     end=End(0, "all workers finished"),
 )
@@ -299,7 +299,14 @@ WORKERS = (
     c.Drained(3, 0.25),
     c.Stored(1, c.CopyJob(1, 2, 3, "/a")),
 )
-LINES = (HELLO, m.Beat(), m.RunEnd(1, 0, "done", 0), m.Refused(1, "no", "hint"), m.Form(1, RECORD.round, 0, "start"))
+LINES = (
+    HELLO,
+    m.Beat(),
+    m.Slots((0, 2)),
+    m.RunEnd(1, 0, "done", 0),
+    m.Refused(1, "no", "hint"),
+    m.Form(1, RECORD.round, 0, "x"),
+)
 CALLS = (
     a.Caller(2, "run"),
     a.AskDrain("a", 3.5),
