@@ -16,6 +16,9 @@ from harness import SCRIPTS
 
 LIMIT = 120.0  # seconds
 
+# torch's stores look up the name of every address that they connect, and wait for a slow name server.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "timeout:1 attempts:1"}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -78,7 +81,7 @@ class RankProcesses:
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, str(SCRIPTS / "round_groups.py"), str(theirs.fileno())],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **environment},
+                env={**os.environ, **_ENVIRONMENT, **environment},
                 pass_fds=[theirs.fileno()],
             )
         self._requests.settimeout(LIMIT)

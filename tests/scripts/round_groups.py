@@ -44,11 +44,14 @@ class Rank:
         self.store = dist.TCPStore("::", 0, is_master=True, wait_for_workers=False)
         return self.store.port
 
+    def begin(self) -> None:
+        """Begin a new round."""
+        self.groups = RoundGroups()
+
     def form(self, rank: int, size: int, port: int, subgroups: int = 1, address: str = "127.0.0.1") -> float:
         """Form the groups of a new round, and return how many seconds that took."""
         began = time.monotonic()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=address, MASTER_PORT=str(port))
-        self.groups = RoundGroups()
         with self.groups.forming():
             dist.init_process_group("gloo", timeout=TIMEOUT)
         for _ in range(subgroups):
@@ -96,11 +99,12 @@ class Rank:
             works.clear()
         return errors
 
-    def post(self) -> None:
-        """Post a collective, and do not wait for it."""
-        self.kept.append(dist.all_reduce(torch.ones(1000), async_op=True))
+    def post(self, count: int) -> None:
+        """Post collectives, and do not wait for them."""
+        self.kept += [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(count)]
 
     def drop(self) -> None:
+        """Drop the posted collectives."""
         self.kept.clear()
 
     def leave(self) -> float:
@@ -109,16 +113,8 @@ class Rank:
         self.groups.leave()
         return time.monotonic() - began
 
-    def renew(self, rank: int, size: int, port: int) -> float:
-        """Leave the round, join the next one and use it; return how many seconds that took."""
-        began = time.monotonic()
-        self.leave()
-        self.form(rank, size, port)
-        assert self.reduce(1000) == size * (size + 1) / 2
-        return time.monotonic() - began
-
     def open_own(self) -> None:
-        """Open connections as a script may do, one of them while the next round's group is formed."""
+        """Open a listening socket and a connection to it, as a script may do."""
         server = socket.create_server(("127.0.0.1", 0))
         self.kept += [server, socket.create_connection(server.getsockname()), server.accept()[0]]
 
@@ -222,7 +218,7 @@ def be(orders: socket.socket) -> None:
                     waiting.put(order)
         waiting.put(None)
 
-    threading.Thread(target=read, name="orders").start()
+    threading.Thread(target=read, name="orders", daemon=True).start()
     while (order := waiting.get()) is not None:
         answer(order, getattr(rank, order["name"]))
 

@@ -56,7 +56,8 @@ class RoundGroups:
             RuntimeError: if :meth:`disconnect` was called before the group was formed.
         """
         before, hook = set(_groups()), sys.excepthook
-        with self._sockets.opening(int(os.environ.get("MASTER_PORT") or 0)):
+        port, size = (int(os.environ.get(name) or 0) for name in ("MASTER_PORT", "WORLD_SIZE"))
+        with self._sockets.opening(port, size):
             try:
                 yield
             finally:
@@ -70,7 +71,7 @@ class RoundGroups:
         """Make all collectives of these groups fail, the present ones and later ones; callable from any thread.
 
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
-        fails, too, except that a store that does not answer is waited for until the group's timeout.
+        fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.

@@ -9,22 +9,29 @@ listening socket and all of its connections, and ``/proc/self/fdinfo`` lists wha
 connections that gloo opens after it has formed the group (``TORCH_GLOO_LAZY_INIT``), and none that the script opens
 meanwhile. Executed programs inherit gloo's descriptors, unlike those of Python and most libraries; this tells gloo's
 from those of a server that the script starts while a group is formed. The store's connection is known by its port.
+
+While a group is formed, one of its members may wait for a peer to connect, without a connection that could be shut
+down. It is released by a connection from this process, which then is shut down: each peer introduces itself with a
+number that gloo has assigned to it, from 0, and any process may give that number.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 __all__ = ["GroupSockets"]
 
 _POLL = 0.005  # seconds between two searches for new connections, while a broken round's group is still being formed
 
+_KNOCK_S = 0.1  # seconds to wait for a connection within this process
+
+_NUMBER = struct.Struct("@n")
 _WATCHED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
 _OVER = "The process groups of this round are disconnected."
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -42,8 +49,9 @@ class GroupSockets:
         self._listeners: set[int] = set()
         self._connections: set[int] = set()
         self._shut: set[int] = set()
+        self._knocked: set[int] = set()
         self._before: set[int] | None = None
-        self._store_port = 0
+        self._store_port = self._size = 0
         self._broken = False
         self._opened = threading.Event()
         self._breaker: threading.Thread | None = None
@@ -59,11 +67,13 @@ class GroupSockets:
         return len(self._listeners)
 
     @contextmanager
-    def opening(self, store_port: int) -> Iterator[None]:
+    def opening(self, store_port: int, size: int) -> Iterator[None]:
         """Record the sockets of the groups that the body forms.
 
         Args:
-            store_port: port of the store where the members of these groups meet; 0 if unknown.
+            store_port: port of the store where the members of these groups meet; 0 if unknown. Its connection is the
+                groups' once one of gloo's groups listens.
+            size: largest number of members of these groups.
 
         Raises:
             RuntimeError: if :meth:`shut_down` was called before, or is called before the body ends.
@@ -71,7 +81,8 @@ class GroupSockets:
         with self._lock:
             if self._broken:
                 raise RuntimeError(_OVER)
-            self._before, self._store_port = set(_open_sockets()), store_port
+            self._before = set(_sockets(_descriptors()))
+            self._store_port, self._size = store_port, size
             self._opened.clear()
         try:
             yield
@@ -103,14 +114,18 @@ class GroupSockets:
     def still_open(self) -> int:
         """Return how many of the sockets recorded so far are open."""
         with self._lock:
-            self._record()
-            return len((self._listeners | self._connections) & _open_sockets().keys())
+            sockets = self._record()
+            return len((self._listeners | self._connections) & sockets.keys())
 
     def _break_opening(self) -> None:
-        """Shut down each new connection, so that no member waits for a group that will not be formed."""
+        """Shut down each new connection, so that this member does not wait for a group that will not be formed."""
         while not self._opened.wait(_POLL):
             with self._lock:
                 self._shut_recorded()
+                sockets = _sockets(_descriptors())
+                for inode in (self._listeners - self._knocked) & sockets.keys():
+                    self._knocked.add(inode)
+                    _knock(sockets[inode], inode, self._size)
 
     def _shut_recorded(self) -> int:
         sockets = self._record()
@@ -120,47 +135,49 @@ class GroupSockets:
 
     def _record(self) -> dict[int, int]:
         """Add the sockets that the groups have by now, and return the descriptors of all sockets, by inode."""
-        sockets = _open_sockets()
-        listeners = set(self._listeners)
+        descriptors = _descriptors()
+        sockets = _sockets(descriptors)
+        listeners, store = set(self._listeners), set[int]()
         if self._before is not None:
             for inode in sockets.keys() - self._before:
                 kind, port = _describe(sockets[inode], inode)
                 if kind == "listening":
                     listeners.add(inode)
                 elif kind == "connected" and port == self._store_port:
-                    self._connections.add(inode)
-        for watched in _watched():
+                    store.add(inode)
+        for watched in _watched(descriptors):
             if served := watched & listeners:
                 self._listeners |= served
                 self._connections |= watched & sockets.keys() - listeners
+        if self._listeners:  # before that, the store is being connected, and torch would connect it again and again
+            self._connections |= store
         return sockets
 
 
-def _open_sockets() -> dict[int, int]:
-    """Return a descriptor of each of this process' sockets, by inode."""
-    return {int(target[8:-1]): descriptor for descriptor, target in _descriptors() if target.startswith("socket:[")}
-
-
-def _descriptors() -> Iterator[tuple[int, str]]:
+def _descriptors() -> dict[int, str]:
+    """Return what each of this process' descriptors refers to."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # closed meanwhile
-            continue
+        with suppress(OSError):  # closed meanwhile
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
-def _watched() -> Iterator[set[int]]:
+def _sockets(descriptors: dict[int, str]) -> dict[int, int]:
+    """Return a descriptor of each socket, by inode."""
+    return {int(target[8:-1]): each for each, target in descriptors.items() if target.startswith("socket:[")}
+
+
+def _watched(descriptors: dict[int, str]) -> Iterator[set[int]]:
     """For each epoll descriptor that executed programs inherit, return the inodes of what it watches."""
-    for descriptor, target in _descriptors():
+    for descriptor, target in descriptors.items():
         if target != "anon_inode:[eventpoll]":
             continue
-        try:
-            if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+        with suppress(OSError):  # closed meanwhile
+            if not os.get_inheritable(descriptor):
                 continue
             with open(f"/proc/self/fdinfo/{descriptor}") as file:
                 yield {int(inode, 16) for inode in _WATCHED.findall(file.read())}
-        except OSError:  # closed meanwhile
-            continue
 
 
 @contextmanager
@@ -201,8 +218,19 @@ def _shut(descriptor: int, inode: int) -> bool:
         if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         try:
-            found.getpeername()  # raises if it is not connected (yet)
-            found.shutdown(socket.SHUT_RDWR)
+            found.shutdown(socket.SHUT_RDWR)  # this ends an attempt to connect, too
         except OSError:
             return False
         return True
+
+
+def _knock(descriptor: int, inode: int, size: int) -> None:
+    """Connect to a listening socket of gloo's as each of its peers would, and close the connections."""
+    with _opened_again(descriptor, inode) as found:
+        if found is None:
+            return
+        for number in range(size):
+            with suppress(OSError), socket.socket(found.family) as peer:
+                peer.settimeout(_KNOCK_S)
+                peer.connect(found.getsockname())
+                peer.sendall(_NUMBER.pack(number))

@@ -28,6 +28,7 @@ class World:
 
     def form(self, *ranks: RankProcess, order: str = "form") -> None:
         """Form a round."""
+        together("begin", *ranks)
         port = self.host.do("host")
         begun = [rank.begin(order, place, len(ranks), port) for place, rank in enumerate(ranks)]
         for rank, number in zip(ranks, begun, strict=True):
@@ -102,6 +103,7 @@ def test_a_rank_that_waits_for_a_group_to_form_is_released(world: World, subgrou
     """In init_process_group, or in new_group after it."""
     early, late = ranks = world.start(2)
     together("leave", *ranks)
+    together("begin", *ranks)
     port = world.host.do("host")
     order = early.begin("form", 0, 2, port, subgroups)
     if subgroups:
@@ -120,6 +122,32 @@ def test_no_group_forms_after_its_round_was_disconnected(world: World) -> None:
     ranks = world.start(2)
     ranks[0].do("disconnect")
     assert "disconnected" in ranks[0].end(ranks[0].begin("form_another")).error
+
+
+def test_works_that_are_dropped_without_waiting_keep_nobody(world: World) -> None:
+    """As long as they are held, the groups' connections are open; once they are dropped, leaving succeeds."""
+    ranks = world.start(2)
+    ranks[0].do("post", 20)
+    together("disconnect", *ranks)
+    assert "sockets of the last round's groups" in ranks[0].end(ranks[0].begin("leave")).error
+    ranks[0].do("drop")
+    together("leave", *ranks)
+    world.form(*ranks)
+
+
+def test_a_round_that_is_broken_at_any_time_while_it_forms_is_left_and_formed_anew(world: World) -> None:
+    ranks = world.start(2)
+    for delay in range(20):
+        together("leave", *ranks)
+        together("begin", *ranks)
+        port = world.host.do("host")
+        orders = [rank.begin("form", place, 2, port) for place, rank in enumerate(ranks)]
+        time.sleep(delay / 1000)
+        together("disconnect", *ranks)
+        for rank, order in zip(ranks, orders, strict=True):
+            rank.end(order)
+        together("leave", *ranks)
+        world.form(*ranks)
 
 
 def test_a_broken_backward_pass_is_left_with_all_its_works(world: World) -> None:
@@ -154,6 +182,23 @@ def test_what_the_script_connects_itself_stays_connected(world: World) -> None:
     assert rank.do("disconnect") == 3
     assert rank.do("use_own") == 6
     rank.do("leave")
+
+
+@pytest.mark.parametrize("environment", [{"TORCH_GLOO_LAZY_INIT": "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}])
+def test_connections_are_found_however_torch_opens_them(environment: dict[str, str]) -> None:
+    """Later, with the first collective; or also for torch's own checks of collectives."""
+    processes = RankProcesses(**environment)
+    try:
+        rank, frozen = ranks = World(processes).start(2)
+        order = rank.begin("reduce_for_ever")
+        frozen.signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        assert rank.do("disconnect") >= 2
+        failed(rank, order)
+        rank.do("leave")
+        assert len(ranks) == 2
+    finally:
+        processes.close()
 
 
 def test_a_group_of_the_scripts_own_is_named(world: World) -> None:
