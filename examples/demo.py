@@ -2,8 +2,9 @@
 
 Trains the digit classifier in exact mode on two workers and kills one of them from outside with SIGKILL as soon as
 there is a checkpoint. Then runs the same training without a fault, as one process without a launcher, and at the same
-time with another seed. Exits non-zero, with the reason, unless the run restarted, resumed above step 0 and has the
-same weights as the run without a fault, the other seed has different weights, and no process is left.
+time with another seed. Exits non-zero, with the reason, unless the run went on above step 0, with the other worker in
+the same process, and has the same weights as the run without a fault, the other seed has different weights, and no
+process is left.
 """
 
 import json
@@ -98,15 +99,21 @@ class Processes:
             process.wait()
 
 
-def started_worker(directory: Path, rank: int) -> int:
-    """The pid of the worker of this rank that was started last, by the run's event log."""
-    pids = []
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in the run's event log."""
+    found = []
     for file in directory.glob("**/events-*.jsonl"):
         for line in file.read_text().splitlines(keepends=True):
             # The last line may be incomplete.
             event = json.loads(line) if line.endswith("\n") else {}
-            if event.get("event") == "worker_started" and event["rank"] == rank:
-                pids.append(int(event["pid"]))
+            if event.get("event") == kind:
+                found.append(event)
+    return found
+
+
+def started_worker(directory: Path, rank: int) -> int:
+    """The pid of the worker of this rank that was started last."""
+    pids = [int(event["pid"]) for event in events(directory, "worker_started") if event["rank"] == rank]
     if not pids:
         raise DemoFailed(f"no event log under {directory} names the pid of the worker with rank {rank}")
     return pids[-1]
@@ -137,7 +144,10 @@ def disturbed(processes: Processes) -> Result:
         raise DemoFailed(f"the run ended with exit code {process.returncode}; its last words are above")
     if not killed:
         raise DemoFailed("the run ended without a checkpoint, so no worker was killed")
-    return dict(json.loads(result.read_text()))
+    kept = {event["rank"] for event in events(processes.directory, "worker_kept")}
+    # The first round began at step 0.
+    again = max(event["step"] for event in events(processes.directory, "training_begun"))
+    return {**json.loads(result.read_text()), "kept": kept, "again": again}
 
 
 def undisturbed(processes: Processes) -> list[Result]:
@@ -157,9 +167,11 @@ def undisturbed(processes: Processes) -> list[Result]:
 def check(ours: Result, same: Result, other: Result) -> None:
     if ours["restarts"] < 1:
         raise DemoFailed("the run ended without a restart, although a worker was killed")
-    if ours["resumed_step"] < 1:
-        raise DemoFailed("the training began again at step 0 instead of the last checkpoint")
-    if ours["resumed_step"] >= ours["steps"]:
+    if ours["again"] < 1:
+        raise DemoFailed("the training began again at step 0")
+    if VICTIM_RANK in ours["kept"] or len(ours["kept"]) != WORKERS - 1:
+        raise DemoFailed(f"the ranks that kept their processes are {ours['kept']}")
+    if ours["again"] >= ours["steps"]:
         raise DemoFailed("the kill came after the last step, so that nothing was left to go wrong")
     if ours["weights_sha256"] != same["weights_sha256"]:
         raise DemoFailed("the weights are not those of the undisturbed run")
@@ -177,7 +189,9 @@ def run(processes: Processes) -> None:
     ours = disturbed(processes)
     if left := processes.left():
         raise DemoFailed(f"the run left processes behind: {left}")
-    say(f"the run came to its end: restarts {ours['restarts']}, resumed at step {ours['resumed_step']}")
+    kept = ", ".join(map(str, ours["kept"]))
+    say(f"the run came to its end: restarts {ours['restarts']}, training went on after step {ours['again']}")
+    say(f"rank {kept} kept its process")
     say("now the same undisturbed, as one process without a launcher, and beside it with another seed")
     same, other = undisturbed(processes)
     for name, result in (("one killed", ours), ("undisturbed", same), ("other seed", other)):

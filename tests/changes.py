@@ -27,8 +27,9 @@ def undisturbed_hash(directory: Path) -> str:
 class Changes:
     """One training, in several consecutive jobs if needed."""
 
-    def __init__(self, job: Job, *options: str, step_time: float = 0.1) -> None:
+    def __init__(self, job: Job, *options: str, step_time: float = 0.1, live: bool = False) -> None:
         self.job = job
+        self.live = [] if live else ["--no-live"]
         self.checkpoints = job.directory / "checkpoints"
         step_timer = ["--steps", str(STEPS), "--step-time", str(step_time)]
         self.command = [SCRIPT, str(job.work), *step_timer, *options]
@@ -45,12 +46,12 @@ class Changes:
         if rank is not None:
             here += ["--node-rank", str(rank)]
         env = self._env(name, plan, options)
-        return self.job.node(name, "--rdzv-conf", *here, *flags, command=self.command, env=env, **options)
+        return self.job.node(name, "--rdzv-conf", *here, *self.live, *flags, command=self.command, env=env, **options)
 
     def alone(self, *flags: str, name: str = "alone", plan: FaultPlan | None = None, **options: Any) -> Agent:
         """Start a single agent."""
         env = self._env(name, plan, options)
-        return self.job.launch("--standalone", *flags, name=name, command=self.command, env=env, **options)
+        return self.job.launch("--standalone", *self.live, *flags, name=name, command=self.command, env=env, **options)
 
     def _env(self, name: str, plan: FaultPlan | None, options: dict[str, Any]) -> dict[str, str]:
         return {"NODE": name, **(plan or FaultPlan()).environment(), **options.pop("env", {})}

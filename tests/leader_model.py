@@ -357,8 +357,7 @@ class LeaderModel:
                 assert self.record.end is None
                 self.released.discard(node)
             case m.Break(round=number):
-                assert number in (self.record.round.number, node.holding)
-                assert number == self.record.round.number or self.live
+                assert number == self.record.round.number
             case m.StartAhead(round=number):
                 assert self.live
                 assert number == self.record.round.number

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_ROUND
+from elastic_launch.contract import ENV_ROUND, Ready
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
@@ -54,7 +54,7 @@ class Drain:
         self._termination = Termination()
         self._termination.watch()
         if self._link is not None:
-            self._link.ready(step, total, 0.0)
+            self._link.ready(Ready(step, total))
 
     def boundary(self, step: int, *, end: bool = False) -> bool:
         """Mark the boundary after an optimizer step. All ranks must call it equally often.

@@ -7,6 +7,7 @@ All ranks agree on whether to save, compare or stop, and then do it after the sa
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults
+from elastic_launch.contract import Ready
 from elastic_launch.error_file import do_not_retry
+from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
-from elastic_launch.training.checkpoints.saving import Saver
+from elastic_launch.training.checkpoints.saving import Live, Saver
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join, take
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
 
@@ -50,6 +54,7 @@ class Engine:
         checkpoint: where to save to, once a state was restored.
         saver: saves and restores.
         trainings: the training that is running, and those before it.
+        groups: the process groups of the current round.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Engine:
         device: torch.device,
         link: AgentLink | None = None,
         *,
+        groups: RoundGroups | None = None,
         settings: Determinism | None = None,
         timeout: float = GROUP_TIMEOUT,
     ) -> None:
@@ -71,6 +77,7 @@ class Engine:
         self.checkpoint: Checkpoint | None = None
         self.saver = Saver(world, link)
         self.trainings = Trainings()
+        self.groups = RoundGroups() if groups is None else groups
         self._link = link
         self._termination = Termination()
         self._begun = False
@@ -85,6 +92,8 @@ class Engine:
         self._settings = settings
         self._timeout = timeout
         self._unchecked = False
+        self._live = self._drained = False
+        self._asked = self._noted = 0
 
     @property
     def draining(self) -> bool:
@@ -97,24 +106,29 @@ class Engine:
         identity: Mapping[str, int],
         state: TrainingState,
         trained: Sequence[object],
+        live: Live | None = None,
     ) -> Resumed:
         """Restore a state from the node's memory, else from a checkpoint; called by all ranks.
 
         Args:
             identity: what must be equal in the saved state and in this training.
             trained: the models trained.
+            live: see :meth:`Saver.restore`.
         """
         self.trainings.begin(trained, checkpoint)
         self.checkpoint = checkpoint
         began = time.monotonic()
-        resumed = self.saver.restore(checkpoint, dict(identity), state)
-        self.step = self.resumed_step = resumed.step
+        resumed = self.saver.restore(checkpoint, dict(identity), state, live)
+        self.step = resumed.step
+        if live is None:
+            self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world.world_size]
         self._restore_seconds += time.monotonic() - began
         self._uncompared = resumed.uncompared
-        # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
-        self._check(state)
-        self._unchecked = True
+        if live is None:
+            # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
+            self._check(state)
+            self._unchecked = True
         return resumed
 
     def step_boundary(
@@ -162,27 +176,136 @@ class Engine:
 
     def ask_whether_to_stop(self) -> bool:
         """Exchange wishes with all ranks outside of a step boundary; return whether all have agreed to stop."""
+        self._asked += 1
         self._exchange(Wishes())
         return self.stopped
 
-    def begin(self, step: int, total: int = 0) -> None:
+    def begin(self, step: int, total: int = 0, *, live: bool = False) -> None:
         """Mark the training as begun or resumed; from now on it can be stopped.
 
         Args:
             step: optimizer steps done.
             total: steps of the whole training; 0: not known.
+            live: whether this process can continue the training in another round, see :meth:`suspend`.
         """
         if self._begun:
             return
         self._begun, self.step = True, step
         self._termination.watch()
-        if self._link is not None:
-            self._link.ready(step, total, self._restore_seconds, self._uncompared)
+        if self._link is None:
+            return
+        self._live = live and self._link.patience > 0 and self.groups.breakable and not self.groups.foreign
+        if self._live:
+            self._link.listen(lambda: self.groups.disconnect())
+        self._link.ready(Ready(step, total, self._restore_seconds, self._uncompared, self._live))
+        self._restore_seconds = 0.0
+
+    def note_exchanges(self) -> None:
+        """Record that the exchanges with other ranks so far are the library's own."""
+        self._noted = self._exchanges()
+
+    def check_exchanges(self) -> None:
+        """End this process with its round if the script has exchanged with other ranks since they were noted.
+
+        After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
+        """
+        if self._live and self._exchanges() != self._noted:
+            _log.info("the script exchanges data between steps by itself: this process ends with its round")
+            self.end_with_round()
+
+    def _exchanges(self) -> int:
+        return self.groups.used() + self._asked if self._live else 0
+
+    def end_with_round(self) -> None:
+        """From now on, this process ends with its round, as one does whose loop is its own."""
+        if self._live and self._link is not None:
+            self._live = False
+            self._link.ready(Ready(self.step, live=False))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was sent to other ranks so far, so that a process that begins is at the same place."""
+        return dist.is_initialized() and self.groups.used() == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the current round is over, and this process is to continue in another one."""
+        return self._live and self._link is not None and self._link.suspending
+
+    def caused(self, error: RuntimeError) -> bool:
+        """Whether an error may be due to the round's end."""
+        return self._live and (self.is_over or bool(symptom_in(f"RuntimeError: {error}")))
+
+    def suspend(self, error: RuntimeError | None) -> None:
+        """Leave the current round, and wait for a place in the next one, with the training's objects as they are.
+
+        Args:
+            error: the error by which an exchange failed; None after a drain.
+
+        Raises:
+            RuntimeError: the error, if this process is not to be suspended: the error is its own.
+            Drained: if there is no further round for this process.
+        """
+        assert self._link is not None
+        if error is not None:
+            if not self._link.disconnected(self.step, str(error)):
+                raise error
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._leave_round(broken=error is not None)
+        place = self._link.suspended(self.step, lambda: self._termination.asked)
+        if place is None:
+            self.stopped, self._stop_agreed = True, max(self._stop_agreed, Stop.AGENT)
+            raise Drained(0)
+        take(place)
+        self.world = environment()
+        self.saver.move(self.world)
+        self.groups = RoundGroups()
+        self._stop_agreed = Stop.NO
+        self.stopped = self._begun = self._ended = self._drained = False
+
+    def join_round(self) -> None:
+        """Join the round in which this process has got a place."""
+        if self.is_over:  # the order came before there was anything to disconnect
+            self.groups.disconnect()
+        with self.groups.forming():
+            join(self.world, self._timeout)
+
+    def _leave_round(self, *, broken: bool) -> None:
+        if broken:
+            self.groups.disconnect()
+        self.saver.settle()
+        self._replicas = None
+        if self._agreement is not None:
+            self._agreement.give_up()
+            self._agreement = None
+        try:
+            self.groups.leave()
+        except GroupsRemainError as remain:
+            # A new process takes this one's place. Its agent expects it to end.
+            _log.warning("this worker cannot continue in another round, and is started again: %s", remain)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def be_exact(self) -> None:
         """Make torch's results reproducible to the bit until the session ends."""
         if self._settings is not None:
             self._settings.exact()
+
+    def drains_live(self) -> bool:
+        """Report that the round is drained, if this process is to continue in another one; return whether it is."""
+        if not self.draining or not self._live or self._link is None or self._termination.asked:
+            return False
+        if self._agreement is not None:
+            self._agreement.settle()
+        self.saver.settle()
+        self._report_drained(self._link)
+        return True
+
+    def _report_drained(self, link: AgentLink) -> None:
+        if not self._drained:
+            self._drained = True
+            faults.reached("leave", self.step)
+            link.drained(self.step, self.saver.seconds)
 
     def leave_if_draining(self) -> None:
         """End the process, through the end of the session, if the training continues in other processes.
@@ -216,7 +339,8 @@ class Engine:
     def agreement(self) -> Agreement:
         """The exchange of wishes among all ranks. All ranks must make the first access together."""
         if self._agreement is None:
-            self._agreement = Agreement(self.world.world_size, self._timeout)
+            with self.groups.forming():
+                self._agreement = Agreement(self.world.world_size, self._timeout)
         return self._agreement
 
     def close(self) -> None:
@@ -236,8 +360,7 @@ class Engine:
                 do_not_retry(f"{self.saver.failure.message} {self.saver.failure.hint}".strip())
             raise self.saver.failure
         if self.draining and self._link is not None:
-            faults.reached("leave", self.step)
-            self._link.drained(self.step, self.saver.seconds)
+            self._report_drained(self._link)
 
     def release(self) -> None:
         """Restore the signal handler, and release the memory and the agent's socket."""

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from elastic_launch import contract as c
 from elastic_launch.shared_progress import SharedProgress
@@ -40,6 +41,9 @@ FETCH_TIMEOUT = 600.0
 SILENCE = 1.0
 """Minimum seconds between two messages about steps, as long as steps can be written to shared memory."""
 
+PAUSE = 0.2
+"""Seconds between two looks at what else may end a suspended worker's wait."""
+
 _DESCRIPTORS = 16
 
 LONGEST_ERROR = 1000
@@ -49,7 +53,8 @@ LONGEST_ERROR = 1000
 class AgentLink:
     """Reports the training's progress to the agent, and receives its requests; no error here fails the training.
 
-    Messages from the agent are read when a method needs them, mostly at step boundaries; no thread waits for them. One
+    Messages from the agent are read when a method needs them, mostly at step boundaries. Once the worker can be
+    suspended, a thread reads them, since the one that trains may be blocked in an exchange that is to be broken. One
     thread calls the methods, with two exceptions: any thread may call :meth:`stored`, and the thread that writes
     checkpoints calls :meth:`may_commit`.
 
@@ -59,12 +64,15 @@ class AgentLink:
     Attributes:
         slots: the slots of the node's snapshots; empty if the agent did not answer.
         sequence: highest number of a snapshot in them, before this worker wrote any.
+        patience: seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is never
+            suspended.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.slots: list[Slot] = []
         self.sequence = 0
         sock.settimeout(BUSY_TIMEOUT)
+        self.patience = 0.0
         self._sock: socket.socket | None = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
         self._reading = threading.Lock()  # held while reading
@@ -82,6 +90,12 @@ class AgentLink:
         self._round = 0
         self._progress: SharedProgress | None = None
         self._next_word = 0.0  # time of the next message about steps
+        self._news = threading.Condition()  # notified by the reader; holds for all that messages change
+        self._reader: threading.Thread | None = None
+        self._on_suspend: Callable[[], object] = lambda: None
+        self._suspend: c.Suspend | None = None
+        self._place: c.Place | None = None
+        self._exit = False
 
     @staticmethod
     def connect(world: World) -> AgentLink | None:
@@ -104,16 +118,43 @@ class AgentLink:
         link._take_slots()
         return link
 
-    def ready(self, step: int, total: int, restore_s: float, uncompared: int = 0) -> None:
-        """Report that training begins.
+    def ready(self, ready: c.Ready) -> None:
+        """Report that training begins."""
+        self._say(ready)
+
+    def listen(self, on_suspend: Callable[[], object]) -> None:
+        """From now on, have a thread read messages; it calls a function when the worker is to be suspended."""
+        self._on_suspend = on_suspend
+        if self._reader is None and self._sock is not None:
+            self._reader = threading.Thread(target=self._read_all, name="agent", daemon=True)
+            self._reader.start()
+
+    def disconnected(self, step: int, error: str) -> bool:
+        """Report that an exchange with other ranks failed; return whether the agent has this worker suspended."""
+        if self._suspend is None:
+            self._say(c.Disconnected(step, error[:LONGEST_ERROR]))
+            self._hear_until(lambda: self._suspend is not None, self.patience)
+        return self._suspend is not None
+
+    @property
+    def suspending(self) -> bool:
+        """Whether this worker is to be suspended. Does not wait."""
+        return self._suspend is not None
+
+    def suspended(self, step: int, ends: Callable[[], bool]) -> c.Place | None:
+        """Report that this worker has left its round, and wait for its place in another one.
 
         Args:
-            step: optimizer steps done.
-            total: steps of the whole training; 0: not known.
-            restore_s: seconds that restoring the state took.
-            uncompared: number of the last of these steps after which the ranks' states were not compared.
+            ends: whether the wait is to end without a place; called from time to time.
+
+        Returns:
+            None if there is none: the node leaves, the run ends, or the agent is gone.
         """
-        self._say(c.Ready(step, total, restore_s, uncompared))
+        self._say(c.Suspended(step))
+        while self._place is None and not self._exit and self._sock is not None and not ends():
+            self._hear_until(lambda: self._place is not None or self._exit, PAUSE)
+        place, self._place = self._place, None
+        return place
 
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""
@@ -142,9 +183,7 @@ class AgentLink:
 
     def wait_fetched(self) -> None:
         """If the agent is fetching a snapshot from another node, wait until it is in the slots."""
-        deadline = time.monotonic() + FETCH_TIMEOUT
-        while self._fetching and self._sock is not None and time.monotonic() < deadline:
-            self._hear(deadline - time.monotonic())
+        self._hear_until(lambda: not self._fetching, FETCH_TIMEOUT)
 
     def slot_to_use(self, *, patient: bool = False) -> int | None:
         """Return the slot to write next; None if the agent does not answer. Call it once for each snapshot.
@@ -153,11 +192,8 @@ class AgentLink:
             patient: wait for a slow agent. Otherwise an agent that did not answer is not waited for again until it has
                 answered.
         """
-        deadline = time.monotonic() + (PATIENCE if patient else 0.0 if self._silent else ANSWER_TIMEOUT)
-        while self._use is None and self._sock is not None:
-            self._hear(deadline - time.monotonic())
-            if time.monotonic() >= deadline:
-                break
+        timeout = PATIENCE if patient else 0.0 if self._silent else ANSWER_TIMEOUT
+        self._hear_until(lambda: self._use is not None, timeout)
         use, self._use = self._use, None
         self._silent = use is None
         return use
@@ -178,7 +214,7 @@ class AgentLink:
         self._say(c.MayCommit(number))
         deadline = time.monotonic() + COMMIT_TIMEOUT
         while self._commit.number < number and self._sock is not None and time.monotonic() < deadline:
-            self._hear(0.1)
+            self._hear_until(lambda: self._commit.number >= number, 0.1)  # another thread may read the answer
         return self._commit.number == number and self._commit.allowed
 
     def stored(self, stored: c.Stored) -> None:
@@ -205,8 +241,11 @@ class AgentLink:
             left = self._copying_at + timeout - time.monotonic()
             if left <= 0:
                 return False
-            self._hear(left)
+            self._hear_until(self._copied_since(self._copying_at), left)
         return bool(self._copies)
+
+    def _copied_since(self, time_: float) -> Callable[[], bool]:
+        return lambda: bool(self._copies) or self._copying_at != time_
 
     @property
     def alive(self) -> bool:
@@ -230,16 +269,18 @@ class AgentLink:
             step: optimizer steps done.
             seconds: duration of the last save.
         """
+        self._noted = False
         self._say(c.Drained(step, seconds))
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        while not self._noted and self._sock is not None:
-            self._hear(deadline - time.monotonic())
-            if time.monotonic() >= deadline:
-                _log.warning("the agent has not confirmed that this worker is drained")
-                return
+        self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
+        if not self._noted and self._sock is not None:
+            _log.warning("the agent has not confirmed that this worker is drained")
 
     def close(self) -> None:
         """Close the socket and the slots' descriptors."""
+        if self._reader is not None and self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RD)  # ends the reader
+            self._reader.join()
         self._hang_up()
         for slot in self.slots:
             slot.close()
@@ -292,8 +333,41 @@ class AgentLink:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
 
+    def _hear_until(self, done: Callable[[], bool], timeout: float) -> None:
+        """Process messages until something is done, the agent is gone, or the timeout in seconds has passed."""
+        if self._reader is not None:
+            with self._news:
+                self._news.wait_for(lambda: done() or self._sock is None, max(0.0, timeout))
+            return
+        deadline = time.monotonic() + timeout
+        while not done() and self._sock is not None:
+            self._hear(deadline - time.monotonic())
+            if time.monotonic() >= deadline:
+                return
+
+    def _read_all(self) -> None:
+        """Read messages until the agent is gone; runs in a thread."""
+        while (sock := self._sock) is not None:
+            try:
+                data = sock.recv(65536)  # its timeout is for sending
+            except TimeoutError:
+                continue
+            except OSError:
+                data = b""
+            suspending = self._suspend is not None
+            with self._news:
+                if data:
+                    self._understand(data)
+                else:
+                    self._hang_up()
+                self._news.notify_all()
+            if self._suspend is not None and not suspending:
+                self._on_suspend()
+
     def _hear(self, timeout: float) -> None:
-        """Process messages that arrive within the timeout in seconds."""
+        """Process messages that arrive within the timeout in seconds, unless a thread does so."""
+        if self._reader is not None:
+            return
         sock = self._sock
         if sock is None or (number := sock.fileno()) < 0:
             return
@@ -318,8 +392,19 @@ class AgentLink:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             match c.unpack(line):
-                case c.Slots(use=use, sequence=sequence, fetching=fetching):
+                case c.Slots(use=use, sequence=sequence, fetching=fetching, patience_s=patience):
                     self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
+                    self.patience = patience
+                case c.Suspend(round=number) as suspend:
+                    if number == self._round:
+                        self._suspend = suspend
+                case c.Place(use=use, sequence=sequence, fetching=fetching) as place:
+                    self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
+                    # At once, as orders for the new round may follow.
+                    self._place, self._round = place, place.round
+                    self._suspend, self._stop_asked = None, ""
+                case c.Exit():
+                    self._exit = True
                 case c.Fetched(use=use, sequence=sequence):
                     self._use, self.sequence, self._fetching = use, sequence, False
                 case c.Use(slot=use):

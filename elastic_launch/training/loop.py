@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from elastic_launch import snapshot
-from elastic_launch.batch import BatchError, GlobalBatch
+from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.training.checkpoints.branches import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import Stateful, TrainingState
 from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.data.loader import Loader
@@ -30,7 +31,7 @@ from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.steps import Step
+from elastic_launch.training.steps import Recovered, Step
 from elastic_launch.training.together import as_model, as_optimizer
 
 __all__ = ["Loop", "LoopOptions"]
@@ -83,7 +84,6 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         self._engine = engine
-        self._world = engine.world
         self._loader = loader
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer)
@@ -97,6 +97,13 @@ class Loop:
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
         self._step = options.start
+        self._last: tuple[float, dict[str, float]] = math.nan, {}
+        self._live = False
+        self._given: dict[str, object] = {}
+        self._received: Resumed | None = None  # a state that takes effect when the step has ended
+        # Of the current round:
+        self._gradients: Gradients | None = None
+        self._batches: Generator[object] | None = None
         self._began_in_training_mode: bool | None = None
         if options.exact:
             loader.check_exact()
@@ -116,72 +123,163 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
-        check_same(self._world, self._given())
-        resumed = self._resume()
-        self._step = resumed.step
-        self._loader.batch = self._loader.batch.settled(self._world.world_size)
-        _warn_of_idle_ranks(self._world, self._loader.batch)
-        if self._options.prepare is not None:
-            self._options.prepare(self._step)
-        self._engine.begin(self._step, self._end)
-        gradients = self._gradients()
-        if gradients.parameters.apart() and self._world.rank == 0:
-            _log.warning("the optimizer has none of the model's parameters: none of these is trained")
-        ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
-        self._engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        self._live = self._can_live()
+        self._given = self._arguments()
+        self._enter()
         try:
-            stopped = self._engine.stopped
-            while self._step < self._end and not stopped:
-                with closing(self._loader.epoch_from(self._step, self._world.world_size, self._world.rank)) as batches:
-                    for step in self._steps_of_epoch(batches, gradients):
-                        yield step
-                        self._watch_mode(step)
-                        if step.too_large:
-                            self._halve(step)
-                            break
-                        if not step.updated:
-                            raise step.misuse(
-                                f"step {step.number} ended without step.update().",
-                                "Call it once for each step. After an error in a step that the script catches, it must "
-                                "not go on to the next one.",
-                            )
-                        self._step += 1
-                        stopped = self._boundary(gradients)
-                        if stopped:
-                            break
+            while self._step < self._end and not self._engine.stopped:
+                step = self._next_step()
+                yield step
+                self._watch_mode(step)
+                if step.too_large:
+                    self._halve(step)
+                    self._close_batches()
+                    continue
+                if not step.updated:
+                    raise step.misuse(
+                        f"step {step.number} ended without step.update().",
+                        "Call it once for each step. After an error in a step that the script catches, it must "
+                        "not go on to the next one.",
+                    )
+                if self._received is not None:
+                    self._take(self._received)
+                    continue
+                self._step += 1
+                self._last = step.loss, step.metrics
+                self._boundary()
         finally:
-            gradients.close()
-            self._engine.compare_replicas(None)
+            self._engine.end_with_round()
+            self._leave()
         self._engine.finish_training()
         self._engine.leave_if_draining()
 
-    def _steps_of_epoch(self, batches: Iterator[object], gradients: Gradients) -> Iterator[Step]:
-        """Yield the steps from the current one to the end of its epoch or of the training."""
-        loader, world_size, rank = self._loader, self._world.world_size, self._world.rank
-        first = self._step
-        left = loader.steps_per_epoch - loader.position(first).step_in_epoch
-        for number in range(first, min(self._end, first + left)):
-            seed_all(derive("step", loader.seed, number), devices=True)
-            yield Step(
-                loader.position(number),
-                loader.plan(number, world_size, rank),
-                batches,
-                gradients,
-                self._optimizer,
-                seed=loader.seed,
-                samples=loader.samples_in(number),
-                scaler=self._options.scaler,
-                metrics=self._options.metrics,
-                settle=self._engine.settle,
-                origin=self._origin,
-                agreement=self._engine.agreement,
-            )
+    def _enter(self, live: Live | None = None) -> Resumed:
+        """Take part in the current round: restore the newest state, and exchange with its ranks from now on.
+
+        Args:
+            live: the training that continues in this process; None: it begins here.
+        """
+        engine, world = self._engine, self._engine.world
+        check_same(world, self._given)
+        resumed = self._resume(live)
+        if live is None:
+            self._step = resumed.step
+            self._loader.batch = self._loader.batch.settled(world.world_size)
+        _warn_of_idle_ranks(world, self._loader.batch)
+        if self._options.prepare is not None and (live is None or resumed.state is None):
+            self._options.prepare(self._step)
+        self._gradients = gradients = self._new_gradients()
+        if gradients.parameters.apart() and world.rank == 0:
+            _log.warning("the optimizer has none of the model's parameters: none of these is trained")
+        ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
+        engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        # Last: a process that is interrupted before has received only a part of the state.
+        engine.begin(resumed.step, self._end, live=self._live)
+        return resumed
+
+    def _leave(self) -> None:
+        """Drop what belongs to the current round."""
+        self._close_batches()
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        self._engine.compare_replicas(None)
+
+    def _can_live(self) -> bool:
+        """Whether this training can continue in another round: a process that begins must meet it at the same place."""
+        return self._options.start == 0 and self._engine.untouched and not self._state.calls_on_save
+
+    def _change_round(self, error: RuntimeError | None) -> Resumed:
+        """Continue in the next round, or in the one after it if that breaks, too."""
+        while True:
+            self._leave()
+            self._engine.suspend(error)
+            try:
+                self._engine.join_round()
+                return self._enter(Live(self._step, self._engine.worlds, self._last))
+            except RuntimeError as again:
+                if not self._engine.caused(again):
+                    raise
+                error = again
+
+    # What a step needs, see RoundChange.
+
+    def exchanged(self) -> None:
+        self._engine.note_exchanges()
+
+    @property
+    def is_over(self) -> bool:
+        return self._engine.is_over
+
+    def caused(self, error: RuntimeError) -> bool:
+        return self._engine.caused(error)
+
+    def recover(self, error: RuntimeError) -> Recovered | None:
+        if not self._engine.caused(error):
+            return None
+        assert self._gradients is not None
+        self._gradients.give_up()
+        resumed = self._change_round(error)
+        done = None
+        if resumed.state is not None:
+            self._received, done = resumed, resumed.last or self._last
+        plan, batches = self._plan(self._step), self._open_batches()
+        return Recovered(plan, batches, self._gradients, self._engine.agreement, done)
+
+    def _take(self, received: Resumed) -> None:
+        """Take a state over from another process, after a step that this one has not done itself."""
+        assert received.state is not None
+        # Again, since the script may have changed its objects after the step, as it has there.
+        self._state.restore(received.state, received.origin, received.classes, received.orders)
+        self._received = None
+        self._step = received.step
+        self._close_batches()
+        if self._options.prepare is not None:
+            self._options.prepare(self._step)
+
+    def _next_step(self) -> Step:
+        loader, number = self._loader, self._step
+        gradients = self._gradients
+        assert gradients is not None
+        if loader.position(number).step_in_epoch == 0:
+            self._close_batches()
+        seed_all(derive("step", loader.seed, number), devices=True)
+        return Step(
+            loader.position(number),
+            self._plan(number),
+            self._open_batches(),
+            gradients,
+            self._optimizer,
+            seed=loader.seed,
+            samples=loader.samples_in(number),
+            scaler=self._options.scaler,
+            metrics=self._options.metrics,
+            settle=self._engine.settle,
+            origin=self._origin,
+            agreement=self._engine.agreement,
+            change=self,
+        )
+
+    def _plan(self, number: int) -> BatchPlan:
+        return self._loader.plan(number, self._engine.world.world_size, self._engine.world.rank)
+
+    def _open_batches(self) -> Iterator[object]:
+        """Return this rank's micro-batches from the current step to the end of its epoch."""
+        if self._batches is None:
+            world = self._engine.world
+            self._batches = self._loader.epoch_from(self._step, world.world_size, world.rank)
+        return self._batches
+
+    def _close_batches(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()
 
     def _watch_mode(self, step: Step) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
         if self._began_in_training_mode is None:
             self._began_in_training_mode = step.in_training_mode
-        if self._began_in_training_mode and step.in_training_mode is False and self._world.rank == 0:
+        if self._began_in_training_mode and step.in_training_mode is False and self._engine.world.rank == 0:
             self._began_in_training_mode = False
             _log.warning(
                 "step %d trained the model in evaluation mode, and those before in training mode: if that was not "
@@ -205,7 +303,7 @@ class Loop:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._loader.contents(step, micro)}. Newest checkpoint: {saved}."
 
-    def _given(self) -> dict[str, object]:
+    def _arguments(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
         return {
@@ -220,8 +318,9 @@ class Loop:
             "steps done": self._step,
         }
 
-    def _gradients(self) -> Gradients:
-        world_size, rank, buffers = self._world.world_size, self._world.rank, self._options.buffers
+    def _new_gradients(self) -> Gradients:
+        world, buffers = self._engine.world, self._options.buffers
+        world_size, rank = world.world_size, world.rank
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
         overlap = not self._options.redo
@@ -229,18 +328,23 @@ class Loop:
         room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
         return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers)
 
-    def _resume(self) -> Resumed:
-        if self._step and self._engine.trainings.was_last(self._trained):
+    def _resume(self, live: Live | None) -> Resumed:
+        if live is None and self._step and self._engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._engine.restore(self._checkpoint, self._loader.identity, self._state, self._trained)
+        resumed = self._engine.restore(self._checkpoint, self._loader.identity, self._state, self._trained, live)
+        if live is not None:
+            return resumed
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
             self._loader.go_on(resumed.identity, resumed.origin)
         return resumed
 
-    def _boundary(self, gradients: Gradients) -> bool:
-        """Save the state if it is due; return whether all ranks must stop here."""
+    def _boundary(self) -> None:
+        """Save the state if it is due; the engine then knows whether all ranks must stop here."""
+        self._engine.check_exchanges()
+        gradients = self._gradients
+        assert gradients is not None
         if gradients.parameters.extra and OWN not in self._parts:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
@@ -248,7 +352,18 @@ class Loop:
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity
-        return self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True)
+        try:
+            self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True)
+            if not self._engine.drains_live():
+                return
+            error = None
+        except RuntimeError as broken:
+            if not self._engine.caused(broken):
+                raise
+            error = broken
+        resumed = self._change_round(error)
+        if resumed.state is not None:
+            self._take(resumed)
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch
@@ -258,7 +373,7 @@ class Loop:
             raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if self._world.rank == 0:
+        if self._engine.world.rank == 0:
             _log.warning(
                 "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
                 step.number,

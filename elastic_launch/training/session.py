@@ -21,6 +21,7 @@ from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.same_arguments import check_same
@@ -293,7 +294,11 @@ def session(
                 f"session(timeout={timeout}): the process group was made before the session, with its own timeout.",
                 "Give it to init_process_group(timeout=...), or leave joining to the session.",
             )
-        engine = Engine(world, join(world, seconds), AgentLink.connect(world), settings=settings, timeout=seconds)
+        groups = RoundGroups()
+        with groups.forming():
+            device = join(world, seconds)
+        link = AgentLink.connect(world)
+        engine = Engine(world, device, link, groups=groups, settings=settings, timeout=seconds)
         try:
             with _ended_in_order(engine, found):
                 yield Run(engine)

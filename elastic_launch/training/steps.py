@@ -1,8 +1,9 @@
 """The step as a transaction: micro-batches in, one optimizer step out.
 
 Until :meth:`Step.update` succeeds, nothing has changed: parameters, buffers and optimizer are as they were when the
-step began, and the step can be discarded and repeated in another world. With several optimizers, a step may make
-several passes over the same micro-batches, each with an update; it is saved, or repeated, as a whole.
+step began. All communication takes place in the iteration over the micro-batches. If it fails because the round is
+over, the iteration begins again in the next round, with this rank's micro-batches there. With several optimizers, a
+step may make several passes over the same micro-batches, each with an update; it is saved, or repeated, as a whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from elastic_launch.training.randomness import derive, drop_second_normal, kept,
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
 
-__all__ = ["NonFiniteLossError", "Step"]
+__all__ = ["NonFiniteLossError", "Recovered", "RoundChange", "RoundOverError", "Step"]
 
 
 class NonFiniteLossError(ElasticLaunchError):
@@ -33,6 +35,43 @@ class NonFiniteLossError(ElasticLaunchError):
 
     The message names the step, the micro-batch, its samples, the rank, and the newest checkpoint.
     """
+
+
+class RoundOverError(RuntimeError):
+    """The round that this process trained in is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """How a step continues in another round.
+
+    Attributes:
+        plan, batches, gradients, agreement: as for :class:`Step`.
+        done: loss and metrics of the step if other ranks have done it, so that this rank only receives the result.
+    """
+
+    plan: BatchPlan
+    batches: Iterator[Any]
+    gradients: Gradients
+    agreement: Agreement | None
+    done: tuple[float, dict[str, float]] | None = None
+
+
+class RoundChange(Protocol):
+    """What a step needs to know of its round's end."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the round is over; does not wait."""
+
+    def exchanged(self) -> None:
+        """Called when a pass has exchanged everything; no exchange follows before the step's end."""
+
+    def caused(self, error: RuntimeError) -> bool:
+        """Whether an error may be due to the round's end."""
+
+    def recover(self, error: RuntimeError) -> Recovered | None:
+        """Take part in the next round; None if the error is the script's own, or this process is not to go on."""
 
 
 class Step:
@@ -69,6 +108,7 @@ class Step:
         settle: called before parameters and the optimizer's state change.
         origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
         agreement: its wishes are exchanged together with the losses.
+        change: how the step continues in another round; None: it does not.
     """
 
     def __init__(
@@ -86,6 +126,7 @@ class Step:
         settle: Callable[[], None] = lambda: None,
         origin: Callable[[int, int], str] = lambda step, micro: "",
         agreement: Agreement | None = None,
+        change: RoundChange | None = None,
     ) -> None:
         self.position = position
         self.plan = plan
@@ -109,6 +150,9 @@ class Step:
         self._settle = settle
         self._origin = origin
         self._agreement = agreement
+        self._change = change
+        self._broken: RuntimeError | None = None  # the error that an exchange within backward() failed with
+        self._done_elsewhere = False
         self._out_of_memory = False
         self._table: MeanTable | None = None
         self._told = False  # other ranks or the sums, of a backward pass that failed
@@ -143,6 +187,16 @@ class Step:
                 iterated over already; or if a micro-batch ended without :meth:`backward`.
         """
         self._begin_pass()
+        while not self._done_elsewhere:
+            try:
+                yield from self._pass()
+            except RuntimeError as error:
+                if not self._goes_on(error):
+                    raise
+            else:
+                return
+
+    def _pass(self) -> Generator[Any, None, None]:
         if not self.plan.micro_batches:
             drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
         else:
@@ -151,9 +205,33 @@ class Step:
         self._current = None
         with self._noting_errors():
             self._exchange()
+        if self._change is not None:
+            self._change.exchanged()
+
+    def _goes_on(self, error: RuntimeError) -> bool:
+        """Continue the step in another round, from its first micro-batch; return whether that is possible."""
+        if self._table is not None:
+            self._table.give_up()
+            self._table = None
+        # After a first pass's update, the step cannot be repeated.
+        recovered = self._change.recover(error) if self._change is not None and self._passes == 1 else None
+        if recovered is None:
+            return False
+        self.error = self._broken = None
+        self._drawn.clear()
+        if recovered.done is not None:
+            self._done_elsewhere = True
+            self.loss, self.metrics = recovered.done
+            return True
+        self.plan, self._batches = recovered.plan, recovered.batches
+        self._gradients, self._agreement = recovered.gradients, recovered.agreement
+        self._start_pass()
+        return True
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
+            if self._change is not None and self._change.is_over:
+                raise RoundOverError("the round is over")
             with self._noting_errors(), left_seeded():
                 try:
                     sample = self._sample(number)
@@ -165,6 +243,8 @@ class Step:
                 seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number
                 yield sample
+                if self._broken is not None:
+                    raise self._broken
                 if len(self._losses) != number + 1:
                     raise self.misuse(
                         f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
@@ -184,6 +264,9 @@ class Step:
             )
         self._passes += 1
         self._pending, self.updated = True, False
+        self._start_pass()
+
+    def _start_pass(self) -> None:
         self._losses, self._metric_values = [], []
         self._table, self._told, self._current = None, False, None
         self._exchanged, self._means = False, None
@@ -252,10 +335,11 @@ class Step:
         self._losses.append((scalar.detach(), weight))
         self._metric_values.append(values)
         last = self._current == self.plan.grad_accum - 1
-        if last and self._gradients.talks_in_between and self._gradients.on_cpu:
-            # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay it.
-            self._table = self._posted()
         try:
+            if last and self._gradients.talks_in_between and self._gradients.on_cpu:
+                # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay
+                # it.
+                self._table = self._posted()
             to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
             with self._gradients.backward(self._current):
                 to_do.backward()  # type: ignore[no-untyped-call]
@@ -264,6 +348,9 @@ class Step:
             self._losses.pop()
             self._metric_values.pop()
             self._told = self._table is not None or self._gradients.took
+            if isinstance(error, RuntimeError) and self._passes == 1 and self._change and self._change.caused(error):
+                self._broken = error  # the iteration goes on from here
+                return
             if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
                 self.error = error  # its traceback keeps the graph in memory, which a second try may need
             raise
@@ -329,6 +416,9 @@ class Step:
         if isinstance(clip_norm, str):
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
         chosen = self._chosen(optimizer)
+        if self._done_elsewhere:
+            self.updated, self._pending = True, False
+            return
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise self.misuse(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",

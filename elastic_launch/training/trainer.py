@@ -197,6 +197,7 @@ class Trainer:
         names = ["loss", *self._metrics]
         with evaluating(self.model):
             means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)
+        self.run._engine.note_exchanges()
         return dict(zip(names, means, strict=True))
 
     def state_dict(self) -> dict[str, Any]:

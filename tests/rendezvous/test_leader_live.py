@@ -333,54 +333,6 @@ def test_a_new_leader_forms_the_next_round_of_suspended_members_at_once() -> Non
     assert run.record.round.members[1].slots == (1,)
 
 
-def lost_and_back(**arguments: float) -> Run:
-    """Node b was cut off; a trains without it. It comes back with its live workers."""
-    run = live("1:2", "ab", **arguments)
-    run.silent.add("b")
-    run.advance(6)
-    suspended(run, "a")
-    assert (run.number, run.members) == (2, "a")
-    trains(run, "a")
-    run.silent.discard("b")
-    run.hello("b", holding=1, joined=True, ready=True, live=True, seen_term=1, seen_round=1)
-    assert run.orders("b", m.Break)[-1].round == 1
-    assert run.orders("b", m.Evicted) == []
-    return run
-
-
-def test_a_node_that_comes_back_with_live_workers_of_an_earlier_round_suspends_them() -> None:
-    run = lost_and_back()
-    run.advance(5)
-    assert run.told(RoundDraining) == []
-    assert run.orders("b", m.StartAhead) == []
-    run.report("b", m.Stopped(1, 7000))
-    run.report("b", m.Imported())  # its workers wait for a place: it has been asked whether they do
-    run.advance(2)
-    suspended(run, "a", drained=7)
-    assert (run.number, run.members) == (3, "ab")
-
-
-def test_it_is_evicted_if_it_does_not_suspend_them_in_time() -> None:
-    run = lost_and_back(return_after=10.0)
-    run.hello("b", holding=1, joined=True, ready=True, live=True, seen_term=1, seen_round=1)
-    assert [order.round for order in run.orders("b", m.Break)][-2:] == [1, 1]
-    run.advance(9)
-    assert run.orders("b", m.Evicted) == []
-    run.advance(2)
-    assert "not stopped within 10 s" in run.orders("b", m.Evicted)[-1].reason
-    assert "b" not in run.machine.nodes
-
-
-def test_one_whose_workers_are_not_live_is_evicted_at_once() -> None:
-    run = live("1:2", "ab")
-    run.silent.add("b")
-    run.advance(6)
-    suspended(run, "a")
-    run.silent.discard("b")
-    run.hello("b", holding=1, joined=True, ready=True, seen_term=1, seen_round=1)
-    assert run.orders("b", m.Evicted)[-1].reason == "round 1 is over for it"
-
-
 def test_a_live_round_that_is_still_meeting_is_not_broken_for_a_newcomer() -> None:
     run = live("1:3", "ab", resize_delay=0.0)
     run.hello("c")

@@ -29,7 +29,7 @@ class SimWorkers:
         suspended: number of the round that living workers have left; 0 for none.
         kept: how often suspended workers got a place.
         done: numbers of the rounds whose workers have finished here.
-        deaf: SIGTERM does not end them; while it lasts, they neither stop after a step nor leave a round.
+        deaf: SIGTERM does not end them, nor do they leave a round when they are told to.
     """
 
     def __init__(self, node: SimNode) -> None:
@@ -106,9 +106,8 @@ class SimWorkers:
 
     def ask_stop(self) -> None:
         """They are to stop after the same step as all others: as soon as all of them train and reach each other."""
-        if not self.training or self._drained:
-            return
-        if self.deaf or not self.node.cluster.drain(self.training):
+        ignored = not self.training or self.deaf or self._drained
+        if not ignored and not self.node.cluster.drain(self.training):
             self._later(0.1, self.ask_stop)
 
     def drain(self) -> None:

@@ -321,7 +321,7 @@ class AdminRequests:
 
     def _node(self, node: Node, now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
-        idle = "stopping" if node.old_round else "starting" if self._machine.live and node.importing else idle
+        idle = "starting" if self._machine.live and node.importing else idle
         busy = "training" if self._machine.running else "stopping"
         state = "leaving" if node.leaving else busy if node.active else idle
         hello = node.hello

@@ -30,7 +30,6 @@ from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, las
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Instruction, Node
-from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.plain_text import clipped, one_line
@@ -171,7 +170,6 @@ class LeaderMachine:
             case m.Stopped(store_port=port):
                 node.store_port, node.held, node.importing = port, report.held, report.importing
                 node.offer(report.slots)
-                node.old_round = 0
                 if report.round == current:
                     self._rounds.stopped(node, report, now)
             case m.Imported():
@@ -209,8 +207,6 @@ class LeaderMachine:
             if node.silence >= self.timing.dead_after:
                 self._close(node.link)
                 self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
-            elif node.old_round and now - node.arrived >= node.stop_limit(self.timing.return_after):
-                self._rounds.evict(node, now)
         self._consider(now)
         return self._flush()
 
@@ -327,15 +323,12 @@ class LeaderMachine:
         rank = self.record.round.index(hello.node_id, hello.incarnation)
         same_round = hello.holding == self.record.round.number and rank is not None
         # A node that comes from the previous leader does not know that the round broke: it receives the order to stop.
-        over = bool(hello.holding) and not (same_round and (self.running or hello.node_id in self._state.owed))
-        if over and hello.live and rank is None:
-            node.old_round = hello.holding
-        elif over:
+        if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
             self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
             self._close(link)
             return
         self._state.owed.discard(hello.node_id)
-        if hello.holding and not over:
+        if hello.holding:
             node.active, node.joined = True, hello.joined or hello.ready or hello.done
             node.ready, node.done, node.live = hello.ready, hello.done, hello.live
         else:
@@ -345,7 +338,6 @@ class LeaderMachine:
                 self._rounds.comes_without_workers(cause, now)
         self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
         self._welcome(link, hello)
-        self._break_old(node)
         if node.active and not self.running:
             self._rounds.tell_again(node, now)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
@@ -371,19 +363,10 @@ class LeaderMachine:
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
             node.live = hello.live
-        elif hello.holding:
-            node.old_round = hello.holding
         self._welcome(link, hello)
-        self._break_old(node)
         if node.active:
             self._rounds.tell_again(node, now)
         self._consider(now)
-
-    def _break_old(self, node: Node) -> None:
-        """Have a node that comes back with live workers of an earlier round suspend them; others are evicted."""
-        if node.old_round:
-            cause = f"round {node.old_round} is over for this node"
-            self._send(node.link, m.Break(self.record.term, node.old_round, Kind.NODE_LOSS.text, cause))
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
         beat = self.timing.beat_among(self.limits.max_nodes)

@@ -19,7 +19,7 @@ __all__ = ["Resizing", "newcomers", "prepared", "regained", "waiting"]
 
 def waiting(nodes: Mapping[str, Node]) -> list[Node]:
     """Return the nodes that wait for a round."""
-    return [node for node in nodes.values() if not (node.active or node.leaving or node.old_round)]
+    return [node for node in nodes.values() if not node.active and not node.leaving]
 
 
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:

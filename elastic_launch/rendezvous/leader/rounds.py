@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import (
     CauseFound,
@@ -456,7 +457,11 @@ class Rounds:
             self.consider(now)  # this was the last one
             return
         for node in [node for node in active if now >= self._due_back(node, broken)]:
-            self.evict(node, now)
+            limit = self._due_back(node, broken) - broken.at
+            reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
+            self._state.send(node.link, m.Evicted(self._state.record.term, reason))
+            self._state.close(node.link)
+            self.lose(node, reason, now)
             active.remove(node)
         if active or self._state.owed or broken.judged_at is None:
             return
@@ -466,16 +471,11 @@ class Rounds:
         else:
             self._state.release()
 
-    def evict(self, node: Node, now: float) -> None:
-        """Do without a node that has not stopped its workers in time."""
-        limit = node.stop_limit(self._state.timing.return_after)
-        reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
-        self._state.send(node.link, m.Evicted(self._state.record.term, reason))
-        self._state.close(node.link)
-        self.lose(node, reason, now)
-
     def _due_back(self, node: Node, broken: Broken) -> float:
-        return broken.at + node.stop_limit(self._state.timing.return_after)
+        """When a member must have stopped its workers, which may take its whole shutdown timeout."""
+        grace = node.hello.shutdown_timeout
+        # A node may send any value.
+        return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
     def _judge(self, broken: Broken, now: float) -> None:
         broken.judged_at = now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
@@ -51,7 +50,6 @@ class Node:
     Attributes:
         store_port: where its next worker store listens.
         active: whether it has, or may have, workers of the current round.
-        old_round: an earlier round whose workers it still has to stop; 0 for none.
         joined, ready, done: whether its workers are started; can all be drained; have all finished with 0.
         live: whether they can all be suspended.
         importing: whether its workers could not begin at once.
@@ -70,7 +68,6 @@ class Node:
     arrived: float
     store_port: int
     active: bool = False
-    old_round: int = 0
     joined: bool = False
     ready: bool = False
     done: bool = False
@@ -93,12 +90,6 @@ class Node:
     def local_ranks(self) -> tuple[int, ...]:
         """Local ranks with which it could take part in a round."""
         return self.slots or tuple(range(self.hello.workers))
-
-    def stop_limit(self, return_after: float) -> float:
-        """Seconds within which it must stop its workers, which may take its whole shutdown timeout."""
-        grace = self.hello.shutdown_timeout
-        # A node may send any value.
-        return return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
     def offer(self, slots: tuple[int, ...]) -> None:
         """Note the local ranks that the node reports; ranks that it does not have count as all."""

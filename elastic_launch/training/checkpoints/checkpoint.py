@@ -77,6 +77,7 @@ class Resumed:
         compared: False if the ranks were compared in this training, but not in this state.
         equal: in that case, the step after which the ranks were last equal.
         orders: parameter names of each optimizer, by group.
+        last: loss and metrics of the last step, if the state is that of a process that was suspended.
     """
 
     step: int = 0
@@ -88,6 +89,7 @@ class Resumed:
     compared: bool = True
     equal: int = 0
     orders: dict[str, list[list[str]]] = field(default_factory=dict)
+    last: tuple[float, dict[str, float]] | None = None
 
     @property
     def uncompared(self) -> int:
@@ -95,12 +97,13 @@ class Resumed:
         return 0 if self.compared else self.step - self.equal
 
     @staticmethod
-    def of(step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
+    def of(step: int, state: dict[str, Any] | None, meta: dict[str, Any], origin: str) -> Resumed:
         """Make a ``Resumed`` from a state and its meta."""
         worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
         compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
         identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
-        return Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders)
+        last = (float(meta["last"][0]), dict(meta["last"][1])) if "last" in meta else None
+        return Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
 
 
 class Checkpoint:

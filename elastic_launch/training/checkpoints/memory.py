@@ -71,6 +71,11 @@ class MemorySnapshots:
         self.writes = world.local_rank == 0 and bool(self._slots)
         """Whether this worker writes its node's snapshots; False once there is no room."""
 
+    def move(self, world: World) -> None:
+        """Continue in another round; called without a snapshot under way."""
+        self._world = world
+        self._sequence = max(self._sequence, self._link.sequence)
+
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
         self._link.wait_fetched()
@@ -219,35 +224,48 @@ def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest snapshot that any node holds, agreed on by all ranks.
+    """The newest state that is in memory anywhere, agreed on by all ranks.
 
     Attributes:
         position: its round and step.
-        mine: this node's copy of it, if any.
-        holder: first rank whose node has it.
-        everywhere: whether all nodes have it.
+        live: whether it is the state of a process that was suspended, and not a snapshot.
+        mine: this node's snapshot of it, if any; None if it is live.
+        holder: first rank that has it, itself or on its node.
+        everywhere: whether all ranks have it.
     """
 
     position: tuple[int, int]
+    live: bool
     mine: tuple[Slot, Header] | None
     holder: int
     everywhere: bool
 
 
-def newest(memory: MemorySnapshots | None, world: World, training: int) -> Newest | None:
-    """Return the newest snapshot of a training; None if no node has one. Called by all ranks."""
+def newest(
+    memory: MemorySnapshots | None, world: World, training: int, live: tuple[int, int] | None = None
+) -> Newest | None:
+    """Return the newest state of a training in memory; None if there is none. Called by all ranks.
+
+    Args:
+        live: round and step of this process' own state, if it was suspended; of equal ones, a live state is taken.
+    """
     found = memory.newest(training) if memory is not None else None
-    mine = [0, 0] if found is None else [found[1].round, found[1].step]
+    kept = (0, 0) if found is None else (found[1].round, found[1].step)
+    mine = [*kept, *((0, 0) if live is None else live)]
     everybody = [mine]
     if world.world_size > 1:
-        gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(world.world_size)]
+        gathered = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(world.world_size)]
         dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
         everybody = [[int(x) for x in entry] for entry in gathered]
-    best = max(everybody)
-    if best == [0, 0]:
+    in_slots = [(entry[0], entry[1]) for entry in everybody]
+    in_processes = [(entry[2], entry[3]) for entry in everybody]
+    best = max([*in_slots, *in_processes])
+    if best == (0, 0):
         return None
-    everywhere = all(entry == best for entry in everybody)
-    return Newest((best[0], best[1]), found if mine == best else None, everybody.index(best), everywhere)
+    is_live = best in in_processes
+    have = in_processes if is_live else in_slots
+    everywhere = all(position == best for position in have)
+    return Newest(best, is_live, found if kept == best and not is_live else None, have.index(best), everywhere)
 
 
 def restore(newest: Newest, world: World) -> tuple[Any, dict[str, Any]]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,29 @@ from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, 
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
+from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Saver"]
+__all__ = ["Live", "Saver"]
 
 _log = logging.getLogger(__name__)
 
 Stays = Callable[[Tensor], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A training that continues in another round, in the same process.
+
+    Attributes:
+        step: optimizer steps done.
+        worlds: world sizes of the rounds that it has been through.
+        last: loss of the last step, and its metrics by name.
+    """
+
+    step: int
+    worlds: list[int]
+    last: tuple[float, dict[str, float]]
 
 
 class Saver:
@@ -73,17 +90,28 @@ class Saver:
         finally:
             self._listeners.remove(function)
 
-    def restore(self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState) -> Resumed:
+    def restore(
+        self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState, live: Live | None = None
+    ) -> Resumed:
         """Restore the script's next training from its newest state, in memory or storage; called by all ranks.
 
         The newest state is usually in memory, and durable storage has copies. It is not if the node that continued
         alone is gone and another node comes back with an older state.
+
+        Args:
+            live: this process continues its training in another round, and its state may be the newest; None: it begins
+                one.
+
+        Returns:
+            The state restored. Its ``state`` is None if this process has the newest state already.
         """
-        self.finish(wait=True)
+        if live is None:
+            self.finish(wait=True)
+            self._training += 1
+            self.compares, self._equal = False, (0, 0)
         self._checkpoint = checkpoint
-        self._training += 1
-        self.compares, self._equal = False, (0, 0)
-        kept = newest(self._memory, self._world, self._training) if self._world.round else None
+        mine = None if live is None else (self._branch.round, live.step)
+        kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
         resumed: Resumed | None = None
         if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
             resumed = checkpoint.open(self._world, identity, above=None if kept is None else kept.position)
@@ -91,7 +119,7 @@ class Saver:
         if resumed is not None and resumed.state is not None:
             self._judge(resumed)
         if resumed is None and kept is not None:
-            resumed = self._from_memory(kept, checkpoint, identity, state)
+            resumed = self._from_memory(kept, checkpoint, identity, state, live if mine == kept.position else None)
         elif resumed is None:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
@@ -101,12 +129,29 @@ class Saver:
             self._memory.rhythm.begin(resumed.step)
         return resumed
 
+    def move(self, world: World) -> None:
+        """Continue in another round, in which nothing is agreed on yet."""
+        self._world = world
+        self._posted = self._agreed = NOTHING
+        if self._memory is not None:
+            self._memory.move(world)
+
     def _from_memory(
-        self, kept: Newest, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState
+        self,
+        kept: Newest,
+        checkpoint: Checkpoint | None,
+        identity: dict[str, int],
+        state: TrainingState,
+        live: Live | None,
     ) -> Resumed:
-        parts, meta = restore(kept, self._world)
         number, step = kept.position
-        origin = f"The snapshot of step {step} in memory"
+        parts: Any = None
+        if kept.live:
+            origin = f"The state of step {step} in the memory of rank {kept.holder}"
+            parts, meta = self._from_process(kept, checkpoint, identity, state, live)
+        else:
+            origin = f"The snapshot of step {step} in memory"
+            parts, meta = restore(kept, self._world)
         check_identity(identity, meta, origin)
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)
@@ -118,7 +163,7 @@ class Saver:
             self._branch = checkpoint.branch
         if self._equal == kept.position:
             self.equal_after(step)  # in this branch, too
-        elif not resumed.compared and self._world.rank == 0:
+        elif not resumed.compared and not kept.live and self._world.rank == 0:
             # Usual after a fault, and no reason to act: the event training_begun has it, too.
             _log.info(
                 "training resumes from the snapshot of step %d in memory; the ranks were last compared after step %d, "
@@ -130,6 +175,41 @@ class Saver:
             worlds = [*resumed.worlds, self._world.world_size]
             self._uncertain = partial(self._save_again, step, identity, state, worlds)
         return resumed
+
+    def _from_process(
+        self,
+        kept: Newest,
+        checkpoint: Checkpoint | None,
+        identity: dict[str, int],
+        state: TrainingState,
+        live: Live | None,
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Return the state and meta of a process that was suspended with the newest state.
+
+        Args:
+            live: this process is such a one; no state is returned then.
+        """
+        whole: Any = None
+        if live is not None:
+            meta = self._meta(identity, live.worlds, state) | {"last": live.last}
+            if checkpoint is not None:
+                meta["saved"] = checkpoint.standing(live.step, now=False)
+            whole = {"state": None, "meta": meta}
+        if not kept.everywhere:
+            first = self._world.rank == kept.holder
+            if first:
+                whole["state"] = state.capture(keep=True)
+            sent = broadcast_state(whole if first else None, kept.holder, self._world.rank)
+            whole = whole or sent
+            if live is not None:
+                whole["state"] = None
+        return whole["state"], dict(whole["meta"])
+
+    def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
+        """Return the meta of the current state, without when it was last saved."""
+        meta = meta_of(dict(identity), worlds)
+        meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
+        return meta | {"equal": self._equal}
 
     def _judge(self, resumed: Resumed) -> None:
         """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""
@@ -222,11 +302,9 @@ class Saver:
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        meta = meta_of(dict(identity), worlds)
-        meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
         if self._world.world_size == 1:
             self.equal_after(step)
-        meta["equal"] = self._equal
+        meta = self._meta(identity, worlds, state)
         if self.compares or self._world.world_size == 1:
             meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:

@@ -90,6 +90,11 @@ class TrainingState:
             state.register(name, part)
         return state
 
+    @property
+    def calls_on_save(self) -> bool:
+        """Whether functions are called on all ranks before a state is captured."""
+        return bool(self._on_save)
+
     def on_save(self, function: Callable[[], None]) -> None:
         self._on_save.append(function)
 

@@ -323,6 +323,15 @@ class Gradients:
             parameter.grad = None
         self._buffers.restore()
 
+    def give_up(self) -> None:
+        """Undo the step without communication, after a failed exchange; these gradients are of no further use."""
+        self.waiting = False
+        self._reduction.give_up()
+        for parameter in self.parameters.all:
+            parameter.grad = None
+        self._buffers.restore()
+        self.close()
+
     @property
     def talks_in_between(self) -> bool:
         """Whether backward passes communicate with other ranks, so that no rank can leave one out."""

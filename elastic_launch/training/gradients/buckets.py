@@ -16,6 +16,7 @@ From its second micro-batch on, a rank lets autograd add to the buckets in place
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -239,6 +240,14 @@ class BucketedReduction:
                 bucket.work.wait()
                 bucket.work = None
 
+    def give_up(self) -> None:
+        """Wait for what was sent, which fails, so that nothing refers to the process group any more."""
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                with suppress(RuntimeError):
+                    bucket.work.wait()
+                bucket.work = None
+
     def _send_all(self) -> None:
         while self._next < len(self._buckets):
             self._send()
@@ -402,3 +411,5 @@ class LocalReduction:
     def send(self) -> None: ...
 
     def abandon(self) -> None: ...
+
+    def give_up(self) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +122,12 @@ class MeanTable:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def give_up(self) -> None:
+        """Wait for an exchange that fails, so that nothing refers to the process group any more."""
+        with suppress(RuntimeError):
+            self.wait()
+        self._work = None
 
     def cargo(self, *, changed: bool) -> Tensor:
         """Return rows and further numbers, each 0 or 1, as small integers, whose sums are exact in every dtype.

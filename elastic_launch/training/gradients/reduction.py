@@ -182,6 +182,8 @@ class ExactReduction:
         """Give the step up."""
         self.reset()
 
+    give_up = abandon
+
     @property
     def whole(self) -> bool:
         """Whether each tensor has a value on this rank."""

@@ -9,6 +9,7 @@ loopback: 75 ms against 40 ms for 100 MB at two ranks), and packing takes half a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,16 @@ class ShardExchange:
             total: M, the number of micro-batches of all ranks.
         """
         buckets = [bucket for nodes, sums in flats for bucket in _cut(nodes, sums)]
+        try:
+            self._sum(buckets, theirs, total)
+        except RuntimeError:
+            # A transfer that is under way holds the process group, and writes to memory of this step.
+            for work in [work for bucket in buckets for work in bucket.works]:
+                with suppress(RuntimeError):
+                    work.wait()
+            raise
+
+    def _sum(self, buckets: list[_Bucket], theirs: list[list[Segment]], total: int) -> None:
         # Three buckets are in flight: one is received, one folded, one sent back. All ranks post in this order.
         for turn in range(len(buckets) + 2):
             if turn < len(buckets):

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+
+# Imported later, the defaults of its functions would hold the first round's default group.
+import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.training.live.sockets import GroupSockets

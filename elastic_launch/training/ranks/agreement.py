@@ -11,6 +11,7 @@ anyway: a separate collective would cost as much as everything else in a small s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -131,6 +132,12 @@ class Agreement:
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         self._posted = numbers, work
+
+    def give_up(self) -> None:
+        """Wait for a post that fails, so that nothing refers to the process group any more."""
+        with suppress(RuntimeError):
+            self.settle()
+        self._posted = self.group = None
 
     def settle(self) -> Wishes:
         """Wait for the last post, which is required before the group ends, and return everything received."""

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND
+from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND, Place, round_environment
 from elastic_launch.errors import UsageError
 
-__all__ = ["GROUP_TIMEOUT", "World", "join", "leave"]
+__all__ = ["GROUP_TIMEOUT", "World", "environment", "join", "leave", "take"]
 
 GROUP_TIMEOUT = 600.0
 """Seconds after which a collective fails if not all ranks have joined it."""
@@ -144,3 +144,16 @@ def leave() -> None:
 def environment() -> World:
     """Return this process' world."""
     return World.of(os.environ)
+
+
+def take(place: Place) -> None:
+    """Describe a new place to this process' environment, as its agent does for a process that it starts."""
+    os.environ.update(
+        round_environment(
+            place.placement,
+            place.round,
+            restarts=place.restarts,
+            max_restarts=place.max_restarts,
+            reason=place.reason,
+        )
+    )

@@ -1,0 +1,153 @@
+"""Real trainings whose workers keep their processes through changes of the world, in exact mode: one hash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changes import STEPS, Changes, undisturbed_hash
+from harness import SCRIPTS, Job, read_lines, wait_for
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
+
+
+def pids(job: Job, number: int) -> dict[int, int]:
+    """The processes of a round so far, by rank."""
+    events = [e for e in job.events() if e["event"] in ("worker_started", "worker_kept") and e["round"] == number]
+    return {event["rank"]: event["pid"] for event in events}
+
+
+@pytest.mark.executed
+def test_a_killed_worker_costs_no_step_and_no_other_process(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    agent = changes.alone("--nproc", "2")
+    changes.trains(2, steps=10)
+    os.kill(pids(job, 1)[1], signal.SIGKILL)
+    changes.trains(2, after=1)
+    result = changes.finish(agent)
+    assert changes.kinds() == [("broken", 1, "crash")]
+    assert changes.done_again() == 0
+    assert (result["worlds"], result["restarts"], result["resumed"]) == ([2, 2], 1, 0)
+    assert pids(job, 2)[0] == pids(job, 1)[0]
+    assert pids(job, 2)[1] != pids(job, 1)[1]
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_the_new_first_rank_gets_the_state_of_the_one_that_is_left(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    agent = changes.alone("--nproc", "3")
+    changes.trains(3, steps=5)
+    for _ in range(3):
+        number = max(event["round"] for event in job.events("first_step"))
+        os.kill(pids(job, number)[0], signal.SIGKILL)
+        changes.trains(3, after=number, steps=2)
+    result = changes.finish(agent)
+    done = [step["step"] for step in changes.steps()]
+    assert len(done) == len(set(done)) >= STEPS - 3, "a killed one may not have noted its last step"
+    assert (result["worlds"], result["restarts"]) == ([3] * 4, 3)
+    assert pids(job, 4)[2] == pids(job, 1)[2]
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_two_kills_50_ms_apart_and_one_of_a_worker_that_has_just_come(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    agent = changes.alone("--nproc", "4", "--max-restarts", "9")
+    changes.trains(4, steps=5)
+    first = pids(job, 1)
+    os.kill(first[3], signal.SIGKILL)
+    time.sleep(0.05)
+    os.kill(first[1], signal.SIGKILL)
+    new = wait_for("a new worker", lambda: set(_started(job)) - set(first.values()), 60)
+    os.kill(min(new), signal.SIGKILL)
+    number = len(job.events("round_formed"))
+    changes.trains(4, after=number)
+    result = changes.finish(agent)
+    assert changes.done_again() == 0
+    last = len(job.events("round_formed"))
+    assert {pids(job, last)[rank] for rank in (0, 2)} == {first[0], first[2]}
+    assert result["hash"] == undisturbed
+
+
+def _started(job: Job) -> list[int]:
+    return [event["pid"] for event in job.events("worker_started")]
+
+
+@pytest.mark.slow
+def test_a_node_joins_and_leaves_and_another_is_lost(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    a = changes.node("a")
+    changes.trains(1, steps=3)
+    b = changes.node("b")
+    joined = changes.trains(2, steps=3)
+    b.signal(signal.SIGTERM)
+    left = changes.trains(1, after=joined, steps=3)
+    assert b.wait() == 143
+    c = changes.node("c", nproc=2)
+    again = changes.trains(3, after=left, steps=3)
+    c.kill()
+    changes.trains(1, after=again, steps=3)
+    result = changes.finish(a)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
+    assert changes.kinds()[3] == ("broken", again, "node loss")
+    assert changes.done_again() == 0
+    assert (result["worlds"], result["restarts"]) == ([1, 2, 1, 3, 1], 0)
+    (events,) = job.logged("events-a.jsonl")
+    kept = [e["pid"] for e in read_lines(events) if e["event"] == "worker_kept"]
+    assert kept == [pids(job, 1)[0]] * 4, "the first node's worker has one process"
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_frozen_in_a_round_that_breaks_is_killed(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    agent = changes.alone("--nproc", "3")
+    changes.trains(3, steps=5)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGSTOP)
+    os.kill(first[2], signal.SIGKILL)
+    changes.trains(3, after=1)
+    result = changes.finish(agent)
+    assert "the workers of local rank 1 have not left the round in time; they are killed" in agent.output
+    assert changes.done_again() == 0
+    assert pids(job, 2)[0] == first[0]
+    assert pids(job, 2)[1] != first[1]
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_rank_that_is_a_step_behind_gets_the_state_of_one_that_is_ahead(job: Job, behind: int) -> None:
+    command = [str(SCRIPTS / "torn.py"), str(job.work), str(behind)]
+    agent = job.launch("--standalone", "--nproc", "3", command=command)
+    assert agent.wait(100) == 0, agent.output
+    torn = read_lines(job.work / "results.jsonl")
+    kept = {event["pid"] for event in job.events("worker_kept")}
+    assert len(kept) == 2
+    for result in torn:
+        numbers = [number for number, _ in result["done"]]
+        assert numbers == list(range(31 - len(numbers), 31)), "each step once"
+        assert (result["pid"] in kept) == (len(numbers) == 30)
+    assert len({str(result["done"][-19:]) for result in torn}) == 1, "the losses, too"
+    assert len({(result["hash"], result["rate"]) for result in torn}) == 1
+    undisturbed = _alone(job)
+    assert {result["hash"] for result in torn} == {undisturbed["hash"]}
+    assert undisturbed["done"][-19:] == torn[0]["done"][-19:]
+
+
+def _alone(job: Job) -> dict[str, Any]:
+    work = Path(job.work) / "alone"
+    work.mkdir()
+    command = [str(SCRIPTS / "torn.py"), str(work), "-1"]
+    agent = job.launch("--standalone", "--nproc", "1", command=command, name="alone")
+    assert agent.wait(100) == 0, agent.output
+    (result,) = read_lines(work / "results.jsonl")
+    return result

@@ -1,0 +1,64 @@
+"""A training in which one rank ends a step that another has not: ``torn.py DIRECTORY BEHIND``.
+
+In round 1 the exchange of step 10 succeeds everywhere, but fails for local rank BEHIND, as if the connection had been
+lost at its very end. Local rank 2 is killed in the next step. Each step that a process ends is noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch.training.steps import Step
+
+work, behind = Path(sys.argv[1]), int(sys.argv[2])
+exchange = Step._exchange
+local_rank = int(os.environ["LOCAL_RANK"])
+first = os.environ["ELASTIC_LAUNCH_ROUND"] == "1"
+
+
+def torn(step: Step) -> Any:
+    global first
+    if first and step.number == 11 and local_rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    means = exchange(step)
+    if first and step.number == 10 and local_rank == behind:
+        first = False
+        raise RuntimeError("Connection closed by peer, as far as this rank knows")
+    return means
+
+
+Step._exchange = torn  # type: ignore[method-assign]
+
+with el.session() as run:
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 6)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    loader = el.ElasticLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), el.GlobalBatch(16, 4), seed=1)
+    done = []
+    for step in run.steps(loader, model, optimizer, until="30ba", exact=True, scheduler=scheduler):
+        for features, targets in step:
+            step.backward(nn.functional.cross_entropy(step.model(features), targets))
+        step.update()
+        scheduler.step()
+        done.append((step.number, step.loss))
+    result = {
+        "rank": run.rank,
+        "pid": os.getpid(),
+        "done": done,
+        "rate": scheduler.get_last_lr()[0],
+        "hash": el.weights_sha256(model),
+    }
+    with (work / "results.jsonl").open("a") as lines:
+        lines.write(json.dumps(result) + "\n")
