@@ -18,6 +18,7 @@ class RoundTold:
         nodes: number of nodes in it; 0 if unknown.
         mine: whether this host has workers in it.
         started: when the last of this host's workers was started, or got its place.
+        kept, anew: how many of them kept their processes, and how many were started.
         begun, first: when the first of them reached the beginning of training; when its first step was done.
         step, last, trained, restore: steps done when training began and when it ended; seconds of all steps, and of
             restoring.
@@ -35,6 +36,8 @@ class RoundTold:
     nodes: int = 0
     mine: bool = False
     started: float | None = None
+    kept: int = 0
+    anew: int = 0
     begun: float | None = None
     first: float | None = None
     step: int = 0
@@ -119,6 +122,8 @@ class Chronicle:
             case ev.WorkerStarted(round=number) | ev.WorkerKept(round=number):
                 told = self._of(number)
                 told.mine, told.started = True, clock
+                told.kept += isinstance(event, ev.WorkerKept)
+                told.anew += isinstance(event, ev.WorkerStarted)
             case ev.WorkerExited():
                 self._exited(clock, event)
             case ev.TrainingBegun(round=number, step=step, restore_s=seconds):

@@ -60,6 +60,7 @@ class Incident:
         lost_steps: steps that were done before and have to be repeated.
         recovered: whether the next round did a step or, for a plain script, its workers were started.
         led: whether this host's leader formed the next round.
+        kept, anew: how many of this host's workers in the next round kept their processes, and how many were started.
     """
 
     number: int
@@ -78,6 +79,8 @@ class Incident:
     lost_steps: int | None
     recovered: bool
     led: bool
+    kept: int = 0
+    anew: int = 0
 
     def line(self) -> str:
         """Return the incident in one line."""
@@ -87,7 +90,8 @@ class Incident:
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
         cause = " ".join(self.cause.split())
         what = " ".join(self.kind.split()) + (", drained" if self.drained else "") + (f" ({cause})" if cause else "")
-        return f"incident {self.number}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}"
+        kept = f"; {self.kept} worker{'' if self.kept == 1 else 's'} kept, {self.anew} started" if self.kept else ""
+        return f"incident {self.number}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}{kept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,8 @@ def _incident(
         lost,
         recovered,
         following is not None and following.led,
+        following.kept if following else 0,
+        following.anew if following else 0,
     )
 
 

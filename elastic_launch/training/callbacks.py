@@ -109,7 +109,7 @@ class Callback:
     """
 
     def on_round(self, start: RoundStart) -> None:
-        """Called when training starts or resumes, after its state is restored."""
+        """Called in each round of the process, when training begins or resumes, after its state is restored."""
 
     def on_step(self, end: StepEnd) -> None:
         """Called after each optimizer step, before its checkpoint if one is due."""

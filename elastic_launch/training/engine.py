@@ -194,7 +194,9 @@ class Engine:
         self._termination.watch()
         if self._link is None:
             return
-        self._live = live and self._link.patience > 0 and self.groups.breakable and not self.groups.foreign
+        # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
+        live = live and self._link.patience > 0 and self.device.type == "cpu"
+        self._live = live and self.groups.breakable and not self.groups.foreign
         if self._live:
             self._link.listen(lambda: self.groups.disconnect())
         self._link.ready(Ready(step, total, self._restore_seconds, self._uncompared, self._live))

@@ -100,6 +100,21 @@ def test_a_lost_node_has_all_parts() -> None:
     )
 
 
+def test_an_incident_says_how_many_workers_kept_their_processes() -> None:
+    told = ledger(
+        *first_round(),
+        (32.0, broken(1)),
+        (33.0, formed(2)),
+        (33.0, ev.WorkerKept(2, 0, 0, 100)),
+        (33.1, started(2)),
+        (36.0, begun(2, 20)),
+        (36.25, ev.FirstStep(2, 21)),
+    )
+    (incident,) = told.incidents
+    assert (incident.kept, incident.anew) == (1, 1)
+    assert incident.line().endswith(" s, no steps lost; 1 worker kept, 1 started")
+
+
 def test_a_worker_of_this_host_is_known_to_have_failed_before_the_round_was_broken() -> None:
     told = ledger(
         *first_round(),
