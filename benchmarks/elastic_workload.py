@@ -6,7 +6,7 @@ import time
 BEGAN = time.monotonic()
 
 import torch
-from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser
+from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser, prepare
 
 import elastic_launch as el
 
@@ -23,7 +23,8 @@ def main() -> None:
         note(0, mark="imported", clock=IMPORTED)
         with el.session() as run:
             note(0, mark="initialized")
-            network = model()
+            prepare(args)
+            network = model(args.compile)
             optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
             data = torch.utils.data.TensorDataset(*examples())
             loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 2), seed=SEED)

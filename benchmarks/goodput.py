@@ -1,10 +1,10 @@
 """Goodput under a schedule of faults: elastic-launch and torchrun one after the other, same seeds, same schedule.
 
 Goodput is productive time / total time. Total is the time of the schedule, from the first step on. Productive is the
-time in steps that were kept, each from the process' previous step. A process' first step counts as long as its median
-step. Steps that were repeated later do not count, and neither does the time between two processes. The definition is
-that of docs/reference/ledger.md, but measured from outside, from the lines that the script writes, for both launchers
-alike.
+time in steps that were kept, each from the process' previous step. A process' first step in a round counts as long as
+its median step. Steps that were repeated later do not count, and neither does the time between two rounds. The
+definition is that of docs/reference/ledger.md, but measured from outside, from the lines that the script writes, for
+both launchers alike.
 
     python benchmarks/goodput.py --seconds 300 --json goodput.json
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from jobs import Figures, Job, Record
+from jobs import Figures, Job, Record, life
 from launchers import ALL, BOTH, Node, Nodes, start_alone
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run, say
 
@@ -36,6 +36,7 @@ AWAY = 1 / 4
 """Fraction of the interval for which a lost node stays away."""
 RECENT = 1.0
 """Seconds within which a training process must have done a step."""
+Life = tuple[int, int]
 LAST = 200
 """Number of steps whose mean loss is the final loss."""
 SLACK = 120.0
@@ -155,22 +156,22 @@ def training(job: Job, rank: int, deadline: float) -> Record | None:
 def productive_steps(noted: list[Record]) -> tuple[list[Record], float]:
     """Return rank 0's steps that were not repeated later, and the seconds spent in them."""
     steps = [record for record in noted if record["step"]]
-    took: dict[int, list[float]] = {}
-    duration: dict[tuple[int, int], float] = {}
-    last: dict[int, float] = {}
+    took: dict[Life, list[float]] = {}
+    duration: dict[tuple[Life, int], float] = {}
+    last: dict[Life, float] = {}
     for record in steps:
-        pid, clock = record["pid"], record["clock"]
-        if pid in last:
-            duration[pid, record["step"]] = clock - last[pid]
-            took.setdefault(pid, []).append(clock - last[pid])
-        last[pid] = clock
+        who, clock = life(record), record["clock"]
+        if who in last:
+            duration[who, record["step"]] = clock - last[who]
+            took.setdefault(who, []).append(clock - last[who])
+        last[who] = clock
     kept: list[Record] = []
     for record in reversed(steps):
         if not kept or record["step"] < kept[-1]["step"]:
             kept.append(record)
     kept.reverse()
-    usual = {pid: statistics.median(values) for pid, values in took.items()}
-    productive = sum(duration.get((x["pid"], x["step"]), usual.get(x["pid"], 0.0)) for x in kept)
+    usual = {who: statistics.median(values) for who, values in took.items()}
+    productive = sum(duration.get((life(x), x["step"]), usual.get(life(x), 0.0)) for x in kept)
     return kept, productive
 
 

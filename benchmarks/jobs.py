@@ -35,7 +35,8 @@ PR_SET_CHILD_SUBREAPER = 36
 DROPPED = ("PET_", "TORCH", "ELASTIC_LAUNCH_", "MASTER_", "GLOO_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
 # Installed packages come with bytecode; with this variable, an editable install would be compiled at every start.
 COMPILES_ANEW = "PYTHONDONTWRITEBYTECODE"
-COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# torch's stores look up the names of all addresses that they connect: a slow name server would be measured, too.
+COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "attempts:0"}
 
 Record = dict[str, Any]
 Figures = dict[str, float]
@@ -86,6 +87,11 @@ class Tail:
             self._offset += len(whole)
             self._records += map(json.loads, whole.splitlines())
         return self._records
+
+
+def life(record: Record) -> tuple[int, int]:
+    """A process in one round: a launcher may start new processes for a new round, or keep them."""
+    return record["pid"], record["round"]
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -206,13 +212,13 @@ class Job:
             self._stop.check()
             time.sleep(min(left, 10 * POLL))
 
-    def step(self, rank: int, world: int, at_least: int = 1, other_than: Collection[int] = ()) -> Record:
-        """Wait for a rank's first step with this world size, excluding these processes."""
+    def step(self, rank: int, world: int, at_least: int = 1, other_than: Collection[tuple[int, int]] = ()) -> Record:
+        """Wait for a rank's first step with this world size, excluding these lives."""
         wanted = f"rank {rank} of {world} to do step {at_least}" + (" after its restart" if other_than else "")
         return self._wait(
             wanted,
             self.steps,
-            lambda x: (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and x["pid"] not in other_than,
+            lambda x: (x["rank"], x["world"]) == (rank, world) and x["step"] >= at_least and life(x) not in other_than,
         )
 
     def until(self, wanted: str, match: Callable[[Record], bool]) -> Record:

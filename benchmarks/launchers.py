@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jobs import RUN_ID, Job, descendants, free_port, program, signal_all
 
-__all__ = ["ALL", "BOTH", "CONTENDERS", "Contender", "Node", "Nodes", "start_alone"]
+__all__ = ["ALL", "BOTH", "CONTENDERS", "LIVE", "Contender", "Node", "Nodes", "start_alone"]
 
 RESTARTS = ["--max-restarts", "1000"]
 """Passed to all: with torchrun's default, the first fault would end a run."""
@@ -59,9 +59,11 @@ CONTENDERS = {
         "torchrun, best settings", False, options=("--monitor-interval", "0.05"), conf=PATIENT, environ=UNSHARED
     ),
     "torchrun-default": Contender("torchrun, defaults", False),
+    "ours-no-live": Contender("elastic-launch --no-live, library", True, library=True, options=("--no-live",)),
 }
-ALL = tuple(CONTENDERS)
+ALL = ("ours", "ours-plain", "torchrun", "torchrun-default")
 BOTH = ("ours", "torchrun")
+LIVE = ("ours", "ours-no-live", "torchrun")
 
 
 def start_alone(job: Job, who: str, nproc: int = 2, *options: str) -> tuple[int, float]:
@@ -96,10 +98,10 @@ class Nodes:
         self._nnodes = nnodes
         self._port = free_port()
 
-    def start(self, name: str, nproc: int = 1) -> Node:
+    def start(self, name: str, nproc: int = 1, *script_options: str) -> Node:
         """Start a node; the one named ``host`` holds the store."""
         conf = ",".join(filter(None, [f"is_host={int(name == 'host')}", self._contender.conf]))
         options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
         options += ["--rdzv-conf", conf, "--local-addr", "localhost"]
-        script = self._contender.script(self._job)
+        script = self._contender.script(self._job, *script_options)
         return Node(*self._contender.start(self._job, nproc, name, options, script))

@@ -6,7 +6,7 @@ that, for elastic-launch only.
 
 from __future__ import annotations
 
-from jobs import Figures, Job, Record
+from jobs import Figures, Job, Record, life
 
 __all__ = ["PHASES", "Before", "launched", "recovered"]
 
@@ -31,16 +31,16 @@ NOTICED = ("worker_exited", "node_lost", "round_broken")
 
 
 class Before:
-    """The processes that trained before a fault or a change."""
+    """The processes that trained before a fault or a change, in the rounds until then."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.pids = {record["pid"] for record in job.steps.read()}
+        self.lives = {life(record) for record in job.steps.read()}
 
     def last(self) -> Record:
         """Their last step; valid only once others train."""
         return max(
-            (record for record in self._job.steps.read() if record["pid"] in self.pids and record["step"]),
+            (record for record in self._job.steps.read() if life(record) in self.lives and record["step"]),
             key=lambda record: (record["step"], record["clock"]),
         )
 
@@ -61,13 +61,20 @@ def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figu
 
     Returns:
         seconds to the start of rank 0's next script, to its first step and to the first new step; ``lost``: earlier
-        steps that were repeated; phases.
+        steps that were repeated; phases. If the process was kept, its script does not start again, and has no phases.
     """
-    first = job.step(0, world, other_than=before.pids)
+    first = job.step(0, world, other_than=before.lives)
     last = before.last()
     since = last["clock"] if fault is None else fault
-    new = job.step(0, world, last["step"] + 1, other_than=before.pids)
+    new = job.step(0, world, last["step"] + 1, other_than=before.lives)
     marks = _marks(job, first["pid"])
+    figures = {
+        "step": first["clock"] - since,
+        "new": new["clock"] - since,
+        "lost": float(last["step"] - first["step"] + 1),
+    }
+    if marks["begin"] < since:
+        return figures
     moments = {
         **_launcher_phases(job.events("host"), since, marks["begin"], planned=fault is None),
         "until begin": marks["begin"],
@@ -75,13 +82,7 @@ def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figu
         "first step": first["clock"],
         "new step": new["clock"],
     }
-    return {
-        "begin": marks["begin"] - since,
-        "step": first["clock"] - since,
-        "new": new["clock"] - since,
-        "lost": float(last["step"] - first["step"] + 1),
-        **_durations(since, moments),
-    }
+    return {"begin": marks["begin"] - since, **figures, **_durations(since, moments)}
 
 
 def _marks(job: Job, pid: int) -> dict[str, float]:

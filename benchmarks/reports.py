@@ -21,6 +21,7 @@ BASE = "torchrun"
 """The contender that ratios and goals compare with."""
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
+COLOURS |= {"ours-no-live": "#7fb2ea"}
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 

@@ -1,10 +1,11 @@
 """What the benchmarks train: a plain DDP script that logs the time of every optimizer step.
 
 It imports nothing of any launcher and relies on torchrun's environment variables alone. Every rank appends one JSON
-line per step to the same file: {"step", "rank", "world", "pid", "clock", "loss"}, the clock by ``time.monotonic()``,
-which all processes of a Linux host share. Lines of step 0 have a "mark" instead of a loss: the script begins, before it
-imports torch (time before this is the launcher's, time after it the script's own); torch is imported; the process group
-is ready; the state is restored. With ``--snapshot`` it saves every so many steps, and resumes from there.
+line per step to the same file: {"step", "rank", "world", "round", "pid", "clock", "loss"}, the clock by
+``time.monotonic()``, which all processes of a Linux host share; the round is 0 if the launcher has none. Lines of
+step 0 have a "mark" instead of a loss: the script begins, before it imports torch (time before this is the launcher's,
+time after it the script's own); torch is imported; the process group is ready; the state is restored. With
+``--snapshot`` it saves every so many steps, and resumes from there.
 """
 
 # ruff: noqa: E402
@@ -32,6 +33,8 @@ GLOBAL_BATCH = 16
 NOISE = 0.1
 SEED = 0
 LEARNING_RATE = 0.01
+PLACE = {"rank": "RANK", "world": "WORLD_SIZE", "round": "ELASTIC_LAUNCH_ROUND"}
+"""What lines say of a process' place, which changes if the process is kept for another round, and where it is read."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
 
 
@@ -40,17 +43,31 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--file", type=Path, required=True, help="where the lines go")
     options.add_argument("--steps", type=int, default=1_000_000, help="after which it ends by itself")
     options.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after each step")
+    options.add_argument(
+        "--prepare", type=float, default=0.0, help="seconds that preparing takes before the first step"
+    )
+    options.add_argument("--busy", action="store_true", help="preparing takes a core")
+    options.add_argument("--compile", metavar="BACKEND", help="compile the model with this backend of torch's")
     return options
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Take the time that a script needs to load a model and data."""
+    until = time.monotonic() + args.prepare
+    while (left := until - time.monotonic()) > 0:
+        if not args.busy:
+            time.sleep(left)
 
 
 @contextmanager
 def noting(path: Path) -> Iterator[Callable[..., None]]:
     """Yield a function that appends the line of one step: in one write, so that lines never mix."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pid = os.getpid()
 
     def note(step: int, **more: object) -> None:
-        line = {"step": step, "rank": rank, "world": world, "pid": os.getpid(), "clock": time.monotonic(), **more}
+        place = {name: int(os.environ.get(variable, 0)) for name, variable in PLACE.items()}
+        line = {"step": step, **place, "pid": pid, "clock": time.monotonic(), **more}
         os.write(file, json.dumps(line).encode() + b"\n")
 
     try:
@@ -59,10 +76,17 @@ def noting(path: Path) -> Iterator[Callable[..., None]]:
         os.close(file)
 
 
-def model() -> nn.Module:
-    """Return the same weights in every process."""
+def model(backend: str | None = None) -> nn.Module:
+    """Return the same weights in every process.
+
+    Args:
+        backend: compile the model with this backend.
+    """
     torch.manual_seed(SEED)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    if backend:
+        network.compile(backend=backend)
+    return network
 
 
 def examples() -> tuple[Tensor, Tensor]:
@@ -77,7 +101,8 @@ def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     note(0, mark="initialized")
     rank, world = dist.get_rank(), dist.get_world_size()
-    ddp = DistributedDataParallel(model())
+    prepare(args)
+    ddp = DistributedDataParallel(model(args.compile))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
     inputs, targets = examples()
     done = 0

@@ -16,8 +16,8 @@ from harness import SCRIPTS
 
 LIMIT = 120.0  # seconds
 
-# torch's stores look up the name of every address that they connect, and wait for a slow name server.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "timeout:1 attempts:1"}
+# torch's stores look up the names of all addresses that they connect; a name server may take seconds.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "attempts:0"}
 
 
 @dataclass(frozen=True)

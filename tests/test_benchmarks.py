@@ -33,18 +33,19 @@ def measured(program: str, result: Path, *options: str) -> dict[str, dict[str, A
 
 def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Path) -> None:
     result, page, picture = tmp_path / "faults.json", tmp_path / "page.md", tmp_path / "chart.svg"
-    rows = measured("faults.py", result, "--cold", "--only", "worker-killed", "--who", "ours", "--who", "torchrun")
+    who = ("--who", "ours", "--who", "ours-plain", "--who", "torchrun")
+    rows = measured("faults.py", result, "--cold", "--only", "worker-killed", *who)
     step, new = rows["worker-killed.step"], rows["worker-killed.new"]
-    for who in ("ours", "torchrun"):
+    for who in ("ours", "ours-plain", "torchrun"):
         assert 0 < step["medians"][who] <= new["medians"][who]
     assert new["ratio"] == pytest.approx(new["medians"]["ours"] / new["medians"]["torchrun"])
     assert 0 <= rows["worker-killed.lost"]["medians"]["torchrun"] <= 11, "it saves every ten steps"
 
     phases = json.loads(result.read_text())["phases"]["worker-killed"]
-    parts = {name: values[0] for name, values in phases["ours"].items()}
+    parts = {name: values[0] for name, values in phases["ours-plain"].items()}
     before = sum(parts[name] for name in ("detect", "stop", "form", "start"))
     assert before == pytest.approx(parts["until begin"])
-    assert sum(parts.values()) - before == pytest.approx(new["medians"]["ours"])
+    assert sum(parts.values()) - before == pytest.approx(new["medians"]["ours-plain"])
     assert "until begin" in phases["torchrun"]
     assert "detect" not in phases["torchrun"], "nothing is known of it"
 
@@ -58,7 +59,7 @@ def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Pat
     assert "old" not in text
     assert "![medians](chart.svg)" in text
     bars = ElementTree.fromstring(picture.read_text()).findall("{http://www.w3.org/2000/svg}rect")
-    assert len(bars) == 1 + 2, "the background, and two contenders of one row with a goal"
+    assert len(bars) == 1 + 3, "the background, and three contenders of one row with a goal"
 
 
 def test_a_planned_change_costs_the_library_no_step(tmp_path: Path) -> None:
@@ -74,6 +75,17 @@ def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) 
     assert rows["footprint.processes"]["medians"]["ours"] >= 2, "the agent and its guard"
     assert 10 < rows["footprint.memory"]["medians"]["ours"] <= rows["footprint.peak"]["medians"]["ours"]
     assert rows["footprint.cpu"]["medians"]["ours"] >= 0
+
+
+def test_a_standstill_is_measured_with_and_without_live_rounds(tmp_path: Path) -> None:
+    options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours", "--who", "ours-no-live"]
+    rows = measured("live.py", tmp_path / "live.json", *options)
+    assert (
+        0.9 < rows["killed-1.standstill"]["medians"]["ours-no-live"] < rows["killed-1.whole"]["medians"]["ours-no-live"]
+    )
+    assert rows["killed-1.kept"]["figures"]["ours-no-live"] == [0]
+    assert rows["killed-1.starts"]["figures"]["ours-no-live"] == [2]
+    assert rows["killed-1.next"]["medians"]["ours"] > 0
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
