@@ -53,7 +53,8 @@ class Contender:
 
 
 CONTENDERS = {
-    "ours": Contender("elastic-launch, library", True, library=True),
+    # What a restart of all processes costs: live.py measures rounds that keep them.
+    "ours": Contender("elastic-launch, library", True, library=True, options=("--no-live",)),
     "ours-plain": Contender("elastic-launch, plain script", True),
     "torchrun": Contender(
         "torchrun, best settings", False, options=("--monitor-interval", "0.05"), conf=PATIENT, environ=UNSHARED
