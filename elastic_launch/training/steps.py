@@ -399,6 +399,11 @@ class Step:
         """Whether the ranks have exchanged losses and gradients, so that all ranks have them."""
         return self._exchanged
 
+    @property
+    def received(self) -> bool:
+        """Whether other ranks have done this step without this one, which gets their state when the step ends."""
+        return self._done_elsewhere
+
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
         """Step the optimizer. Call it once, after the loop over the step.
 

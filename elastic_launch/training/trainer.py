@@ -172,7 +172,9 @@ class Trainer:
             if self._scheduler is not None and not self._by_plateau and not step.skipped:
                 self._scheduler.step()  # type: ignore[attr-defined]
             self._tell_step(step, time.monotonic() - started)
-            if self._eval_loader is not None and (step.number % self._eval_every == 0 or step.number == end):
+            if step.received or self._eval_loader is None:
+                continue
+            if step.number % self._eval_every == 0 or step.number == end:
                 self._evaluate_and_tell()
 
     def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
@@ -190,14 +192,16 @@ class Trainer:
         loader = self._eval_loader if loader is None else _checked_eval_loader(loader)
         if loader is None:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
-        if loader.batch.micro == "auto":
+        names, given = ["loss", *self._metrics], loader.batch
+        if given.micro == "auto":
             micro = self.loader.batch.settled(self.run.world_size).micro_batches()[0]
-            loader.batch = GlobalBatch(loader.batch.size, min(loader.batch.size, len(micro)))
-        check_same(self.run.world, {**loader.identity, "metrics": list(self._metrics)})
-        names = ["loss", *self._metrics]
-        with evaluating(self.model):
-            means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)
-        self.run._engine.note_exchanges()
+            loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
+        try:
+            check_same(self.run.world, {**loader.identity, "metrics": list(self._metrics)})
+            with evaluating(self.model):
+                means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)
+        finally:
+            loader.batch = given  # the training's micro-batches may become smaller, on all ranks
         return dict(zip(names, means, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,6 +296,7 @@ class Trainer:
 
     def _evaluate_and_tell(self) -> None:
         evaluation = Evaluation(self.step, self.loader.position(self.step).epoch, self.evaluate())
+        self.run._engine.note_exchanges()
         self.history.append(evaluation)
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._scheduler.step(evaluation.metrics["loss"])

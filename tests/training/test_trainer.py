@@ -19,6 +19,7 @@ from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Inciden
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
+from elastic_launch.training.steps import Step
 
 GENERATOR = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(44, 6, generator=GENERATOR)
@@ -98,6 +99,32 @@ def test_a_training_reports_its_steps_and_evaluations() -> None:
     assert case.trainer.history == case.seen.evaluations
     assert case.trainer.loss == case.seen.steps[-1].loss
     assert case.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
+
+
+def test_a_step_that_other_ranks_have_done_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(eval_every="1ba")
+    # The others have evaluated it, too, and do not take part in an evaluation now.
+    monkeypatch.setattr(Step, "received", property(lambda step: step.number == 2))
+    case.trainer.fit("3ba")
+    assert [evaluation.step for evaluation in case.seen.evaluations] == [1, 3]
+    assert [end.step for end in case.seen.steps] == [1, 2, 3]
+
+
+def test_an_evaluation_follows_the_trainings_micro_batches_as_they_become_smaller() -> None:
+    loader = el.ElasticLoader(_data(32), el.GlobalBatch(8, "auto"), shuffle=False)
+    case = Case(eval_loader=loader)
+    sizes: list[int] = []
+
+    def forward(model: nn.Module, sample: Any) -> tuple[Any, Any]:
+        sizes.append(len(sample[0]))
+        return model(sample[0]), sample[1]
+
+    case.trainer._forward = forward
+    case.trainer.evaluate()
+    case.loader.batch = case.loader.batch.halved()
+    # A process that has just begun knows only the training's present micro-batches.
+    case.trainer.evaluate()
+    assert sizes == [4, 4, 4, 2, 2, 2, 2, 2, 2]
 
 
 def test_metrics_are_means_over_the_global_batch_for_any_micro_batches() -> None:
