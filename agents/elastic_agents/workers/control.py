@@ -380,6 +380,9 @@ class Control:
             reason = "it does not read"  # nothing may follow a part of a line
         except BlockingIOError:
             reason = "it does not read"
+        except (BrokenPipeError, ConnectionResetError):  # it is ending
+            peer.deaf = True
+            return
         except OSError as error:
             reason = str(error)
         peer.deaf = True

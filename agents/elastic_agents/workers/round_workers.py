@@ -191,8 +191,8 @@ class RoundWorkers:
             _log.warning(
                 "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
             )
-        if exit_code > 0 and worker.stopped is None:
-            worker.stopped = worker.suspends
+        if worker.stopped is None and (exit_code > 0 or exit_code == -signal.SIGTERM):
+            worker.stopped = worker.suspends  # a worker that cannot leave its round ends itself by SIGTERM
         if exit_code != 0:
             self._end_sessions({pid}, AT_ONCE)
         if not self._alive:
