@@ -257,7 +257,8 @@ class Engine:
         place = self._link.suspended(self.step, lambda: self._termination.asked)
         if place is None:
             self.stopped, self._stop_agreed = True, max(self._stop_agreed, Stop.AGENT)
-            raise Drained(0)
+            # Its place may be on the way: then the agent must not take this worker's end for that of the training.
+            raise Drained(128 + signal.SIGTERM if self._termination.asked else 0)
         take(place)
         self.world = environment()
         self.saver.move(self.world)

@@ -153,7 +153,7 @@ class Loop:
         self._engine.finish_training()
         self._engine.leave_if_draining()
 
-    def _enter(self, live: Live | None = None) -> Resumed:
+    def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on.
 
         Args:
@@ -165,8 +165,11 @@ class Loop:
         if live is None:
             self._step = resumed.step
             self._loader.batch = self._loader.batch.settled(world.world_size)
+        elif resumed.state is not None:
+            # At once: if this round breaks below, the state that this process has is that one.
+            self._received = resumed
         _warn_of_idle_ranks(world, self._loader.batch)
-        if self._options.prepare is not None and (live is None or resumed.state is None):
+        if self._options.prepare is not None and self._received is None:
             self._options.prepare(self._step)
         self._gradients = gradients = self._new_gradients()
         if gradients.parameters.apart() and world.rank == 0:
@@ -175,7 +178,6 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live)
-        return resumed
 
     def _leave(self) -> None:
         """Drop what belongs to the current round."""
@@ -189,14 +191,17 @@ class Loop:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
         return self._options.start == 0 and self._engine.untouched and not self._state.calls_on_save
 
-    def _change_round(self, error: RuntimeError | None) -> Resumed:
+    def _change_round(self, error: RuntimeError | None) -> None:
         """Continue in the next round, or in the one after it if that breaks, too."""
         while True:
             self._leave()
             self._engine.suspend(error)
+            received = self._received
+            step, last = (self._step, self._last) if received is None else (received.step, received.last or self._last)
             try:
                 self._engine.join_round()
-                return self._enter(Live(self._step, self._engine.worlds, self._last))
+                self._enter(Live(step, self._engine.worlds, last))
+                return
             except RuntimeError as again:
                 if not self._engine.caused(again):
                     raise
@@ -219,10 +224,9 @@ class Loop:
             return None
         assert self._gradients is not None
         self._gradients.give_up()
-        resumed = self._change_round(error)
-        done = None
-        if resumed.state is not None:
-            self._received, done = resumed, resumed.last or self._last
+        self._change_round(error)
+        received = self._received
+        done = None if received is None else received.last or self._last
         plan, batches = self._plan(self._step), self._open_batches()
         return Recovered(plan, batches, self._gradients, self._engine.agreement, done)
 
@@ -361,9 +365,9 @@ class Loop:
             if not self._engine.caused(broken):
                 raise
             error = broken
-        resumed = self._change_round(error)
-        if resumed.state is not None:
-            self._take(resumed)
+        self._change_round(error)
+        if self._received is not None:
+            self._take(self._received)
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch

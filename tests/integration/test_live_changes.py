@@ -143,6 +143,18 @@ def test_a_rank_that_is_a_step_behind_gets_the_state_of_one_that_is_ahead(job: J
     assert undisturbed["done"][-19:] == torn[0]["done"][-19:]
 
 
+@pytest.mark.slow
+def test_a_rank_that_has_got_a_state_has_it_if_that_round_breaks_too(job: Job) -> None:
+    command = [str(SCRIPTS / "torn.py"), str(job.work), "0", "lost"]
+    agent = job.launch("--standalone", "--nproc", "3", command=command)
+    assert agent.wait(100) == 0, agent.output
+    results = read_lines(job.work / "results.jsonl")
+    assert pids(job, 3)[0] == pids(job, 1)[0]
+    (first,) = [result for result in results if result["pid"] == pids(job, 1)[0]]
+    assert [number for number, _ in first["done"]] == list(range(1, 31)), "each step once"
+    assert {result["hash"] for result in results} == {_alone(job)["hash"]}
+
+
 def _alone(job: Job) -> dict[str, Any]:
     work = Path(job.work) / "alone"
     work.mkdir()

@@ -1,7 +1,8 @@
-"""A training in which one rank ends a step that another has not: ``torn.py DIRECTORY BEHIND``.
+"""A training in which one rank ends a step that another has not: ``torn.py DIRECTORY BEHIND [lost]``.
 
 In round 1 the exchange of step 10 succeeds everywhere, but fails for local rank BEHIND, as if the connection had been
-lost at its very end. Local rank 2 is killed in the next step. Each step that a process ends is noted.
+lost at its very end. Local rank 2 is killed in the next step. With ``lost``, all ranks but BEHIND are killed in round
+2, before its first step and after they have sent their state. Each step that a process ends is noted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
+from elastic_launch.training.loop import Loop
 from elastic_launch.training.steps import Step
 
 work, behind = Path(sys.argv[1]), int(sys.argv[2])
@@ -33,11 +36,24 @@ def torn(step: Step) -> Any:
     means = exchange(step)
     if first and step.number == 10 and local_rank == behind:
         first = False
+        time.sleep(0.5)  # until local rank 2 is killed
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
     return means
 
 
+new_gradients = Loop._new_gradients
+lost = len(sys.argv) > 3 and local_rank != behind
+
+
+def lost_in_round_2(loop: Loop) -> Any:
+    if os.environ["ELASTIC_LAUNCH_ROUND"] == "2" and lost:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return new_gradients(loop)
+
+
 Step._exchange = torn  # type: ignore[method-assign]
+Loop._new_gradients = lost_in_round_2  # type: ignore[method-assign]
 
 with el.session() as run:
     torch.manual_seed(0)

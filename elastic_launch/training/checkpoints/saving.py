@@ -110,6 +110,22 @@ class Saver:
             self._training += 1
             self.compares, self._equal = False, (0, 0)
         self._checkpoint = checkpoint
+        before = self._branch
+        try:
+            resumed = self._newest(checkpoint, identity, state, live)
+        except RuntimeError:
+            self._branch = before  # that of the state which this process still has
+            raise
+        if resumed.state is not None:
+            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
+        if self._memory is not None:
+            self._memory.rhythm.begin(resumed.step)
+        return resumed
+
+    def _newest(
+        self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState, live: Live | None
+    ) -> Resumed:
+        """Return the newest state, and continue its branch; called by all ranks."""
         mine = None if live is None else (self._branch.round, live.step)
         kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
         resumed: Resumed | None = None
@@ -123,10 +139,6 @@ class Saver:
         elif resumed is None:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
-        if resumed.state is not None:
-            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
-        if self._memory is not None:
-            self._memory.rhythm.begin(resumed.step)
         return resumed
 
     def move(self, world: World) -> None:
