@@ -189,7 +189,7 @@ class Loop:
 
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
-        return self._options.start == 0 and self._engine.untouched and not self._state.calls_on_save
+        return self._options.start == 0 and self._engine.untouched and not self._state.calls_functions
 
     def _change_round(self, error: RuntimeError | None) -> None:
         """Continue in the next round, or in the one after it if that breaks, too."""

@@ -15,6 +15,7 @@ from torch import nn
 import elastic_launch as el
 from elastic_launch.snapshot import UnsupportedStateError
 from elastic_launch.training.checkpoints.checkpoint import _copied
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -129,3 +130,12 @@ def test_a_copy_for_the_writer_shares_nothing_and_keeps_types() -> None:
     assert copied["array"].tolist() == [1, 1]
     assert (copied["size"], copied["ordered"]) == (torch.Size([2]), OrderedDict(a={1}))
     assert [type(copied[key]) for key in state] == [type(value) for value in state.values()]
+
+
+@pytest.mark.parametrize("name", ["on_save", "on_restore"])
+def test_functions_that_all_ranks_call_are_known(name: str) -> None:
+    # They may exchange data, so a process that keeps its state could not be left out.
+    state = TrainingState()
+    assert not state.calls_functions
+    getattr(state, name)(lambda: None)
+    assert state.extended({}).calls_functions

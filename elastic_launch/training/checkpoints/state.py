@@ -91,9 +91,9 @@ class TrainingState:
         return state
 
     @property
-    def calls_on_save(self) -> bool:
-        """Whether functions are called on all ranks before a state is captured."""
-        return bool(self._on_save)
+    def calls_functions(self) -> bool:
+        """Whether functions are called on all ranks as a state is taken or restored: they may exchange data."""
+        return bool(self._on_save or self._on_restore)
 
     def on_save(self, function: Callable[[], None]) -> None:
         self._on_save.append(function)
