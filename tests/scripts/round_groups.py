@@ -27,7 +27,7 @@ from torch import nn
 
 from elastic_launch.training.live.groups import RoundGroups
 
-TIMEOUT = timedelta(seconds=300)
+TIMEOUT = timedelta(seconds=40)
 
 
 class Rank:
@@ -61,6 +61,20 @@ class Rank:
         assert self.groups.breakable
         return time.monotonic() - began
 
+    def form_gpu(self, rank: int, size: int, port: int) -> None:
+        """Form the groups of a new round, with a GPU for each rank."""
+        torch.cuda.set_device(rank)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        with self.groups.forming():
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+
+    def reduce_gpu(self) -> float:
+        """Return the sum over the ranks of their ranks + 1, computed on their GPUs."""
+        tensor = torch.full((1000,), dist.get_rank() + 1.0, device="cuda")
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        return float(tensor[0])
+
     def reduce(self, numbers: int = 1) -> float:
         """Return the sum over the ranks of their ranks + 1."""
         tensor = torch.full((numbers,), dist.get_rank() + 1.0)
@@ -68,9 +82,9 @@ class Rank:
         assert bool((tensor == tensor[0]).all())
         return float(tensor[0])
 
-    def reduce_for_ever(self) -> None:
+    def reduce_for_ever(self, numbers: int = 100_000) -> None:
         while True:
-            self.reduce(100_000)
+            self.reduce(numbers)
 
     def backward(self) -> list[str]:
         """Reduce gradients while others are computed, over and over; return the errors of one broken pass."""

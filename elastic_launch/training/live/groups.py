@@ -76,6 +76,9 @@ class RoundGroups:
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
         fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
+        A caller still needs a limit of its own: gloo notifies nobody of a message that it had begun to send when the
+        connection failed. A rank that waits for such a message, which is rare, waits until the group's timeout.
+
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.
         """
@@ -113,7 +116,7 @@ class RoundGroups:
         """
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
-        self._sockets.still_open()  # records connections that were opened since
+        self._sockets.close()
         if self.disconnected and any(map(_is_nccl, self._backends())):
             distributed_c10d._abort_process_group()  # destroying would wait for what has been aborted
         elif dist.is_initialized():

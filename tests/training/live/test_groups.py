@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from harness import SLOWNESS
 from rank_processes import Answer, RankProcess, RankProcesses
 
@@ -76,7 +77,7 @@ def test_ranks_that_wait_for_a_lost_one_leave_and_form_a_smaller_world(
         failed(rank, waiting)
     together("leave", *others)
     world.form(*others)
-    if number == signal.SIGSTOP:
+    if number == signal.SIGSTOP:  # now and then it waits until the groups' timeout
         lost.signal(signal.SIGCONT)
         failed(lost, order)
         lost.do("leave")
@@ -165,11 +166,44 @@ def test_a_broken_backward_pass_is_left_with_all_its_works(world: World) -> None
 
 
 def test_a_round_is_left_as_planned_when_all_collectives_are_done(world: World) -> None:
-    ranks = world.start(2)
-    assert [rank.do("facts")["used"] for rank in ranks] == [1, 1]
-    together("leave", *ranks)
-    assert not ranks[0].do("facts")["initialized"]
-    world.form(*ranks)
+    """Each rank leaves at once; the others may still be in the last collective."""
+    ranks = world.start(3)
+    assert [rank.do("facts")["used"] for rank in ranks] == [1, 1, 1]
+    for _ in range(10):
+        orders = [(rank.begin("reduce", 100_000), rank.begin("leave")) for rank in ranks]
+        for rank, (last, left) in zip(ranks, orders, strict=True):
+            assert (rank.end(last).result, rank.end(left).error) == (6.0, "")
+        assert not ranks[0].do("facts")["initialized"]
+        world.form(*ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+def test_nccl_communicators_are_aborted_and_formed_anew(count: int) -> None:
+    """A rank that waits for a frozen one on its GPU ends its wait; a single rank forms its groups anew."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs a GPU for each of {count} ranks")
+    processes = RankProcesses(TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
+    try:
+        world = World(processes)
+        ranks = processes.start(count)
+        world.form(*ranks, order="form_gpu")
+        total = count * (count + 1) / 2
+        orders = [rank.begin("reduce_gpu") for rank in ranks]
+        assert [rank.end(order).result for rank, order in zip(ranks, orders, strict=True)] == [total] * count
+        rank, *others = ranks
+        for frozen in others:
+            frozen.signal(signal.SIGSTOP)
+        order = rank.begin("reduce_gpu") if others else None
+        time.sleep(0.5)
+        rank.do("disconnect")
+        if order is not None:
+            rank.end(order)  # its result is undefined
+        rank.do("leave")
+        world.form(rank, order="form_gpu")
+        assert rank.do("reduce_gpu") == 1.0
+    finally:
+        processes.close()
 
 
 def test_what_the_script_connects_itself_stays_connected(world: World) -> None:
