@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # Imported later, the defaults of its functions would hold the first round's default group.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.training.live.sockets import GroupSockets
@@ -23,6 +27,7 @@ __all__ = ["GroupsRemainError", "RoundGroups"]
 
 _LEFT_S = 1.0  # seconds for groups and sockets to be gone after the groups were destroyed
 _POLL = 0.001
+_ERRORS_ONLY = 2  # torch's level of logging from C++
 
 
 class GroupsRemainError(RuntimeError):
@@ -48,6 +53,9 @@ class RoundGroups:
         self._sockets = GroupSockets()
         self._ours: list[weakref.ref[ProcessGroup]] = []
         self._excepthooks: list[tuple[Any, Any]] = []
+        self._lock = threading.Lock()
+        self._forming = False
+        self._log_level: int | None = None  # to put back
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -61,9 +69,15 @@ class RoundGroups:
         before, hook = set(_groups()), sys.excepthook
         port, size = (int(os.environ.get(name) or 0) for name in ("MASTER_PORT", "WORLD_SIZE"))
         with self._sockets.opening(port, size):
+            self._forming = True
             try:
                 yield
             finally:
+                with self._lock:
+                    self._forming = False
+                    level, self._log_level = self._log_level, None
+                if level is not None:
+                    _log_from(level)
                 self._ours += [weakref.ref(group) for group in _groups() if group not in before]
                 if sys.excepthook is not hook:
                     self._excepthooks.append((hook, sys.excepthook))
@@ -82,6 +96,10 @@ class RoundGroups:
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.
         """
+        with self._lock:
+            if self._forming and self._log_level is None:
+                # A store's client that waits would print a warning with a stack of some 20 lines of C++.
+                self._log_level = _log_from(_ERRORS_ONLY)
         shut = self._sockets.shut_down()
         self._abort()
         return shut
@@ -145,6 +163,17 @@ class RoundGroups:
             for each in reversed(backends):
                 each.abort()
             backends[0]._group_end()
+
+
+def _log_from(level: int) -> int | None:
+    """Set the level from which torch logs in C++; return the one before, None if this torch does not have one."""
+    with suppress(OSError, ValueError):
+        variable = ctypes.c_int.in_dll(
+            ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
+        )
+        before, variable.value = variable.value, level
+        return before
+    return None
 
 
 def _groups() -> list[ProcessGroup]:

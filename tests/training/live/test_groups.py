@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -270,3 +272,25 @@ def test_rounds_leave_nothing_behind(world: World, count: int) -> None:
         memory, memory_before = now.pop("memory"), then.pop("memory")
         assert now == then
         assert memory - memory_before < 4 * 2**20, (memory, memory_before)
+
+
+_ALONE = """
+import datetime, os, threading
+import torch.distributed as dist
+from elastic_launch.training.live.groups import RoundGroups
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+groups = RoundGroups()
+threading.Timer(0.5, groups.disconnect).start()
+try:
+    with groups.forming():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+except RuntimeError:
+    print("released")
+"""
+
+
+def test_a_rank_that_is_released_while_its_group_forms_prints_no_stack() -> None:
+    ran = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=50 * SLOWNESS)
+    assert "released" in ran.stdout
+    assert ran.stderr == ""
