@@ -54,17 +54,17 @@ class Contender:
 
 CONTENDERS = {
     # What a restart of all processes costs: live.py measures rounds that keep them.
-    "ours": Contender("elastic-launch, library", True, library=True, options=("--no-live",)),
+    "ours": Contender("elastic-launch --no-live, library", True, library=True, options=("--no-live",)),
     "ours-plain": Contender("elastic-launch, plain script", True),
     "torchrun": Contender(
         "torchrun, best settings", False, options=("--monitor-interval", "0.05"), conf=PATIENT, environ=UNSHARED
     ),
     "torchrun-default": Contender("torchrun, defaults", False),
-    "ours-no-live": Contender("elastic-launch --no-live, library", True, library=True, options=("--no-live",)),
+    "ours-live": Contender("elastic-launch, library", True, library=True),
 }
 ALL = ("ours", "ours-plain", "torchrun", "torchrun-default")
 BOTH = ("ours", "torchrun")
-LIVE = ("ours", "ours-no-live", "torchrun")
+LIVE = ("ours-live", "ours", "torchrun")
 
 
 def start_alone(job: Job, who: str, nproc: int = 2, *options: str) -> tuple[int, float]:

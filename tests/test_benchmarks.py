@@ -78,14 +78,12 @@ def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) 
 
 
 def test_a_standstill_is_measured_with_and_without_live_rounds(tmp_path: Path) -> None:
-    options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours", "--who", "ours-no-live"]
+    options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours-live", "--who", "ours"]
     rows = measured("live.py", tmp_path / "live.json", *options)
-    assert (
-        0.9 < rows["killed-1.standstill"]["medians"]["ours-no-live"] < rows["killed-1.whole"]["medians"]["ours-no-live"]
-    )
-    assert rows["killed-1.kept"]["figures"]["ours-no-live"] == [0]
-    assert rows["killed-1.starts"]["figures"]["ours-no-live"] == [2]
-    assert rows["killed-1.next"]["medians"]["ours"] > 0
+    assert 0.9 < rows["killed-1.standstill"]["medians"]["ours"] < rows["killed-1.whole"]["medians"]["ours"]
+    assert rows["killed-1.kept"]["figures"]["ours"] == [0]
+    assert rows["killed-1.starts"]["figures"]["ours"] == [2]
+    assert rows["killed-1.next"]["medians"]["ours-live"] > 0
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
