@@ -176,14 +176,16 @@ def reached(moment: str, step: int) -> None:
     Raises:
         UsageError: if the environment's plan is invalid.
     """
-    _mine().reached(moment, step)
+    text = os.environ.get(ENV_FAULTS, "")
+    if text:
+        # A process may go on in another round, as another rank.
+        number = os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
+        _rehearsal(text, int(os.environ.get("RANK") or 0), int(number)).reached(moment, step)
 
 
 @functools.cache
-def _mine() -> Rehearsal:
-    environ = os.environ
-    round = int(environ.get(ENV_ROUND) or int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
-    return Rehearsal(FaultPlan.of(environ), rank=int(environ.get("RANK") or 0), round=round, strike=_strike)
+def _rehearsal(text: str, rank: int, number: int) -> Rehearsal:
+    return Rehearsal(FaultPlan.of({ENV_FAULTS: text}), rank=rank, round=number, strike=_strike)
 
 
 def _strike(fault: Fault) -> None:

@@ -1,8 +1,8 @@
 """Run a script and note its optimizer steps; hold them back: ``gated.py DIRECTORY SCRIPT [ARGUMENT ...]``.
 
-Each step appends a line to DIRECTORY/optimizer.jsonl. Behind the n-th step of a process, n being what DIRECTORY/hold
-says, it waits until DIRECTORY/go-ROUND is there. While DIRECTORY/slow is there, each step takes a while. Every
-optimizer of torch's is followed, whichever framework calls it.
+Each step appends a line to DIRECTORY/optimizer.jsonl. Behind the n-th step of a process in a round, n being what
+DIRECTORY/hold says, it waits until DIRECTORY/go-ROUND is there. While DIRECTORY/slow is there, each step takes a while.
+Every optimizer of torch's is followed, whichever framework calls it.
 """
 
 import json
@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 directory, script, *arguments = sys.argv[1:]
 work = Path(directory)
 hold = int((work / "hold").read_text())
-number = int(os.environ["ELASTIC_LAUNCH_ROUND"])
-count = 0
+number = count = 0
 
 
 def stepped(*_: Any) -> None:
-    global count
-    count += 1
+    global number, count
+    before, number = number, int(os.environ["ELASTIC_LAUNCH_ROUND"])
+    count = count + 1 if number == before else 1
     noted = {
         "round": number,
         "node": os.environ["GROUP_RANK"],
