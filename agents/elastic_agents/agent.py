@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -90,8 +90,18 @@ _log = logging.getLogger("elastic_launch.agent")
 ORDER_TIMEOUT = 2.0
 """Seconds beyond ``dead_after`` within which a worker that lost its connection to another rank gets an order."""
 
+DISCONNECTED = 0.1
+"""Seconds for which a worker's report on a broken connection waits for its cause."""
+
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """The time has come for an event that was put off."""
+
+    event: v.Event
 
 
 class LocalElasticAgent(ElasticAgent):
@@ -368,7 +378,13 @@ class LocalElasticAgent(ElasticAgent):
                 return item if given_up or self._snapshot_store.idle else None
             case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
                 return item
-            case v.WorkerDisconnected() | v.WorkerSuspended() | v.SuspendOver():
+            case v.WorkerDisconnected():
+                # The exit of the worker that it has lost, or the leader's break, says more.
+                self._inbox.put_later(DISCONNECTED, _Later(item))
+                return None
+            case _Later(event=event):
+                return event
+            case v.WorkerSuspended() | v.SuspendOver():
                 return item
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item

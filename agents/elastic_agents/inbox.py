@@ -13,7 +13,17 @@ from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 
-__all__ = ["REPEAT", "CanStart", "EstimateDue", "Exited", "HowAreYou", "Inbox", "LookDue", "SignalCaught", "SignalsTo"]
+__all__ = [
+    "REPEAT",
+    "CanStart",
+    "EstimateDue",
+    "Exited",
+    "HowAreYou",
+    "Inbox",
+    "LookDue",
+    "SignalCaught",
+    "SignalsTo",
+]
 
 T = TypeVar("T")
 
