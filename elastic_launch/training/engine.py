@@ -47,7 +47,8 @@ class Engine:
         world: this process' ranks and the world's sizes.
         device: the ``torch.device`` to train on.
         step: optimizer steps done at the last boundary.
-        resumed_step: optimizer steps that were done when this process began; set once steps have begun.
+        resumed_step: optimizer steps that were done when this process joined the current round; set once steps have
+            begun.
         worlds: world sizes of all rounds of the training so far; the last one is this round's.
         state: what checkpoints hold besides model and optimizer.
         stopped: whether all ranks have agreed to stop before the training's end.
@@ -119,9 +120,7 @@ class Engine:
         self.checkpoint = checkpoint
         began = time.monotonic()
         resumed = self.saver.restore(checkpoint, dict(identity), state, live)
-        self.step = resumed.step
-        if live is None:
-            self.resumed_step = resumed.step
+        self.step = self.resumed_step = resumed.step
         self.worlds = [*resumed.worlds, self.world.world_size]
         self._restore_seconds += time.monotonic() - began
         self._uncompared = resumed.uncompared

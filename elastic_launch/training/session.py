@@ -71,7 +71,7 @@ class Run:
 
     @property
     def resumed_step(self) -> int:
-        """Optimizer steps that were done when this process began; set once steps have begun."""
+        """Optimizer steps that were done when this process joined the current round; set once steps have begun."""
         return self._engine.resumed_step
 
     @property

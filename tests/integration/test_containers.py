@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from containers import Compose, Impossible, Podman, up
-from harness import wait_for
+from harness import read_lines, wait_for
 
 PATIENCE = 200.0
 """Seconds for operations that take about ten on an idle machine."""
@@ -106,8 +106,7 @@ class _Run:
         def probe() -> list[str]:
             rounds = self._rounds()
             number, nodes, _ = rounds[-1] if rounds else (0, [], "")
-            # Rank 0 prints the first step that it does in a round.
-            if number <= self._seen or len(nodes) != size or not self._printed(number):
+            if number <= self._seen or len(nodes) != size or not self._trained(number):
                 return []
             self._seen = number
             return [name.split("-")[0] for name in nodes]
@@ -117,9 +116,9 @@ class _Run:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.outputs()}") from None
 
-    def _printed(self, number: int) -> bool:
-        path = self._logs / "first" / f"round_{number}" / "0" / "stdout.log"
-        return path.exists() and "step" in path.read_text()
+    def _trained(self, number: int) -> bool:
+        lines = [line for path in (self._logs / "first").glob("events-*.jsonl") for line in read_lines(path)]
+        return number in {line["round"] for line in lines if line["event"] == "first_step"}
 
     def leader(self) -> str:
         return self._rounds()[-1][2]

@@ -47,10 +47,8 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
     def probe() -> int:
         formed = [event for event in job.events("round_formed") if event["world_size"] == world_size]
         rounds = [event["round"] for event in formed if event["round"] > after]
-        if not rounds:
-            return 0
-        printed = job.logged(f"round_{rounds[-1]}/0/stdout.log")
-        return rounds[-1] if any("step" in path.read_text() for path in printed) else 0
+        done = {event["round"] for event in job.events("first_step")}
+        return rounds[-1] if rounds and rounds[-1] in done else 0
 
     return wait_for(f"steps of a round of world size {world_size}", probe, 60)
 

@@ -64,8 +64,7 @@ def trains(job: Job, world_size: int) -> None:
         formed = job.events("round_formed")
         if not formed or formed[-1]["world_size"] != world_size:
             return False
-        printed = job.logged(f"round_{formed[-1]['round']}/0/stdout.log")
-        return any("step" in path.read_text() for path in printed)
+        return formed[-1]["round"] in {event["round"] for event in job.events("first_step")}
 
     wait_for(f"steps of a round of world size {world_size}", probe, 60)
 

@@ -13,7 +13,8 @@ from harness import STEPS, Agent, Job, alive, round_of, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # three rounds each, of workers that import torch
 
-TIMING = ["--rdzv-conf", "dead_after=4,beat=0.5,join_settle=2"]
+DEAD_AFTER = 4
+TIMING = ["--rdzv-conf", f"dead_after={DEAD_AFTER},beat=0.5,join_settle=2"]
 
 
 @pytest.fixture
@@ -46,14 +47,15 @@ def wait_until_saving(job: Job, name: str, number: int) -> None:
 
 
 def freeze_until_lost(job: Job, agent: Agent, number: int) -> tuple[list[int], float, int]:
-    """Freeze a node in the middle of a checkpoint until the others train without it.
+    """Freeze a node in the middle of a checkpoint until the others train without it, and for longer than dead_after.
 
     Returns:
         its processes, the time of the others' first step, and their round.
     """
     wait_until_saving(job, agent.name, number)
-    pids = agent.freeze()
+    pids, frozen = agent.freeze(), now()
     shrunk = job.trained(1, after=number)
+    time.sleep(max(0.0, frozen + DEAD_AFTER + 1 - now()))
     return pids, job.first_step(shrunk), shrunk
 
 

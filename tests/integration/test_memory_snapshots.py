@@ -57,7 +57,7 @@ def printed(job: Job, number: int) -> list[int]:
 @pytest.mark.slow
 def test_a_killed_worker_costs_no_more_than_the_steps_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
     """Without any checkpoint: the memory alone."""
-    agent = job.launch("--standalone", "--nproc", "2", command=digits(job, "--step-time", "0.3"))
+    agent = job.launch("--standalone", "--no-live", "--nproc", "2", command=digits(job, "--step-time", "0.3"))
     wait_for("20 steps", lambda: 20 in printed(job, 1), 60)
     kept = wait_for("a snapshot", lambda: status(job)["snapshot"])["step"]
     os.kill(job.events("worker_started")[1]["pid"], signal.SIGKILL)
@@ -74,9 +74,9 @@ def test_a_killed_worker_costs_no_more_than_the_steps_since_the_last_snapshot(jo
 def test_a_node_that_joins_gets_the_state_from_the_others(job: Job, undisturbed: str) -> None:
     """There is no shared directory, and no checkpoint at all; the host of the only snapshot is killed later."""
     command = digits(job, "--step-time", "0.5")  # enough is left to be done for a resize to pay
-    host = job.node("a", command=command)
+    host = job.node("a", "--no-live", command=command)
     wait_for("steps", lambda: printed(job, 1), 60)
-    guest = job.node("b", command=command)
+    guest = job.node("b", "--no-live", command=command)
     wait_for("several steps of both", lambda: len(printed(job, 2)) > 1, 60)
     pids = [event["pid"] for event in job.events("worker_started") if event["round"] == 2]
     os.kill(pids[0], signal.SIGKILL)
@@ -120,7 +120,7 @@ def _copiers(job: Job) -> list[int]:
 @pytest.mark.slow
 def test_storage_that_hangs_delays_only_the_end(job: Job, undisturbed: str) -> None:
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "3"]
-    agent = job.launch("--standalone", "--nproc", "2", command=digits(job, *saving))
+    agent = job.launch("--standalone", "--no-live", "--nproc", "2", command=digits(job, *saving))
     (hanging,) = wait_for("a copying process", lambda: _copiers(job), 60)
     os.kill(hanging, signal.SIGSTOP)
     wait_for("60 steps", lambda: 60 in printed(job, 1), 60)

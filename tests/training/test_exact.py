@@ -21,20 +21,16 @@ def _result(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def _train(
-    job: Job, nproc: int, *options: str, name: str = "run", halted: bool = False, live: bool = True
-) -> tuple[Agent, Path]:
+def _train(job: Job, nproc: int, *options: str, name: str = "run", halted: bool = False) -> tuple[Agent, Path]:
     """Start a training.
 
     Args:
         halted: whether it stops after the 15th of its 23 steps until :func:`_go_on`.
-        live: whether workers may keep their processes.
     """
     result = job.directory / f"{name}.json"
     by = [str(SCRIPTS / "halted.py"), "15", str(job.directory / "go-on")] if halted else []
     command = [*by, DIGITS, *SHORT, "--result", str(result), *options]
-    flags = ["--standalone", *([] if live else ["--no-live"]), "--nproc", str(nproc)]
-    return job.launch(*flags, command=command, name=name), result
+    return job.launch("--standalone", "--nproc", str(nproc), command=command, name=name), result
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +86,7 @@ def _saved(checkpoints: Path) -> int:
 @pytest.mark.executed
 def test_a_kill_in_the_middle_changes_nothing(job: Job, alone: dict[str, Any]) -> None:
     checkpoints = job.directory / "checkpoints"
-    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", halted=True, live=False)
+    agent, path = _train(job, 2, "--checkpoint", str(checkpoints), "--every", "5", halted=True)
     wait_for("a checkpoint", lambda: _saved(checkpoints) >= 10, 60)
     os.kill(_pids(job)[1], signal.SIGKILL)
     _go_on(job)
