@@ -184,6 +184,35 @@ def test_the_first_node_waits_for_the_others_while_it_may(place: str, monkeypatc
     check_loads(place)
 
 
+def test_a_sum_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage may show an object before it has its content."""
+    place = f"file://{tmp_path}/checkpoints"
+    looked, twice = threading.Event(), threading.Event()
+    names_of = remote._names
+
+    def look(*given: Any) -> dict[str, int]:
+        if looked.is_set():
+            twice.set()
+        found = names_of(*given)
+        if any(name.endswith(".sum") for name in found):
+            looked.set()
+        return found
+
+    monkeypatch.setattr(remote, "_names", look)
+    monkeypatch.setattr(remote, "PATIENCE", 60.0)
+    share(place, STATE, 2, 1, **NUMBERS)
+    (complete,) = tmp_path.glob("checkpoints/*/*.sum")
+    content = complete.read_bytes()
+    complete.write_bytes(b"")
+    first = threading.Thread(target=commit, args=(place, STATE, 2), kwargs=NUMBERS)
+    first.start()
+    assert twice.wait(60)
+    complete.write_bytes(content)
+    first.join(60)
+    assert not list(tmp_path.glob("checkpoints/*/*.again.*"))
+    check_loads(place)
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_share_that_does_not_come_is_written_by_the_first_node(place: str) -> None:
     share(place, STATE, 3, 2, **NUMBERS)

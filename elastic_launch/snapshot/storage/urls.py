@@ -167,7 +167,8 @@ def _write_split(storage: Storage, path: Url, division: Division) -> dict[str, F
 
         def look(indices: Collection[int]) -> dict[int, FileSum | None]:
             sizes = _names(storage, path)
-            return {x: _said(storage, path / names[x], sizes) for x in indices if names[x] + _SUM in sizes}
+            # Not every storage writes at once: an empty one is still being written.
+            return {x: _said(storage, path / names[x], sizes) for x in indices if sizes.get(names[x] + _SUM)}
 
         def take(index: int, found: FileSum) -> bool:
             sums[index] = found
