@@ -27,6 +27,7 @@ class Notes:
     def __init__(self, directory: Path, run: el.Run) -> None:
         self._directory, self._run = directory, run
         self.interval = 1
+        self._round = 0
 
     def note(self, file: str, **what: Any) -> None:
         run, node = self._run, os.environ.get("NODE", "")
@@ -37,6 +38,12 @@ class Notes:
     def start(self) -> None:
         env = {name: value for name, value in os.environ.items() if name.isupper()}
         self.note("started.jsonl", pid=os.getpid(), children=[], env=env)
+
+    def resumed(self) -> None:
+        """Note where each round resumes, once."""
+        if self._run.rank == 0 and self._run.world.round != self._round:
+            self._round = self._run.world.round
+            self.note("resumed.jsonl", step=self._run.resumed_step, restarts=self._run.restarts)
 
     def follow_snapshots(self, room_until: int) -> None:
         """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""
@@ -93,8 +100,7 @@ def main() -> None:
         loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1)
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
             began = time.monotonic()
-            if step.number == run.resumed_step + 1 and run.rank == 0:
-                notes.note("resumed.jsonl", step=run.resumed_step, restarts=run.restarts)
+            notes.resumed()
             for features, targets in step:
                 step.backward(nn.functional.cross_entropy(step.model(features), targets))
                 if (run.world.round, step.number, run.rank) == deadly:
@@ -102,6 +108,7 @@ def main() -> None:
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
                 time.sleep(0.01)
             step.update()
+            notes.resumed()  # the round may have changed within the step
             if run.rank == 0:
                 notes.note("steps.jsonl", step=step.number, interval=notes.interval)
         if run.rank == 0:
