@@ -293,12 +293,18 @@ def test_trainers_that_take_turns_come_to_the_same_weights_through_kills(job: Jo
 
     undisturbed = launch("undisturbed")
     assert undisturbed.wait(100) == 0, undisturbed.output
-    moments = random.Random(len(mode))
+    moments, began = random.Random(len(mode)), time.monotonic()
     killed = launch("killed")
-    for count in (4, 6, 8):
-        wait_for("the next workers", lambda count=count: len(job.events("worker_started")) >= count, 60)
+
+    def workers(number: int) -> list[int]:
+        events = [event for event in job.events() if event["clock"] > began]
+        come = [event for event in events if event["event"] in ("worker_started", "worker_kept")]
+        return [event["pid"] for event in come if event["round"] == number]
+
+    for number in (1, 2, 3):
+        wait_for("the next workers", lambda number=number: len(workers(number)) == 2, 60)
         time.sleep(moments.uniform(0.3, 1.2))
-        os.kill(moments.choice(job.events("worker_started")[-2:])["pid"], signal.SIGKILL)
+        os.kill(moments.choice(workers(number)), signal.SIGKILL)
     assert killed.wait(100) == 0, killed.output
     (hashes,) = set(re.findall(r"hashes (.*) restarts 0", undisturbed.output))
     assert set(re.findall(r"hashes (.*) restarts 3", killed.output)) == {hashes}
