@@ -399,7 +399,7 @@ class Place(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """There is no further place for a suspended worker: its node leaves, or the run ends. It exits as after a drain."""
+    """A suspended worker gets no place any more, as its node leaves or the run ends: it exits as after a drain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,7 +329,7 @@ class LeaderModel:
             assert node in self.accepted.values(), "a member without a link"
             assert not node.training, "a member that has workers still"
         ranks = [worker.rank for index in range(len(members)) for worker in record.round.ranks_of(index)]
-        assert ranks == list(range(record.round.world_size)), "ranks are no permutation"
+        assert ranks == list(range(record.round.world_size)), "the ranks must be a permutation"
         for node in self.nodes:
             if before.round.index(node.node_id, node.incarnation) is not None and node.training:
                 assert node in self.released, "workers of two rounds train"

@@ -245,7 +245,7 @@ class Engine:
 
         Raises:
             RuntimeError: the error, if this process is not to be suspended: the error is its own.
-            Drained: if there is no further round for this process.
+            Drained: if this process gets no place in another round.
         """
         assert self._link is not None
         if error is not None:
@@ -285,7 +285,8 @@ class Engine:
         except GroupsRemainError as remain:
             # A new process takes this one's place. Its agent expects it to end.
             _log.warning("this worker cannot continue in another round, and is started again: %s", remain)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with suppress(ValueError):  # not the main thread, where alone handlers are set
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def be_exact(self) -> None:

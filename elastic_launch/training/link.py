@@ -280,7 +280,7 @@ class AgentLink:
         if self._reader is not None and self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RD)  # ends the reader
-            self._reader.join()
+            self._reader.join(BUSY_TIMEOUT)
         self._hang_up()
         for slot in self.slots:
             slot.close()

@@ -219,9 +219,10 @@ class Loop:
     def caused(self, error: RuntimeError) -> bool:
         return self._engine.caused(error)
 
-    def recover(self, error: RuntimeError) -> Recovered | None:
-        if not self._engine.caused(error):
-            return None
+    def break_off(self) -> None:
+        self._engine.groups.disconnect()
+
+    def recover(self, error: RuntimeError) -> Recovered:
         assert self._gradients is not None
         self._gradients.give_up()
         self._change_round(error)

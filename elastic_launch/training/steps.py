@@ -70,8 +70,15 @@ class RoundChange(Protocol):
     def caused(self, error: RuntimeError) -> bool:
         """Whether an error may be due to the round's end."""
 
-    def recover(self, error: RuntimeError) -> Recovered | None:
-        """Take part in the next round; None if the error is the script's own, or this process is not to go on."""
+    def break_off(self) -> None:
+        """Make all exchanges that are under way fail, so that none is waited for."""
+
+    def recover(self, error: RuntimeError) -> Recovered:
+        """Take part in the next round.
+
+        Raises:
+            RuntimeError: the error, if this process is not to go on.
+        """
 
 
 class Step:
@@ -210,13 +217,14 @@ class Step:
 
     def _goes_on(self, error: RuntimeError) -> bool:
         """Continue the step in another round, from its first micro-batch; return whether that is possible."""
+        # After a first pass's update, the step cannot be repeated.
+        if self._change is None or self._passes > 1 or not self._change.caused(error):
+            return False
+        self._change.break_off()
         if self._table is not None:
             self._table.give_up()
             self._table = None
-        # After a first pass's update, the step cannot be repeated.
-        recovered = self._change.recover(error) if self._change is not None and self._passes == 1 else None
-        if recovered is None:
-            return False
+        recovered = self._change.recover(error)
         self.error = self._broken = None
         self._drawn.clear()
         if recovered.done is not None:

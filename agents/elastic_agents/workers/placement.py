@@ -123,7 +123,7 @@ def environment(
 
 
 def place_of(config: LaunchConfig, form: m.Form, placement: Placement) -> Place:
-    """Return what a suspended worker is told of its place in a round; the agent fills in what it knows of the slots."""
+    """Return the message with a suspended worker's place in a round; :meth:`Control.place` fills in the slots."""
     if config.options.virtual_local_rank:
         placement = replace(placement, local_rank=0)  # as in its environment
     return Place(

@@ -160,7 +160,12 @@ class Saver:
         parts: Any = None
         if kept.live:
             origin = f"The state of step {step} in the memory of rank {kept.holder}"
-            parts, meta = self._from_process(kept, checkpoint, identity, state, live)
+            own: dict[str, Any] | None = None
+            if live is not None:
+                own = self._meta(identity, live.worlds, state) | {"last": live.last}
+                if checkpoint is not None:
+                    own["saved"] = checkpoint.standing(live.step, now=False)
+            parts, meta = self._from_process(kept, state, own)
         else:
             origin = f"The snapshot of step {step} in memory"
             parts, meta = restore(kept, self._world)
@@ -189,33 +194,19 @@ class Saver:
         return resumed
 
     def _from_process(
-        self,
-        kept: Newest,
-        checkpoint: Checkpoint | None,
-        identity: dict[str, int],
-        state: TrainingState,
-        live: Live | None,
+        self, kept: Newest, state: TrainingState, own: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return the state and meta of a process that was suspended with the newest state.
+        """Return the state and meta of a process that was suspended with the newest state; called by all ranks.
 
         Args:
-            live: this process is such a one; no state is returned then.
+            own: this process' meta if it is such a one; no state is returned then.
         """
-        whole: Any = None
-        if live is not None:
-            meta = self._meta(identity, live.worlds, state) | {"last": live.last}
-            if checkpoint is not None:
-                meta["saved"] = checkpoint.standing(live.step, now=False)
-            whole = {"state": None, "meta": meta}
+        sent: dict[str, Any] = {}
         if not kept.everywhere:
             first = self._world.rank == kept.holder
-            if first:
-                whole["state"] = state.capture(keep=True)
-            sent = broadcast_state(whole if first else None, kept.holder, self._world.rank)
-            whole = whole or sent
-            if live is not None:
-                whole["state"] = None
-        return whole["state"], dict(whole["meta"])
+            mine = {"state": state.capture(keep=True), "meta": own} if first else None
+            sent = broadcast_state(mine, kept.holder, self._world.rank)
+        return (sent["state"], dict(sent["meta"])) if own is None else (None, own)
 
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
         """Return the meta of the current state, without when it was last saved."""

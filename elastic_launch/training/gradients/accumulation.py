@@ -317,20 +317,20 @@ class Gradients:
 
     def discard(self) -> None:
         """Undo the step: drop gradients and restore buffers. Call it on all ranks, or before the step is reduced."""
-        self.waiting = False
         self._reduction.abandon()
-        for parameter in self.parameters.all:
-            parameter.grad = None
-        self._buffers.restore()
+        self._undo()
 
     def give_up(self) -> None:
-        """Undo the step without communication, after a failed exchange; these gradients are of no further use."""
-        self.waiting = False
+        """Undo the step after a failed exchange, once all others fail, too; these gradients are of no further use."""
         self._reduction.give_up()
+        self._undo()
+        self.close()
+
+    def _undo(self) -> None:
+        self.waiting = False
         for parameter in self.parameters.all:
             parameter.grad = None
         self._buffers.restore()
-        self.close()
 
     @property
     def talks_in_between(self) -> bool:

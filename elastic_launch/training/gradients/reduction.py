@@ -182,7 +182,10 @@ class ExactReduction:
         """Give the step up."""
         self.reset()
 
-    give_up = abandon
+    def give_up(self) -> None:
+        """Give the step up after a failed exchange."""
+        self._exchange.give_up()
+        self.reset()
 
     @property
     def whole(self) -> bool:

@@ -62,6 +62,7 @@ class ShardExchange:
         self._world_size = world_size
         self._rank = rank
         self._group = group
+        self._buckets: list[_Bucket] = []  # of a sum that is under way, or has failed
         # In rotation, so that at any time all ranks have most partners in common, and no two start with the same one.
         self._next_tag = 0
         self._partners = [(rank + turn) % world_size for turn in range(1, world_size)]
@@ -75,17 +76,7 @@ class ShardExchange:
             theirs: the nodes of each rank.
             total: M, the number of micro-batches of all ranks.
         """
-        buckets = [bucket for nodes, sums in flats for bucket in _cut(nodes, sums)]
-        try:
-            self._sum(buckets, theirs, total)
-        except RuntimeError:
-            # A transfer that is under way holds the process group, and writes to memory of this step.
-            for work in [work for bucket in buckets for work in bucket.works]:
-                with suppress(RuntimeError):
-                    work.wait()
-            raise
-
-    def _sum(self, buckets: list[_Bucket], theirs: list[list[Segment]], total: int) -> None:
+        self._buckets = buckets = [bucket for nodes, sums in flats for bucket in _cut(nodes, sums)]
         # Three buckets are in flight: one is received, one folded, one sent back. All ranks post in this order.
         for turn in range(len(buckets) + 2):
             if turn < len(buckets):
@@ -94,6 +85,14 @@ class ShardExchange:
                 self._fold(buckets[turn - 1], theirs, total)
             if turn >= 2:
                 buckets[turn - 2].wait()
+        self._buckets = []
+
+    def give_up(self) -> None:
+        """Wait for transfers that fail, so that nothing refers to the process group and they no longer write."""
+        for work in [work for bucket in self._buckets for work in bucket.works]:
+            with suppress(RuntimeError):
+                work.wait()
+        self._buckets = []
 
     def sum_small(self, nodes: list[Tensor], sums: Tensor, theirs: list[list[Segment]], total: int) -> None:
         """Sum a few elements: each rank sends all its elements to all others and folds everything.

@@ -90,8 +90,8 @@ class RoundGroups:
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
         fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
-        A caller still needs a limit of its own: gloo notifies nobody of a message that it had begun to send when the
-        connection failed. A rank that waits for such a message, which is rare, waits until the group's timeout.
+        A caller still needs a limit of its own: if a connection fails while gloo is sending a message, the rank that
+        waits for the end of the sending is not woken, and waits until the group's timeout. This is rare.
 
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.
