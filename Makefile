@@ -25,7 +25,7 @@ DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check test test-all soak matrix clean distclean
+.PHONY: help env demo check test test-all soak chaos matrix clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
 	@echo 'make soak       the exhaustive tests, which repeat what may fail once in a hundred times: hours, and outside CI'
+	@echo 'make chaos      random plans of faults against real runs, outside CI: SEED=1 PLANS=100'
 	@echo 'make matrix     the tests of single parts, one node, exactness and torch'\''s launcher with each Python and torch that'
 	@echo '                pyproject.toml declares, or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments (gigabytes)'
 	@echo 'make check      linter, formatter, types, and who may import whom'
@@ -85,6 +86,9 @@ test-all: env $(FRAMEWORKS)
 
 soak: env
 	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
+
+chaos: env
+	"$(BIN)/python" tests/chaos --seed $(or $(SEED),1) --plans $(or $(PLANS),100)
 
 # Each pair has an environment of its own; nothing of VENV is used.
 matrix:

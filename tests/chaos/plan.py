@@ -1,0 +1,121 @@
+"""Plans: the shape of a run, and the faults that happen to it, all drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+
+__all__ = ["KINDS", "Fault", "Plan", "draw"]
+
+STEPS = 400
+"""Optimizer steps of the training."""
+
+LAST = 120
+"""Faults begin before so many steps are done, so that the run can come back to its full size before it ends."""
+
+KINDS = {
+    "kill worker": 5,
+    "two kills": 2,
+    "term worker": 1,
+    "freeze worker": 2,
+    "kill agent": 3,
+    "term agent": 3,
+    "freeze agent": 2,
+    "freeze node": 2,
+    "kill guard": 1,
+    "kill helper": 2,
+    "kill etcd": 2,
+    "freeze etcd": 2,
+    "cut": 6,
+    "fill disk": 6,
+}
+"""Kinds of faults, with their weights."""
+
+NEEDS = {"kill etcd": "members", "freeze etcd": "members", "cut": "hosts", "fill disk": "disk"}
+"""Kinds that are possible only if the plan has this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        step: it happens once so many steps are done.
+        gap: it happens so many seconds after the last one instead; None: the step counts.
+        node, worker: which node, and which of its workers; taken modulo what there is.
+        seconds: for how long something is frozen, or gone.
+    """
+
+    kind: str
+    step: int
+    gap: float | None
+    node: int
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run and its faults.
+
+    Attributes:
+        nproc: workers per node.
+        members: etcd servers; 0: the run is on c10d.
+        live: whether workers may keep their processes.
+        start: seconds that the script needs before its first step.
+        late: how many of the nodes join only after the first steps.
+        every: steps between two durable checkpoints.
+        hosts: whether each node has a network namespace of its own, which needs root.
+        disk: whether the checkpoints have a small file system of their own, which needs root.
+    """
+
+    seed: int
+    nodes: int
+    nproc: int
+    members: int
+    live: bool
+    start: float
+    late: int
+    every: int
+    hosts: bool
+    disk: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def needs_root(self) -> bool:
+        return self.hosts or self.disk
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def draw(seed: int, most: int = 6) -> Plan:
+    """Return the plan of a seed, with up to ``most`` faults."""
+    random_ = random.Random(f"chaos {seed}")
+    nodes = random_.choice((1, 2, 2, 3, 4))
+    hosts, disk = nodes > 1 and random_.random() < 0.25, random_.random() < 0.15
+    members = random_.choice((0, 1) if hosts else (0, 0, 1, 3))
+    nproc = random_.choice((1, 2)) if nodes < 3 else 1
+    has = {"members": members > 0, "hosts": hosts, "disk": disk}
+    kinds = {kind: weight for kind, weight in KINDS.items() if has.get(NEEDS.get(kind, ""), True)}
+    faults, step = [], random_.randrange(3, 15)
+    for _ in range(random_.randint(1, most)):
+        (kind,) = random_.choices(list(kinds), list(kinds.values()))
+        gap = round(random_.uniform(0.05, 0.5), 3) if faults and random_.random() < 0.3 else None
+        seconds = round(random_.choice((0.2, 1.0, 4.0)) * random_.uniform(0.5, 1.5), 3)
+        faults.append(Fault(kind, step, gap, random_.randrange(nodes), random_.randrange(nproc), seconds))
+        step = min(LAST, step + random_.randrange(2, 25))
+    return Plan(
+        seed,
+        nodes,
+        nproc,
+        members,
+        live=random_.random() < 0.7,
+        start=random_.choice((0.0, 0.0, 2.0)),
+        late=random_.choice((0, 0, 1)) if nodes > 1 else 0,
+        every=random_.choice((5, 20)),
+        hosts=hosts,
+        disk=disk,
+        faults=tuple(faults),
+    )
