@@ -115,7 +115,7 @@ class Callback:
         """Called after each optimizer step, before its checkpoint if one is due."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Called after each evaluation."""
+        """Called once for each evaluation that ends while this process takes part in the training."""
 
     def on_checkpoint(self, end: CheckpointEnd) -> None:
         """Called at the end of a step, or of the training, after a checkpoint was written or failed."""

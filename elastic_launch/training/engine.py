@@ -27,6 +27,7 @@ from elastic_launch.training.checkpoints.saving import Live, Saver
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.errors import is_of_exchange
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
@@ -139,12 +140,14 @@ class Engine:
         end: bool,
         stays: Callable[[Tensor], bool] | None = None,
         by_step: bool = False,
+        keep: bool = False,
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops.
 
         Args:
             stays: whether a tensor keeps its values until :meth:`settle` is called; None: :meth:`settle` is not called.
             by_step: whether wishes are sent together with the next step's losses.
+            keep: whether to take a snapshot in memory even if none is due.
         """
         self.step, self._ended = step, end
         if self._unchecked:
@@ -166,8 +169,19 @@ class Engine:
         if self._replicas is not None and (last or self.saver.is_durable(step, self.checkpoint)):
             with self._none_differs(self._replicas):
                 self._replicas.compare(step)
-        self.saver.save(step, self.checkpoint, identity, state, self.worlds, last=last, draining=draining, stays=stays)
+        how = {"last": last, "draining": draining, "keep": keep}
+        self.saver.save(step, self.checkpoint, identity, state, self.worlds, stays=stays, **how)
         return self.stopped
+
+    def step_done(
+        self, step: int, identity: Mapping[str, int], state: TrainingState, stays: Callable[[Tensor], bool]
+    ) -> None:
+        """Report a step and take a snapshot in memory, since something long comes before the step's boundary."""
+        self.step = step
+        if self._link is not None:
+            self._link.step(step)
+        self.saver.poll(step, self.checkpoint)
+        self.saver.keep(step, self.checkpoint, identity, state, self.worlds, stays)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""
@@ -234,8 +248,10 @@ class Engine:
         return self._live and self._link is not None and self._link.suspending
 
     def caused(self, error: RuntimeError) -> bool:
-        """Whether an error may be due to the round's end."""
-        return self._live and (self.is_over or bool(symptom_in(f"RuntimeError: {error}")))
+        """Whether an error that was just caught may be due to the round's end."""
+        if not self._live or not is_of_exchange(error):
+            return False
+        return self.is_over or bool(symptom_in(f"RuntimeError: {error}"))
 
     def suspend(self, error: RuntimeError | None) -> None:
         """Leave the current round, and wait for a place in the next one, with the training's objects as they are.
@@ -264,6 +280,11 @@ class Engine:
         self.groups = RoundGroups()
         self._stop_agreed = Stop.NO
         self.stopped = self._begun = self._ended = self._drained = False
+
+    def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState) -> None:
+        """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
+        self.step = step
+        self.saver.keep_newer(step, self.checkpoint, identity, state, self.worlds)
 
     def join_round(self) -> None:
         """Join the round in which this process has got a place."""

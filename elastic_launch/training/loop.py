@@ -6,8 +6,10 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
@@ -32,14 +34,28 @@ from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Recovered, Step
+from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_model, as_optimizer
 
-__all__ = ["Loop", "LoopOptions"]
+__all__ = ["Evaluations", "Loop", "LoopOptions"]
 
 _log = logging.getLogger(__name__)
 
 OWN = "parameters"
 """Name of the part of the state that holds the optimizer's parameters that are not in the model."""
+
+
+class Evaluations(Protocol):
+    """Evaluates a training after some of its steps; what it has done is a part of the training's state."""
+
+    def due(self, step: int) -> bool:
+        """Whether the state after a step lacks its evaluation."""
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the state after a step; called by all ranks.
+
+        A rank whose state has this evaluation already only takes part in it.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +68,7 @@ class LoopOptions:
         redo: whether a step may be given up when memory runs out, and repeated with smaller micro-batches.
         parts: parts of the state besides model and optimizer, by name.
         prepare: called with the number of steps done once the training is restored, before the first step.
+        evaluations: evaluate between a step and its boundary.
     """
 
     exact: bool = False
@@ -62,6 +79,7 @@ class LoopOptions:
     start: int = 0
     redo: bool = False
     prepare: Callable[[int], None] | None = None
+    evaluations: Evaluations | None = None
 
 
 class Loop:
@@ -101,6 +119,9 @@ class Loop:
         self._live = False
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
+        # What follows the last step, on all ranks:
+        self._owes_evaluation = self._owes_boundary = False
+        self._bounded = -1  # the last step whose boundary has begun
         # Of the current round:
         self._gradients: Gradients | None = None
         self._batches: Generator[object] | None = None
@@ -127,12 +148,14 @@ class Loop:
         self._given = self._arguments()
         self._enter()
         try:
+            self._complete()
             while self._step < self._end and not self._engine.stopped:
                 step = self._next_step()
                 yield step
                 self._watch_mode(step)
                 if step.too_large:
-                    self._halve(step)
+                    if step.all_know:
+                        self._halve(step)
                     self._close_batches()
                     continue
                 if not step.updated:
@@ -143,10 +166,11 @@ class Loop:
                     )
                 if self._received is not None:
                     self._take(self._received)
-                    continue
-                self._step += 1
-                self._last = step.loss, step.metrics
-                self._boundary()
+                else:
+                    self._step += 1
+                    self._last = step.loss, step.metrics
+                    self._end_step()
+                self._complete()
         finally:
             self._engine.end_with_round()
             self._leave()
@@ -171,6 +195,7 @@ class Loop:
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
             self._options.prepare(self._step)
+        self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients()
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
@@ -178,6 +203,26 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live)
+
+    def _agree(self, step: int) -> None:
+        """Agree with the other ranks, which may be at another point between two steps.
+
+        Args:
+            step: optimizer steps done.
+        """
+        micro = len(self._loader.batch.micro_batches()[0])
+        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro]
+        if self._engine.world.world_size > 1:
+            found = torch.tensor(numbers, dtype=torch.int64)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            numbers = found.tolist()
+        lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
+        self._owes_evaluation = lacking
+        # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
+        self._owes_boundary = lacking and not bounded
+        while len(self._loader.batch.micro_batches()[0]) > least:
+            # The others had the last exchange before the round broke, and have halved it.
+            self._loader.batch = self._loader.batch.halved()
 
     def _leave(self) -> None:
         """Drop what belongs to the current round."""
@@ -195,9 +240,13 @@ class Loop:
         """Continue in the next round, or in the one after it if that breaks, too."""
         while True:
             self._leave()
-            self._engine.suspend(error)
             received = self._received
             step, last = (self._step, self._last) if received is None else (received.step, received.last or self._last)
+            try:
+                self._engine.suspend(error)
+            except Drained:
+                self._engine.keep_newer(step, self._loader.identity, self._state)
+                raise
             try:
                 self._engine.join_round()
                 self._enter(Live(step, self._engine.worlds, last))
@@ -226,6 +275,17 @@ class Loop:
         assert self._gradients is not None
         self._gradients.give_up()
         self._change_round(error)
+        while self._received is None and self._owes_evaluation:
+            # This rank has begun a step, while others were still evaluating the one before.
+            try:
+                self._evaluate()
+            except RuntimeError as again:
+                if not self._engine.caused(again):
+                    raise
+                error = again
+            else:
+                break
+            self._change_round(error)
         received = self._received
         done = None if received is None else received.last or self._last
         plan, batches = self._plan(self._step), self._open_batches()
@@ -345,8 +405,8 @@ class Loop:
             self._loader.go_on(resumed.identity, resumed.origin)
         return resumed
 
-    def _boundary(self) -> None:
-        """Save the state if it is due; the engine then knows whether all ranks must stop here."""
+    def _end_step(self) -> None:
+        """Note what follows a step that was just done."""
         self._engine.check_exchanges()
         gradients = self._gradients
         assert gradients is not None
@@ -354,21 +414,55 @@ class Loop:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
             self._state = self._engine.state.extended(self._parts)
+        self._owes_evaluation, self._owes_boundary = self._lacks_evaluation(self._step), True
+        if self._owes_evaluation:
+            # An evaluation may take longer than many steps: a fault within it must not cost those before.
+            stays = settled(self._optimizer, self._model.parameters())
+            self._engine.step_done(self._step, self._loader.identity, self._state, stays)
+
+    def _complete(self) -> None:
+        """Do what follows the last step, in the next round if this one ends meanwhile."""
+        evaluated = False
+        while self._owes_evaluation or self._owes_boundary:
+            error: RuntimeError | None = None
+            try:
+                if self._owes_evaluation:
+                    self._evaluate()
+                    evaluated = True
+                if not self._owes_boundary or not self._boundary(keep=evaluated):
+                    return
+            except RuntimeError as broken:
+                if not self._engine.caused(broken):
+                    raise
+                error = broken
+            self._change_round(error)
+            if self._received is not None:
+                self._take(self._received)
+
+    def _lacks_evaluation(self, step: int) -> bool:
+        return self._options.evaluations is not None and self._options.evaluations.due(step)
+
+    def _evaluate(self) -> None:
+        assert self._options.evaluations is not None
+        self._options.evaluations.evaluate(self._step)
+        self._engine.note_exchanges()
+        self._owes_evaluation = False
+
+    def _boundary(self, *, keep: bool) -> bool:
+        """Save the state if it is due; the engine then knows whether all ranks must stop here.
+
+        Args:
+            keep: whether to take a snapshot in memory in any case.
+
+        Returns:
+            Whether this process leaves the round, to continue in another one.
+        """
+        self._owes_boundary, self._bounded = False, self._step
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity
-        try:
-            self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True)
-            if not self._engine.drains_live():
-                return
-            error = None
-        except RuntimeError as broken:
-            if not self._engine.caused(broken):
-                raise
-            error = broken
-        self._change_round(error)
-        if self._received is not None:
-            self._take(self._received)
+        self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True, keep=keep)
+        return self._engine.drains_live()
 
     def _halve(self, step: Step) -> None:
         before = self._loader.batch

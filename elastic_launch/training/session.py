@@ -281,8 +281,8 @@ def session(
         UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
             although the process group was made before the session.
         Drained: a ``SystemExit``, if the training continues in other processes.
-        CheckpointError: on exit, if no checkpoint at all could be saved; under an agent of this project, ``SystemExit``
-            with 93.
+        CheckpointError: on exit, if the last checkpoint could not be saved; under an agent of this project,
+            ``SystemExit`` with 93.
     """
     seconds = _seconds(timeout)
     settings = Determinism(threads, deterministic)

@@ -68,7 +68,7 @@ class RoundChange(Protocol):
         """Called when a pass has exchanged everything; no exchange follows before the step's end."""
 
     def caused(self, error: RuntimeError) -> bool:
-        """Whether an error may be due to the round's end."""
+        """Whether an error that was just caught may be due to the round's end."""
 
     def break_off(self) -> None:
         """Make all exchanges that are under way fail, so that none is waited for."""
@@ -102,6 +102,7 @@ class Step:
         updated: whether an optimizer has stepped and no pass has begun since.
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
         too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.
+        all_know: whether all ranks know that; else the step is repeated with micro-batches of the same size.
         in_training_mode: whether the model was in training mode in the last backward pass; None before it.
         error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
 
@@ -141,7 +142,7 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.updated = False
         self.skipped = False
-        self.too_large = False
+        self.too_large = self.all_know = False
         self.in_training_mode: bool | None = None
         self.error: Exception | None = None
         self._batches = batches
@@ -407,11 +408,6 @@ class Step:
         """Whether the ranks have exchanged losses and gradients, so that all ranks have them."""
         return self._exchanged
 
-    @property
-    def received(self) -> bool:
-        """Whether other ranks have done this step without this one, which gets their state when the step ends."""
-        return self._done_elsewhere
-
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
         """Step the optimizer. Call it once, after the loop over the step.
 
@@ -441,8 +437,8 @@ class Step:
             self._update(chosen, clip_norm)
 
     def _update(self, chosen: list[torch.optim.Optimizer], clip_norm: float | None) -> None:
-        means = self._exchange()
-        if self.too_large:
+        means = self._exchanged_means()
+        if means is None:
             return
         self._check_losses()
         self._gradients.finish_buffers()
@@ -457,6 +453,22 @@ class Step:
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))
         self.updated, self._pending = True, False
+
+    def _exchanged_means(self) -> Means | None:
+        """Return what the ranks have exchanged; None if the optimizers do not step here."""
+        try:
+            means = self._exchange()
+        except RuntimeError as error:
+            # A step that was given up is exchanged only here, as its iteration has ended early.
+            if not self._out_of_memory or not self._goes_on(error):
+                raise
+            self._out_of_memory = False
+            if self._done_elsewhere:
+                self.updated, self._pending = True, False
+            else:
+                self.too_large, self.all_know = True, False
+            return None
+        return None if self.too_large else means
 
     def _chosen(self, name: str | None) -> list[torch.optim.Optimizer]:
         if name is None:
@@ -525,7 +537,7 @@ class Step:
             if self._agreement is not None:
                 self._agreement.arrive(table.carried)
         if table.marked:
-            self.too_large = True
+            self.too_large = self.all_know = True
             self._gradients.discard()
             self._means = Means([], 1.0)
             return self._means

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import Step
+from elastic_launch.training.steps import RoundOverError, Step
 from elastic_launch.training.together import as_part
 
 __all__ = ["Trainer"]
@@ -145,6 +146,8 @@ class Trainer:
             check_kind("Trainer(callbacks=...): one of them", callback, Callback, "Give objects of el.Callback.")
         self._callbacks = list(callbacks)
         self._begun = False
+        self._evaluated = 0  # the last step whose evaluation is done
+        self._leaves = False  # whether an evaluation is left if the round ends
 
     def fit(self, until: int | str) -> None:
         """Train until the whole training has the given length, earlier rounds and earlier calls included.
@@ -158,9 +161,9 @@ class Trainer:
             MemoryError: if a micro-batch of one sample does not fit.
         """
         with self.run._engine.saver.telling(self._on_checkpoint):
-            self._fit(until, total_steps(until, self.loader.steps_per_epoch))
+            self._fit(until)
 
-    def _fit(self, until: int | str, end: int) -> None:
+    def _fit(self, until: int | str) -> None:
         for step in self._loop(until):
             started = time.monotonic()
             self._work(step)
@@ -172,10 +175,6 @@ class Trainer:
             if self._scheduler is not None and not self._by_plateau and not step.skipped:
                 self._scheduler.step()  # type: ignore[attr-defined]
             self._tell_step(step, time.monotonic() - started)
-            if step.received or self._eval_loader is None:
-                continue
-            if step.number % self._eval_every == 0 or step.number == end:
-                self._evaluate_and_tell()
 
     def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
         """Return loss and metrics, averaged over all samples of the evaluation data. Call it on all ranks.
@@ -199,7 +198,8 @@ class Trainer:
         try:
             check_same(self.run.world, {**loader.identity, "metrics": list(self._metrics)})
             with evaluating(self.model):
-                means = evaluate(loader, self._measure_sample, len(names), self.run.world_size, self.run.rank)
+                world_size, rank = self.run.world_size, self.run.rank
+                means = evaluate(loader, self._measure_sample, len(names), world_size, rank, self._check_round)
         finally:
             loader.batch = given  # the training's micro-batches may become smaller, on all ranks
         return dict(zip(names, means, strict=True))
@@ -207,11 +207,14 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state; model, optimizer and other parts are saved separately."""
         history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
-        return {"history": history, "loss": self.loss, "metrics": dict(self.metrics)}
+        evaluated = {"history": history, "evaluated": self._evaluated}
+        return {**evaluated, "loss": self.loss, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned."""
         self.history = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
+        last = self.history[-1].step if self.history else 0  # checkpoints were made without "evaluated" once
+        self._evaluated = state.get("evaluated", last)
         self.loss, self.metrics = state["loss"], dict(state["metrics"])
 
     def _loop(self, until: int | str) -> Loop:
@@ -229,6 +232,7 @@ class Trainer:
             start=self.step,
             redo=self._finds_micro,
             prepare=self._begin,
+            evaluations=self._evaluations(total_steps(until, self.loader.steps_per_epoch)),
         )
         return Loop(
             self.run._engine,
@@ -294,9 +298,31 @@ class Trainer:
     def _by_plateau(self) -> bool:
         return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def _evaluate_and_tell(self) -> None:
-        evaluation = Evaluation(self.step, self.loader.position(self.step).epoch, self.evaluate())
-        self.run._engine.note_exchanges()
+    def _evaluations(self, end: int) -> _Evaluations | None:
+        if self._eval_loader is None:
+            return None
+        every = self._eval_every
+
+        def due(step: int) -> bool:
+            return step > self._evaluated and (step % every == 0 or step == end)
+
+        def evaluate(step: int) -> None:
+            self._leaves = True
+            try:
+                metrics = self.evaluate()
+            finally:
+                self._leaves = False
+            if due(step):
+                self._evaluated = step
+                self._tell_evaluation(Evaluation(step, self.loader.position(step).epoch, metrics))
+
+        return _Evaluations(due, evaluate)
+
+    def _check_round(self) -> None:
+        if self._leaves and self.run._engine.is_over:
+            raise RoundOverError("the round is over")
+
+    def _tell_evaluation(self, evaluation: Evaluation) -> None:
         self.history.append(evaluation)
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._scheduler.step(evaluation.metrics["loss"])
@@ -318,6 +344,14 @@ class Trainer:
             callback.on_checkpoint(CheckpointEnd(outcome.step, outcome.seconds, path, outcome.error))
         if outcome.error is not None:
             self._tell_incident("checkpoint", str(outcome.error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluations:
+    """The evaluations of a training, see :class:`elastic_launch.training.loop.Evaluations`."""
+
+    due: Callable[[int], bool]
+    evaluate: Callable[[int], None]
 
 
 def _positive(name: str, value: float | None) -> float | None:

@@ -138,6 +138,7 @@ def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its
     agent.says(f"The process that copies it ended with -{signal.SIGKILL:d}. Tried again in 0.5 s.")
     (copier,) = wait_for("a second attempt", lambda: halted(changes), 60)
     assert changes.trains(1, steps=25) == 1, "storage that stands still holds up no step"
+    os.kill(copier, signal.SIGSTOP)  # it does not notice by itself that its agent is gone
     agent.kill()
     gate.unlink()
     wait_for("the copier's end", lambda: not alive(copier), 60)

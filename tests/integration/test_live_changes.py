@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from changes import STEPS, Changes, undisturbed_hash
+from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Job, read_lines, wait_for
 
 
@@ -125,6 +126,29 @@ def test_a_worker_that_is_frozen_in_a_round_that_breaks_is_killed(job: Job, undi
 
 
 @pytest.mark.slow
+def test_a_node_that_is_told_to_leave_while_its_worker_is_suspended_saves_the_worker_s_state(
+    job: Job, undisturbed: str
+) -> None:
+    saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "10000"]
+    changes = Changes(job, *saving, "--due-until", "5", live=True)
+    options = ["--rdzv-conf", "dead_after=3,beat=0.5"]
+    a = changes.node("a", *options, nnodes="2")
+    a.says("hosts the run")
+    b = changes.node("b", *options, rank=1, nnodes="2")
+    number = changes.trains(2, steps=12)
+    b.kill()
+    a.says("round 1 broken")
+    last = changes.last(number)
+    assert changes.whole(number) < 6 < last
+    a.signal(signal.SIGTERM)
+    assert a.wait(100) == 143, a.output
+    assert changes.durable()[-1] in (last, last + 1), "the last step may not have been noted"
+    result = changes.finish(changes.alone())
+    assert changes.done_again() == 0
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_rank_that_is_a_step_behind_gets_the_state_of_one_that_is_ahead(job: Job, behind: int) -> None:
     command = [str(SCRIPTS / "torn.py"), str(job.work), str(behind)]
@@ -164,3 +188,57 @@ def _alone(job: Job) -> dict[str, Any]:
     assert agent.wait(100) == 0, agent.output
     (result,) = read_lines(work / "results.jsonl")
     return result
+
+
+@pytest.mark.slow
+def test_a_spot_notice_costs_no_step_and_a_replacement_from_another_address_joins(job: Job, undisturbed: str) -> None:
+    """The replacements are like a pod that comes back: they have the same node id."""
+    notice = job.directory / "leave"
+    changes = Changes(job, live=True)
+    a = changes.node("a")
+    changes.trains(1, steps=3)
+    b = changes.node("b", "--local-addr", "127.0.0.2", "--notice", f"file:{notice}")
+    joined = changes.trains(2, steps=3)
+    notice.with_suffix(".new").write_text("20")
+    notice.with_suffix(".new").rename(notice)
+    left = changes.trains(1, after=joined, steps=3)
+    assert b.wait() == 143
+    assert "stopped by file notice" in b.output
+    again = changes.node("b", "--local-addr", "127.0.0.3")
+    back = changes.trains(2, after=left, steps=3)
+    again.kill()
+    other = changes.node("b", "--local-addr", "127.0.0.4")
+    changes.trains(2, after=back, steps=3)
+    result = changes.finish(a, other)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
+    assert changes.done_again() == 0
+    assert (result["worlds"][:4], result["worlds"][-1], result["restarts"]) == ([1, 2, 1, 2], 2, 0)
+    for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):
+        assert f"node b joined from {address} with 1 worker" in a.output
+    (events,) = job.logged("events-a.jsonl")
+    kept = [e["pid"] for e in read_lines(events) if e["event"] == "worker_kept"]
+    assert len(kept) >= 4
+    assert set(kept) == {pids(job, 1)[0]}
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_the_workers_of_other_nodes_outlive_a_leader_on_etcd(job: Job, undisturbed: str, tmp_path: Path) -> None:
+    directory = tmp_path / "etcd"
+    directory.mkdir()
+    changes = Changes(job, live=True)
+    with cluster(directory) as servers:
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
+        flags = ["--nnodes", "2:3", "--join-settle", "3", "--dead-after", "3", *where]
+        agents = [job.launch(*flags, "--node-id", x, name=x, command=changes.command, env={"NODE": x}) for x in "abc"]
+        number = changes.trains(3, steps=5)
+        first = pids(job, number)
+        leader = str(job.events("leader_elected")[-1]["node"])
+        agents["abc".index(leader)].kill()
+        last = changes.trains(2, after=number, steps=5)
+        assert {*pids(job, last).values()} < {*first.values()}
+        result = changes.finish(*(agent for agent in agents if agent.name != leader))
+    done = [step["step"] for step in changes.steps()]
+    assert len(done) == len(set(done)) >= STEPS - 1, "a killed one may not have noted its last step"
+    assert (result["worlds"], result["restarts"]) == ([3, 2], 0)
+    assert result["hash"] == undisturbed

@@ -1,14 +1,16 @@
 """A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
-in ``snapshots.jsonl`` what is whole in memory. Steps take ``--step-time`` until there is a file ``hurry``. With
-``--die-within R:S:K`` rank K of round R kills itself in the forward pass of step S.
+in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
+before the training begins. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K``
+rank K of round R kills itself in the forward pass of step S.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -21,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
+from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
 
 
 class Notes:
@@ -74,6 +77,16 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
 
 
+def seen(args: argparse.Namespace) -> dict[str, Any]:
+    """What a process that outlives rounds must not have more of."""
+    found: dict[str, Any] = {}
+    if args.compile:
+        found["graphs"] = dict(torch._dynamo.utils.counters["stats"])
+    if args.loader_workers:
+        found["loaders"] = sorted(child.pid for child in multiprocessing.active_children())
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
@@ -83,7 +96,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100000)
     parser.add_argument("--split", type=int, default=2**30)
     parser.add_argument("--room-until", type=int, default=100000)
+    parser.add_argument("--due-until", type=int, default=100000)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--loader-workers", type=int, default=0)
+    parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--die-within", default="0:0:0")
+    parser.add_argument("--start-time", type=float, default=0.0)
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
 
@@ -91,13 +109,19 @@ def main() -> None:
         notes = Notes(args.directory, run)
         notes.start()
         notes.follow_snapshots(args.room_until)
+        due = Rhythm.due
+        Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+        time.sleep(args.start_time)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
-        loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1)
+        options = {"num_workers": args.loader_workers, "persistent_workers": args.persistent}
+        loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
+        if args.compile:
+            model.compile(backend="eager")
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
             began = time.monotonic()
             notes.resumed()
@@ -110,7 +134,7 @@ def main() -> None:
             step.update()
             notes.resumed()  # the round may have changed within the step
             if run.rank == 0:
-                notes.note("steps.jsonl", step=step.number, interval=notes.interval)
+                notes.note("steps.jsonl", step=step.number, interval=notes.interval, **seen(args))
         if run.rank == 0:
             result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))

@@ -26,6 +26,7 @@ from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
+from elastic_launch.snapshot.storage.owner import claim
 from elastic_launch.training.checkpoints import checkpoint as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following, within
 from elastic_launch.training.engine import Engine
@@ -238,16 +239,22 @@ def test_what_hangs_is_left_and_what_fails_fails() -> None:
     hung.set()
 
 
-@pytest.mark.parametrize("earlier", [True, False])
-def test_a_save_of_an_earlier_run_does_not_count_for_this_one(
-    node: Node, monkeypatch: pytest.MonkeyPatch, earlier: bool
+@pytest.mark.parametrize(
+    ("own", "taken", "failure"),
+    [
+        (None, False, "No checkpoint of this run could be saved in"),
+        (15, False, "The last checkpoint, of step 21, could not be saved in"),
+        (21, False, ""),
+        (21, True, "The last checkpoint, of step 21, could not be saved in"),
+    ],
+)
+def test_a_run_fails_if_its_last_state_could_not_be_saved(
+    node: Node, monkeypatch: pytest.MonkeyPatch, own: int | None, taken: bool, failure: str
 ) -> None:
-    """A run that resumes from memory has saved something if that is in the right place and has the run's numbers."""
+    """Neither a save of another run counts, nor an older state of this one, saved by an earlier process."""
     node.saved(50, 9)
     _, first = node.resumes(1)
     node.remembers(51, 20, first)
-    if not earlier:
-        node.saved(51, 15)
 
     def refused(*arguments: object, **options: object) -> None:
         raise snapshot.CheckpointWriteError(f"Could not write a checkpoint in {node.directory}: no.")
@@ -258,12 +265,13 @@ def test_a_save_of_an_earlier_run_does_not_count_for_this_one(
     saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0))
     saving.save({}, 21, {})
     saving.finish()
+    if own is not None:
+        node.saved(51, own)
+    if taken:
+        claim(node.directory, "another")
     failed = saving.failed()
-    if earlier:
-        assert failed is not None
-        assert f"No checkpoint of this run could be saved in {node.directory}: Could not write" in str(failed)
-    else:
-        assert failed is None
+    assert str(failed or "").startswith(f"{failure} {node.directory}: Could not write" if failure else "")
+    assert (failed is None) == (not failure)
 
 
 def test_a_checkpoint_counts_as_saved_if_only_removing_old_ones_failed(

@@ -19,7 +19,6 @@ from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Inciden
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import Step
 
 GENERATOR = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(44, 6, generator=GENERATOR)
@@ -101,13 +100,24 @@ def test_a_training_reports_its_steps_and_evaluations() -> None:
     assert case.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
 
 
-def test_a_step_that_other_ranks_have_done_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(eval_every="1ba")
-    # The others have evaluated it, too, and do not take part in an evaluation now.
-    monkeypatch.setattr(Step, "received", property(lambda step: step.number == 2))
-    case.trainer.fit("3ba")
-    assert [evaluation.step for evaluation in case.seen.evaluations] == [1, 3]
-    assert [end.step for end in case.seen.steps] == [1, 2, 3]
+def test_a_state_that_lacks_its_evaluation_is_evaluated_before_the_next_step(tmp_path: Path) -> None:
+    first = Case(checkpoint=el.Checkpoint(tmp_path, every=1), eval_loader=None)
+    first.trainer.fit("1ep")
+    resumed = Case(checkpoint=el.Checkpoint(tmp_path, every=1))
+    resumed.trainer.fit("5ba")
+    assert [(x.step, x.epoch) for x in resumed.seen.evaluations] == [(3, 1), (5, 1)]
+    assert [end.step for end in resumed.seen.steps] == [4, 5]
+
+
+def test_the_last_evaluation_is_known_from_the_history_of_an_older_checkpoint() -> None:
+    case = Case()
+    case.trainer.fit("1ep")
+    state = case.trainer.state_dict()
+    assert state.pop("evaluated") == 3
+    case.trainer._evaluated = 0
+    case.trainer.load_state_dict(state)
+    case.trainer.fit("1ep")
+    assert [evaluation.step for evaluation in case.seen.evaluations] == [3]
 
 
 def test_an_evaluation_follows_the_trainings_micro_batches_as_they_become_smaller() -> None:
@@ -368,3 +378,21 @@ def test_the_loop_form_does_not_know_auto() -> None:
     loader = el.ElasticLoader(_data(), el.GlobalBatch(16, "auto"))
     with pytest.raises(ValueError, match=r"only el\.Trainer finds out"):
         Run(Engine(World(), torch.device("cpu"))).steps(loader, model, torch.optim.SGD(model.parameters()), until=1)
+
+
+def test_an_evaluation_of_a_subclass_replaces_the_trainers_own() -> None:
+    class Own(el.Trainer):
+        def evaluate(self, loader: el.Loader | None = None) -> dict[str, float]:
+            return {**super().evaluate(loader), "own": 1.0}
+
+    case = Case()
+    own = Own(
+        case.run,
+        case.model,
+        case.optimizer,
+        case.loader,
+        loss_fn=nn.functional.cross_entropy,
+        eval_loader=el.ElasticLoader(_data(32), el.GlobalBatch(5, 2), shuffle=False),
+    )
+    own.fit("1ep")
+    assert [(x.step, x.metrics["own"]) for x in own.history] == [(3, 1.0)]

@@ -150,7 +150,7 @@ class Checkpoint:
         self._last_step = 0
         self._last_time = 0.0
         self._writer: snapshot.BackgroundWriter | None = None
-        self._something_saved = False
+        self._saved = self._unsaved = -1  # step of the newest state that is, or could not be, saved
         self._error: snapshot.CheckpointError | None = None
         self._writers = Writers(True)
 
@@ -223,19 +223,21 @@ class Checkpoint:
         return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
 
     def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float]) -> None:
-        """Start saving in a training that was resumed from memory; called after :meth:`has_newer`.
+        """Start saving in a training that was resumed from memory; called by all ranks after :meth:`has_newer`.
 
         Args:
             meta: meta of the state in memory.
             standing: result of :meth:`standing` when that state was written, so that faults more frequent than saves do
-                not postpone saving.
+                not postpone saving. Ranks whose round broke as they began to save may differ in it; then the oldest
+                counts, so that all save together.
         """
         # This run took the directory when it began. Taking it again would hide that another run has taken it since.
         self._owner = owned_by(run_id())
         url = isinstance(self.directory, Url)
         self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
         self._begin(world, meta)
-        self._last_step, self._last_time = standing[0], time.monotonic() - standing[1]
+        self._last_step = min(step for (step,) in _from_all(world, [standing[0]]))
+        self._last_time = time.monotonic() - standing[1]
 
     @property
     def writes(self) -> bool:
@@ -342,9 +344,9 @@ class Checkpoint:
         copied = [] if self._link is None else [self._outcome(copied) for copied in self._link.copies()]
         for outcome in [*own, *copied]:
             if outcome.info is not None:
-                self._something_saved = True  # also if old ones could not be removed
+                self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed
             else:
-                self._error = outcome.error or self._error
+                self._error, self._unsaved = outcome.error or self._error, max(self._unsaved, outcome.step)
         return own + copied
 
     def _failed(self, step: int, error: snapshot.CheckpointError, *, saved: bool) -> None:
@@ -383,24 +385,33 @@ class Checkpoint:
                 writer.close()
 
     def failed(self) -> snapshot.CheckpointError | None:
-        """Return why no checkpoint at all could be saved since the run began, else None; called at the end."""
+        """Return why the newest state could not be saved, else None; called at the end, when a save was due."""
         if self._error is None:
             return None
-        if not self._something_saved and not self._saved_before():
-            cause, hint = self._error.message, self._error.hint
-            return snapshot.CheckpointError(
-                f"No checkpoint of this run could be saved in {self.directory}: {cause}", hint
-            )
-        _log.error("not all checkpoints could be saved; the last error: %s", self._error)
-        return None
+        saved: int | None = self._saved
+        if self._saved < self._unsaved:
+            saved = self._saved_before()
+        if saved is not None and saved >= self._unsaved:
+            _log.error("not all checkpoints could be saved; the last error: %s", self._error)
+            return None
+        what = f"The last checkpoint, of step {self._unsaved}, could not be saved"
+        if saved == self._saved == -1:
+            what = "No checkpoint of this run could be saved"
+        return snapshot.CheckpointError(f"{what} in {self.directory}: {self._error.message}", self._error.hint)
 
-    def _saved_before(self) -> bool:
-        """Whether workers of an earlier round have saved a durable checkpoint."""
+    def _saved_before(self) -> int | None:
+        """Return the step of the newest checkpoint that workers of this run have saved; -1 if there is none.
+
+        Returns:
+            None if that is unknown: another run has taken the directory and may have saved there, or it cannot be read.
+        """
         try:
+            if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: other_owner(self.directory, run_id())):
+                return None
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
-            return False
-        return any(info.round >= self.branch.since for info in found)
+            return None
+        return max((info.step for info in found if info.round >= self.branch.since), default=-1)
 
     def _open_url(
         self, url: Url, world: World, identity: dict[str, int], above: tuple[int, int] | None

@@ -54,7 +54,7 @@ class Saver:
             durable checkpoints, written by a thread of this process.
 
     Attributes:
-        failure: why no checkpoint at all could be saved; None otherwise.
+        failure: why the last checkpoint could not be saved; None otherwise.
         seconds: duration of the last save.
         compares: whether the ranks' states are compared in the current training, see ``replicas``.
     """
@@ -282,6 +282,7 @@ class Saver:
         last: bool,
         draining: bool,
         stays: Stays | None,
+        keep: bool = False,
     ) -> None:
         """Save the state after a step if a save is due; called by all ranks.
 
@@ -289,6 +290,7 @@ class Saver:
             last: whether this is the last step in this process.
             draining: whether another process continues the training.
             stays: whether a tensor keeps its values until :meth:`settle`; None: :meth:`settle` is not called.
+            keep: whether to take a snapshot in memory even if none is due; the same on all ranks.
         """
         agreed, self._agreed = self._agreed, NOTHING
         if agreed is not NOTHING:
@@ -298,20 +300,14 @@ class Saver:
         if checkpoint is not None:
             due = agreed.save or _due_by_steps(checkpoint, step)
             durable = (due or last) and checkpoint.needs(step)
-        if not durable and not agreed.keep and not (draining and self._world.round):
+        if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         began = time.monotonic()
         self._kept = False
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        if self._world.world_size == 1:
-            self.equal_after(step)
-        meta = self._meta(identity, worlds, state)
-        if self.compares or self._world.world_size == 1:
-            meta["compared"] = self._equal == (self._branch.round, step)
-        if checkpoint is not None:
-            meta["saved"] = checkpoint.standing(step, now=durable)
+        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=durable)
         if in_memory:
             route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
             spent = time.monotonic() - began
@@ -326,6 +322,73 @@ class Saver:
         elif durable and checkpoint is not None:
             checkpoint.save(captured, step, meta, self._may_commit)
         self.seconds = time.monotonic() - began
+
+    def keep(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        worlds: list[int],
+        stays: Stays,
+    ) -> None:
+        """Take a snapshot of the state after a step in memory alone; called by all ranks.
+
+        :meth:`save` replaces it, if it is called for the same step.
+        """
+        if not self._world.round:
+            return
+        began = time.monotonic()
+        in_memory = self._memory is not None and self._memory.writes
+        captured = state.capture(keep=in_memory)
+        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
+        if in_memory:
+            self._keep(captured, meta, step, stays, _nowhere, last=False, spent=time.monotonic() - began)
+
+    def keep_newer(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        worlds: list[int],
+    ) -> None:
+        """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
+        if self._memory is None or not self._memory.writes:
+            return
+        began = time.monotonic()
+        found = self._memory.newest(self._training)
+        if found is not None and (found[1].round, found[1].step) >= (self._branch.round, step):
+            return
+        captured = state.capture(keep=True)
+        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
+        route = _nowhere if checkpoint is None else partial(checkpoint.route, self._world, False)
+        self._kept = self._keep(captured, meta, step, None, route, last=False, spent=time.monotonic() - began)
+        self.seconds = time.monotonic() - began
+
+    def _meta_after(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        worlds: list[int],
+        state: TrainingState,
+        *,
+        now: bool,
+    ) -> dict[str, Any]:
+        """Return the meta of the state after a step.
+
+        Args:
+            now: whether it is also saved durably.
+        """
+        if self._world.world_size == 1:
+            self.equal_after(step)
+        meta = self._meta(identity, worlds, state)
+        if self.compares or self._world.world_size == 1:
+            meta["compared"] = self._equal == (self._branch.round, step)
+        if checkpoint is not None:
+            meta["saved"] = checkpoint.standing(step, now=now)
+        return meta
 
     def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
         """Whether :meth:`save` will save durably even without a stop or the training's end; the same on all ranks."""

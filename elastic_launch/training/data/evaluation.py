@@ -19,13 +19,21 @@ Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
 """``(micro_batch) -> (values, weight)``: the values to average, and their weight (None: the number of samples)."""
 
 
-def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, rank: int) -> list[float]:
+def evaluate(
+    loader: Loader,
+    measure: Measure,
+    columns: int,
+    world_size: int,
+    rank: int,
+    check: Callable[[], None] = lambda: None,
+) -> list[float]:
     """Return the means of the measured values over all samples of one epoch; called by all ranks.
 
     Args:
         measure: called for each micro-batch under ``no_grad``, with a random state derived from the loader's seed and
             the micro-batch.
         columns: number of values that ``measure`` returns.
+        check: called before each micro-batch; may raise an error that ends the evaluation.
     """
     steps = loader.steps_per_epoch
     # All global batches but the last have as many micro-batches as the first.
@@ -34,6 +42,7 @@ def evaluate(loader: Loader, measure: Measure, columns: int, world_size: int, ra
     with torch.no_grad(), closing(loader.epoch_from(0, world_size, rank)) as batches:
         for step in range(steps):
             for micro in loader.plan(step, world_size, rank).micro_batches:
+                check()
                 with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
                     values, weight = measure(next(batches))
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))

@@ -1,5 +1,6 @@
 """Live rounds: a worker leaves one round and joins the next without ending its process.
 
+``errors``   which errors are those of exchanges
 ``groups``   the process groups of one round
 ``sockets``  the connections of these groups
 """

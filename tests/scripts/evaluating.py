@@ -1,0 +1,130 @@
+"""A training by el.Trainer that evaluates: ``evaluating.py DIRECTORY [--die-in-evaluation R:S:K] [--torn S]``.
+
+Each process notes the evaluations that it begins (``begun.jsonl``) and, at its end, what its callbacks saw
+(``results.jsonl``). Rank K of round R kills itself in the evaluation after step S, or in step S with ``--die-in-step``.
+With ``--torn S`` the last exchange of the evaluation after step S succeeds everywhere, but fails for rank 1 of the
+first round, as if the connection had been lost at its very end. With ``--fail S`` a callback fails after step S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch.training.callbacks import Evaluation, RoundStart, StepEnd
+from elastic_launch.training.data import evaluation
+
+# What is put in the place of the library's functions below counts as the library's own.
+__name__ = "elastic_launch.training.evaluating"
+
+TRACKER = compile("raise RuntimeError('Connection closed by peer: the tracker')", "tracker", "exec")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory", type=Path)
+parser.add_argument("--die-in-evaluation", default="0:0:0")
+parser.add_argument("--die-in-step", default="0:0:0")
+parser.add_argument("--fail", type=int, default=0)
+parser.add_argument("--torn", type=int, default=0)
+args = parser.parse_args()
+
+
+def note(file: str, **what: Any) -> None:
+    with (args.directory / file).open("a") as lines:
+        lines.write(json.dumps({"pid": os.getpid(), "rank": run.rank, "round": run.world.round, **what}) + "\n")
+
+
+def dies(when: str, step: int) -> None:
+    if when == f"{run.world.round}:{step}:{run.rank}":
+        time.sleep(0.2)  # snapshots in memory are whole, and the others wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.begun = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            dies(args.die_in_step, trainer.step + 1)
+        elif self.begun != (now := (run.world.round, trainer.step)):
+            self.begun = now
+            note("begun.jsonl", step=trainer.step)
+        else:
+            dies(args.die_in_evaluation, trainer.step)  # in its second micro-batch
+        return self.body(x)
+
+
+class Seen(el.Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.rounds: list[int] = []
+        self.evaluations: list[Any] = []
+
+    def on_round(self, start: RoundStart) -> None:
+        self.rounds.append(start.resumed_step)
+
+    def on_step(self, end: StepEnd) -> None:
+        self.steps.append(end.step)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append([evaluation.step, evaluation.metrics])
+        if evaluation.step == args.fail:
+            exec(TRACKER, {})  # not under this file's name
+
+
+def torn_evaluate(*arguments: Any) -> list[float]:
+    means = evaluate(*arguments)
+    if (run.world.round, run.rank, trainer.step) == (1, 1, args.torn):
+        time.sleep(0.5)  # until another rank is killed
+        raise RuntimeError("Connection closed by peer, as far as this rank knows")
+    return means
+
+
+evaluate = evaluation.evaluate
+if args.torn:
+    import elastic_launch.training.trainer
+
+    elastic_launch.training.trainer.evaluate = torn_evaluate
+
+with el.session() as run:
+    torch.manual_seed(0)
+    inputs = torch.randn(120, 6)
+    targets = inputs[:, :3].argmax(dim=1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    seen = Seen()
+    trainer = el.Trainer(
+        run,
+        model,
+        optimizer,
+        el.ElasticLoader(TensorDataset(inputs[:96], targets[:96]), el.GlobalBatch(16, 4), seed=1),
+        loss_fn=nn.functional.cross_entropy,
+        # Halves the rate in each evaluation.
+        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0, threshold=1e9),
+        eval_loader=el.ElasticLoader(TensorDataset(inputs[96:], targets[96:]), el.GlobalBatch(12, 2), shuffle=False),
+        eval_every="5ba",
+        exact=True,
+        callbacks=[seen],
+    )
+    trainer.fit("18ba")
+    result = {
+        "steps": seen.steps,
+        "evaluations": seen.evaluations,
+        "rounds": seen.rounds,
+        "history": [[x.step, x.metrics] for x in trainer.history],
+        "rate": optimizer.param_groups[0]["lr"],
+        "hash": el.weights_sha256(model),
+    }
+    note("results.jsonl", **result)
