@@ -19,7 +19,8 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.secret import Token
 from elastic_launch.testing import MemoryStore
 
-TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=1.0, min_wait=20.0, read_timeout=5.0)
+# On a busy machine a thread may stand still for a second.
+TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=2.5, min_wait=20.0, read_timeout=5.0)
 
 
 class View(MemoryStore):
@@ -84,6 +85,7 @@ class Node:
         self.rounds: list[m.Form] = []
         self.broken: list[int] = []
         self.ends: list[int] = []
+        self.causes: list[str] = []
         self.evictions = 0
         self.deaf = False
         self.membership = Membership(self.config, self.backend, MonotonicClock(), self.hear, lambda address: 29500)
@@ -99,8 +101,9 @@ class Node:
             case m.Evicted():
                 self.evictions += 1
                 self.membership.report(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, 29500))
-            case m.RunEnd(code=code):
+            case m.RunEnd(code=code, cause=cause):
                 self.ends.append(code)
+                self.causes.append(cause)
             case RendezvousLost(error=error):
                 self.lost.append(error)
 

@@ -62,6 +62,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.CauseFound,
         ev.LeaderElected,
         ev.NodeDiffers,
+        ev.NodeExcluded,
         ev.NodeJoined,
         ev.NodeLeft,
         ev.NodeLost,

@@ -117,6 +117,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Workers",
         (
             Flag(("--max-restarts",), "restarts after faults of workers", "N", str(Limits().max_restarts)),
+            Flag(("--restart-refill",), "training that gives a restart back", "S", "0"),
+            Flag(("--max-idle-restarts",), "restarts without a step; 0: any", "N", "0"),
+            Flag(("--fatal-exit-codes",), "of workers: they end the run", "N,N-N,..."),
             Flag(("-m", "--module"), "the script is a module, as in python -m"),
             Flag(("--no-python",), "the script is a program of its own"),
             Flag(("--no-warm",), "workers do their imports themselves"),

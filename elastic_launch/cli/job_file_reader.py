@@ -27,7 +27,7 @@ _FLAG_KEYS = {
 _OWN_KEYS = ("script", "args", "env")
 
 _SET_BY_US = worker_environment(
-    Placement(0, 0, 0, 1, 1, 1, "", 0, 0, 1),
+    Placement(0, 0, 0, 1, 1, 1, "", 0, 0, 1, True),
     run_id="",
     role="",
     restarts=0,

@@ -19,10 +19,17 @@ from elastic_launch.cli.flags import BY_NAME, USAGE, Line, Sourced, Values, spli
 from elastic_launch.cli.help import help_text
 from elastic_launch.cli.job_file import Job, shown
 from elastic_launch.cli.kubernetes import found_out, sentence
-from elastic_launch.cli.options import devices_of, read_notices, read_signals, read_torch_options
+from elastic_launch.cli.options import (
+    devices_of,
+    read_exit_codes,
+    read_limits,
+    read_notices,
+    read_signals,
+    read_torch_options,
+)
 from elastic_launch.cli.output_flags import make_run_directory, read_log_dir, read_log_format, read_output
 from elastic_launch.cli.rendezvous_flags import read_meeting
-from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, parse_health_port, parse_nnodes
+from elastic_launch.config.launch_config import Command, LaunchConfig, parse_health_port
 from elastic_launch.config.notice_sources import claimed
 from elastic_launch.config.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.config.torch_options import visible_device
@@ -185,13 +192,11 @@ def build(line: Line, values: Values) -> LaunchConfig:
         UsageError: if the values do not describe a valid launch.
     """
     command = read_command(line, values)
-    low, high = parse_nnodes(values.text("--nnodes") or "1:1")
-    max_restarts = values.integer("--max-restarts")
-    limits = Limits(low, high, Limits().max_restarts if max_restarts is None else max_restarts)
+    limits = read_limits(values)
     meeting = read_meeting(values, limits)
     timing, is_host, reuse = read_timing([] if meeting.foreign else _layers(values), one_wait=values.torchrun)
     if meeting.kind.fixed_ranks:
-        limits = limits.resized(high, high)
+        limits = limits.resized(limits.max_nodes, limits.max_nodes)
         if is_host is not None:
             raise UsageError(
                 "--rdzv-conf is_host contradicts --rdzv-backend static, whose host is the node of rank 0.",
@@ -220,7 +225,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         backend=meeting.backend,
         endpoint=meeting.endpoint,
         endpoints=meeting.endpoints if meeting.kind.elected else (),
-        announce=high > 1 and meeting.endpoint is None,
+        announce=limits.max_nodes > 1 and meeting.endpoint is None,
         found_out=sentence(values),
         timing=timing,
         node_id=meeting.node_id or default_node_id(),
@@ -231,6 +236,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         health_host=(health.host or None) if health else None,
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
+        fatal_exit_codes=read_exit_codes(values),
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         log_dir=log_dir,
         live=not values.switch("--no-live"),

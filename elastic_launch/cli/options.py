@@ -1,18 +1,20 @@
-"""Reads torchrun's options from flags, except those for the rendezvous."""
+"""Reads limits, signals, notices and torchrun's options from flags, except those for the rendezvous."""
 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 from collections.abc import Sequence
 
 from elastic_launch.cli.flags import Values
+from elastic_launch.config.launch_config import Limits, parse_nnodes
 from elastic_launch.config.notice_sources import AUTO, UNTOUCHABLE, NoticeSource, parse_source
 from elastic_launch.config.settings import nearest
 from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
 from elastic_launch.errors import UsageError
 
-__all__ = ["devices_of", "read_notices", "read_signals", "read_torch_options"]
+__all__ = ["devices_of", "read_exit_codes", "read_limits", "read_notices", "read_signals", "read_torch_options"]
 
 log = logging.getLogger("elastic_launch.cli.main")
 
@@ -82,6 +84,46 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
                 f"--notice {','.join(words)} gives two times for {source.number.name}.", "Give one of them."
             )
     return found
+
+
+def read_limits(values: Values) -> Limits:
+    """Read the limits of the whole run.
+
+    Raises:
+        UsageError: if one is invalid.
+    """
+    low, high = parse_nnodes(values.text("--nnodes") or "1:1")
+    most, idle, refill = (
+        values.setting(f"--{name}") for name in ("max-restarts", "max-idle-restarts", "restart-refill")
+    )
+    return Limits(
+        low,
+        high,
+        Limits().max_restarts if most is None else most.whole(),
+        Limits().restart_refill if refill is None else refill.seconds(zero=True),
+        Limits().max_idle_restarts if idle is None else idle.whole(),
+    )
+
+
+def read_exit_codes(values: Values) -> frozenset[int]:
+    """Read the exit codes of workers after which a restart is of no use, such as ``3,64-78``.
+
+    Raises:
+        UsageError: if one is not an exit code.
+    """
+    codes: set[int] = set()
+    for part in (values.text("--fatal-exit-codes") or "").split(","):
+        if not part.strip():
+            continue
+        found = re.fullmatch(r"\s*([0-9]{1,3})(?:\s*-\s*([0-9]{1,3}))?\s*", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 0 < first <= last < 256:
+            raise UsageError(
+                f"--fatal-exit-codes {part.strip()!r} is not an exit code, nor a range of them.",
+                "Give numbers from 1 to 255, as in 3,64-78; 128 + N stands for signal N.",
+            )
+        codes.update(range(first, last + 1))
+    return frozenset(codes)
 
 
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:

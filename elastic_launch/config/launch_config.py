@@ -56,13 +56,19 @@ ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
 class Limits:
     """Limits of the whole run: those of its first node, unless the run is resized.
 
+    Attributes:
+        restart_refill: seconds of rounds with new steps that give one charged restart back; 0: none is given back.
+        max_idle_restarts: restarts in a row without a new step after which the run ends; 0: no such limit.
+
     Raises:
-        UsageError: on an empty or invalid range of nodes.
+        UsageError: on an empty or invalid range of nodes, or an invalid number of restarts.
     """
 
     min_nodes: int = 1
     max_nodes: int = 1
     max_restarts: int = 3
+    restart_refill: float = 0.0
+    max_idle_restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -77,13 +83,20 @@ class Limits:
             )
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}.", "Give 0 (never restart) or more.")
+        check_seconds(f"--restart-refill {self.restart_refill:g}", self.restart_refill, zero=True)
+        if self.max_idle_restarts < 0:
+            raise UsageError(
+                f"--max-idle-restarts is {self.max_idle_restarts}.", "Give 1 or more, or 0 for no such limit."
+            )
 
     def resized(self, min_nodes: int, max_nodes: int) -> Limits:
         """Return these limits with other numbers of nodes."""
         return replace(self, min_nodes=min_nodes, max_nodes=max_nodes)
 
     def __str__(self) -> str:
-        return f"--nnodes {self.min_nodes}:{self.max_nodes} --max-restarts {self.max_restarts}"
+        refill = f" --restart-refill {self.restart_refill:g}" if self.restart_refill else ""
+        idle = f" --max-idle-restarts {self.max_idle_restarts}" if self.max_idle_restarts else ""
+        return f"--nnodes {self.min_nodes}:{self.max_nodes} --max-restarts {self.max_restarts}{refill}{idle}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,7 @@ class LaunchConfig:
         health_port: port of this agent's health probes, or None.
         health_host: address of the health probes; None for the address that the node advertises.
         reuse: whether to begin a new run if the run with this id has ended.
+        fatal_exit_codes: exit codes of workers, 128 + N for signal N, after which the run ends without a restart.
         shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         log_name: name of the run's directory in ``log_dir``; empty for the run id.
@@ -230,6 +244,7 @@ class LaunchConfig:
     health_host: str | None = None
     reuse: bool = False
     role: str = "default"
+    fatal_exit_codes: frozenset[int] = frozenset()
     shutdown_timeout: float = 30.0
     log_dir: Path = field(default_factory=lambda: state_directory())
     link_dir: Path | None = None

@@ -36,6 +36,7 @@ __all__ = [
     "LinkChanged",
     "NodeDiffers",
     "NodeEnded",
+    "NodeExcluded",
     "NodeJoined",
     "NodeLeft",
     "NodeLost",
@@ -93,6 +94,27 @@ class NodeLost(Event):
 
     def line(self) -> str:
         return "" if self.broke else f"node {self.node} lost ({self.cause}); {self.next}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeExcluded(Event):
+    """A node is left out of rounds for a while, as long as there are enough others.
+
+    Attributes:
+        faults: how many faults in a row its workers have caused.
+        seconds: for how long it is left out.
+    """
+
+    leader: ClassVar[bool] = True
+    node: str
+    faults: int
+    seconds: float
+
+    def line(self) -> str:
+        return (
+            f"node {self.node} is left out for {self.seconds:g} s, as long as there are enough others: "
+            f"its workers have caused the last {self.faults} faults"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +277,7 @@ class RestartCharged(Event):
     Attributes:
         idle: consecutive restarts without progress, if it is charged for that; else 0.
         delay_s: seconds for which the next round is delayed because workers again failed soon after their start.
+        refilled: how many of ``max_restarts`` were given back.
     """
 
     leader: ClassVar[bool] = True
@@ -265,9 +288,12 @@ class RestartCharged(Event):
     next: str = ""
     idle: int = 0
     delay_s: float = 0.0
+    refilled: int = 0
 
     def line(self) -> str:
-        budget = f"restart {self.restarts} of {self.max_restarts} (--max-restarts {self.max_restarts})"
+        back = f", {self.refilled} given back" if self.refilled else ""
+        flag = f"--max-restarts {self.max_restarts - self.refilled}"
+        budget = f"restart {self.restarts} of {self.max_restarts} ({flag}{back})"
         why = f", since the training has not advanced in {self.idle} restarts" if self.idle else ""
         delay = f" in {self.delay_s:g} s, as workers failed soon after their start again" if self.delay_s else ""
         following = f"; {self.next}{delay}" if self.next else ""

@@ -134,6 +134,7 @@ class ControlRecord:
         term: the leader's term; nodes ignore messages from a lower term.
         floor: rounds up to this number may have been formed without being recorded here, see ``continuity``.
         restarts: restarts charged to the budget so far.
+        refilled: how many of them were given back.
         last_step: the highest optimizer step at which a round began to train, or None if unknown.
         idle: consecutive restarts that were not charged and since which training has not advanced.
         nonce: random per write; distinguishes two writers of otherwise equal records.
@@ -155,6 +156,7 @@ class ControlRecord:
     nonce: str = ""
     first_term: int = 1
     run: str = ""
+    refilled: int = 0
     schema: int = SCHEMA
 
     @property

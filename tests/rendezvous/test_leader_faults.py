@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from leader_run import failure, running
+from leader_run import Run, failure, running
 
 from elastic_launch.events.types import (
     CauseFound,
+    NodeExcluded,
     RestartCharged,
     RoundBroken,
     RunEnded,
 )
+from elastic_launch.rendezvous.leader.exclusion import FAULTS, SECONDS
 from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
+from elastic_launch.rendezvous.leader.restart_budget import JITTER
 from elastic_launch.rendezvous.wire import messages as m
 
 FREE = MORE + 1
@@ -366,7 +369,10 @@ def test_other_failures_at_the_start_are_charged_and_tried_again_after_a_delay()
         run.fail("a", ran=1.0)
         run.stop("a")
         if delay:
-            assert f"; a round forms in {delay:g} s, as workers failed soon" in run.told(RestartCharged)[-1].line()
+            charged = run.told(RestartCharged)[-1]
+            assert charged.delay_s == pytest.approx(delay, rel=JITTER)
+            delay = charged.delay_s
+            assert f"; a round forms in {delay:g} s, as workers failed soon" in charged.line()
             run.advance(delay - 0.1)
             assert run.number == number
             run.advance(0.2)
@@ -407,3 +413,62 @@ def test_a_lost_node_announces_no_round_that_may_not_come() -> None:
         run.report("a", m.Stopped(run.number, 7000))
     assert [event.next for event in run.told(RoundBroken)] == ["a round forms"] * FREE + [""]
     assert run.code == 92
+
+
+# Nodes that fail again and again.
+
+
+def fails_again_and_again(run: Run, node_id: str, others: str) -> None:
+    for _ in range(FAULTS):
+        run.join(node_id, *others)
+        run.fail(node_id)
+        run.stop(node_id, *others)
+
+
+def test_a_node_that_fails_again_and_again_is_left_out_for_a_while() -> None:
+    run = running("1:3", "abc", max_restarts=9)
+    fails_again_and_again(run, "b", "ac")
+    assert (run.number, run.members) == (1 + FAULTS, "ac")
+    (excluded,) = run.told(NodeExcluded)
+    assert excluded.line().startswith("node b is left out for 600 s")
+    run.join("a", "c")
+    run.advance(SECONDS - 5)
+    assert run.members == "ac"
+    run.advance(10)
+    run.stop("a", "c")
+    assert run.members == "acb"
+
+
+def test_workers_that_are_killed_from_outside_are_not_their_nodes_fault() -> None:
+    run = running("1:3", "abc", max_restarts=9)
+    for _ in range(2 * FAULTS):
+        run.join(*"abc")
+        run.fail("b", exit_code=-9)
+        run.stop(*"abc")
+    assert run.members == "abc"
+
+
+def test_a_node_without_which_there_are_too_few_is_not_left_out() -> None:
+    run = running("3:3", "abc", max_restarts=9)
+    fails_again_and_again(run, "b", "ac")
+    assert (run.number, run.members) == (1 + FAULTS, "abc")
+    assert not run.told(NodeExcluded)
+
+
+def test_a_node_that_is_left_out_comes_back_if_others_are_lost() -> None:
+    run = running("2:3", "abc", max_restarts=9)
+    fails_again_and_again(run, "b", "ac")
+    assert run.members == "ac"
+    run.close("c")
+    run.stop("a")
+    assert run.members == "ab"
+
+
+def test_a_new_agent_of_the_same_node_is_left_out_too() -> None:
+    run = running("1:3", "abc", max_restarts=9)
+    fails_again_and_again(run, "b", "ac")
+    run.close("b")
+    run.hello("b", incarnation="b2")
+    run.join("a", "c")
+    run.advance(60)
+    assert run.members == "ac"

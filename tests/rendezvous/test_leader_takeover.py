@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from leader_run import Run
+import pytest
+from leader_run import Run, failure
 
 from elastic_launch.events.types import NodeJoined, RoundBroken
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
@@ -63,6 +65,35 @@ def test_no_round_is_formed_while_a_member_may_still_train() -> None:
     assert run.number == 4
     run.stop("a")
     assert (run.number, run.members, run.record.restarts) == (5, "abc", 1)
+
+
+@pytest.mark.parametrize("state", [HELD, STOPPED], ids=["still stops", "has stopped"])
+def test_a_crash_is_charged_although_the_leader_that_received_it_is_gone(state: dict[str, Any]) -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", **state, failed=failure("a", round=4))
+    run.hello("b", **HELD, failed=failure("b", round=4, rank=1, symptom="broken connection"))
+    assert [(event.kind, event.cause[:6]) for event in run.told(RoundBroken)] == [("crash", "rank 0")]
+    run.stop("a", "b")
+    assert (run.number, run.members, run.record.restarts) == (5, "ab", 2)
+
+
+def test_a_crash_that_the_last_leader_has_charged_is_not_charged_again() -> None:
+    run = Run("1:2", record=replace(record_of_running_round(), restarts=2))
+    run.hello("a", "b", **STOPPED, failed=failure("a", round=4))
+    assert (run.number, run.record.restarts) == (5, 2)
+
+
+def test_a_crash_of_an_earlier_round_says_nothing_about_the_current_one() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", **HELD, failed=failure("a", round=3))
+    run.advance(1)
+    assert not run.told(RoundBroken)
+
+
+def test_a_crash_beside_a_member_that_died_with_the_leader_costs_nothing() -> None:
+    run = Run("1:2", record=record_of_running_round(), dead=frozenset({"a1"}))
+    run.hello("b", **STOPPED, failed=failure("b", round=4))
+    assert (run.number, run.members, run.record.restarts) == (5, "b", 1)
 
 
 def test_a_member_that_never_comes_is_waited_for_until_it_counts_as_dead() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from leader_run import failure
+
 from elastic_launch.config.launch_config import Timing
 from elastic_launch.rendezvous.backends.succession import Succession
 from elastic_launch.rendezvous.node.machine import NodeMachine, Search
@@ -145,3 +147,15 @@ def test_a_leader_is_succeeded_when_it_refuses_or_was_silent_for_long() -> None:
         takeover = succession.decide(record, wait, leading=False)
         assert takeover is not None
         assert takeover.dead == ("b1" if refused else "")
+
+
+def test_the_hello_brings_the_failure_of_the_round_until_another_one_is_formed() -> None:
+    side = _side()
+    side.obey(_form(3))
+    symptom = failure("a", round=3, symptom="broken connection")
+    for reported in (symptom, failure("a", round=3), failure("a", round=3, rank=1)):
+        side.say(m.Failed(3, reported))
+    side.say(m.Stopped(3, 7001))
+    assert side.hello.failed == failure("a", round=3), "the first that is not a symptom"
+    side.obey(_form(4))
+    assert side.hello.failed is None

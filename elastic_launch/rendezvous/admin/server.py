@@ -167,7 +167,7 @@ class AdminRequests:
             min_nodes=machine.limits.min_nodes,
             max_nodes=machine.limits.max_nodes,
             restarts=machine.restarts,
-            max_restarts=machine.limits.max_restarts,
+            max_restarts=machine.max_restarts,
             nodes=tuple(self._node(node, now) for node in machine.nodes.values()),
             step=self._heard.step,
             snapshot=_last(self._heard.snapshot, now),

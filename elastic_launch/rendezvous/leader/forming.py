@@ -69,7 +69,8 @@ def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, n
 def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
     """Return the next round's nodes.
 
-    After the first round, nodes whose workers still import, or start ahead, are left out if enough remain.
+    After the first round, nodes whose workers still import or start ahead, and those with too many faults, are left out
+    if enough remain.
     """
     ready = prepared(state.nodes)
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
@@ -84,10 +85,11 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
     cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
     budget = state.budget
-    state.commit(replace(state.record, round=formed, restarts=budget.spent, idle=budget.idle, last_step=budget.mark))
+    spent = {"restarts": budget.spent, "refilled": budget.refilled, "idle": budget.idle, "last_step": budget.mark}
+    state.commit(replace(state.record, round=formed, **spent))  # type: ignore[arg-type]
     served = sources(state.nodes, chosen)
     # One object for all members, so that it is encoded once.
-    order = m.Form(state.record.term, formed, budget.spent, cause, served, state.limits.max_restarts)
+    order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
     for node in chosen:
         node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
         node.ahead = False

@@ -101,6 +101,11 @@ class LeaderMachine:
         return self._state.budget.spent
 
     @property
+    def max_restarts(self) -> int:
+        """Restarts that may be charged in all."""
+        return self._state.budget.allowed
+
+    @property
     def limits(self) -> Limits:
         """The run's current limits."""
         return self._state.limits
@@ -149,9 +154,11 @@ class LeaderMachine:
         if node is None or self.ended:
             return []
         node.silence, node.heard = 0.0, now
-        if isinstance(report, m.Beat | m.Progress):
-            return []  # timers are left to the next turn: every node sends a beat each second
         current = self.record.round.number
+        if isinstance(report, m.Beat | m.Progress):
+            if isinstance(report, m.Progress) and node.active and report.round == current:
+                self._rounds.progressed(report.step)
+            return []  # timers are left to the next turn: every node sends a beat each second
         match report:
             case m.Joined(round=number) if node.active and number == current:
                 node.joined = True
@@ -223,6 +230,7 @@ class LeaderMachine:
         self._awake = now
         if slept > 0:
             self._state.began += slept
+            self._state.exclusion.put_off(slept)
             put_off(self._rounds.phase, slept)
 
     # Users' requests.
@@ -281,7 +289,7 @@ class LeaderMachine:
 
     def _learn(self, hello: m.Hello) -> None:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
-        self._state.budget.spent = max(self.restarts, hello.seen_restarts)
+        self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
@@ -333,12 +341,14 @@ class LeaderMachine:
             node.ready, node.done, node.live = hello.ready, hello.done, hello.live
         else:
             self._state.last_arrival = now
-            if rank is not None:
-                cause = f"node {hello.node_id} came to the new leader without its workers"
-                self._rounds.comes_without_workers(cause, now)
         self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
+        if not hello.holding and rank is not None:
+            self._rounds.comes_without_workers(node, "came to the new leader", self._uncharged(hello), now)
         self._welcome(link, hello)
-        if node.active and not self.running:
+        running = self.running
+        if node.active and (failure := self._uncharged(hello)) is not None:
+            self._rounds.failed(node, failure, now)
+        if node.active and not running:
             self._rounds.tell_again(node, now)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
         if hello.leaving:
@@ -358,7 +368,7 @@ class LeaderMachine:
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
-            self._rounds.comes_without_workers(f"node {hello.node_id} came back without its workers", now)
+            self._rounds.comes_without_workers(node, "came back", self._uncharged(hello), now)
             node.active = False
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
@@ -366,7 +376,15 @@ class LeaderMachine:
         self._welcome(link, hello)
         if node.active:
             self._rounds.tell_again(node, now)
+            if (failure := self._uncharged(hello)) is not None:
+                self._rounds.failed(node, failure, now)
         self._consider(now)
+
+    def _uncharged(self, hello: m.Hello) -> m.Failure | None:
+        """Return the failure that a member brings from the current round, unless the last leader charged for it."""
+        failure, number = hello.failed, self.record.round.number
+        charged = self.restarts > hello.seen_restarts
+        return failure if failure is not None and failure.round == hello.seen_round == number and not charged else None
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
         beat = self.timing.beat_among(self.limits.max_nodes)

@@ -96,12 +96,14 @@ class Running:
         taken_over: another leader formed it.
         fetching: members may still need a snapshot that leaving nodes serve.
         begun: the step at which it began to train; None if not reported.
+        reached: optimizer steps done, as last reported; -1 if never.
     """
 
     formed_at: float
     taken_over: bool = False
     fetching: bool = False
     begun: int | None = None
+    reached: int = -1
 
 
 @dataclass(slots=True)
@@ -143,6 +145,7 @@ class Broken:
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
         begun: the step at which it began to train; None if not reported.
+        reached: optimizer steps done, as last reported; -1 if never.
         ends: why the run ends when all have stopped, at the user's request; empty if another round follows.
         judged_at: when its cost was decided; None if not yet.
         not_before: when the next round may form.
@@ -155,6 +158,7 @@ class Broken:
     failures: list[tuple[float, Failure]] = field(default_factory=list)
     lasted: float = 0.0
     begun: int | None = None
+    reached: int = -1
     ends: str = ""
     judged_at: float | None = None
     not_before: float = 0.0
@@ -233,7 +237,7 @@ def over(phase: Running | Draining, at: float, imposed: Kind | None, cause: str,
     """Return the phase that follows a round that ended at time ``at`` for a cause."""
     if isinstance(phase, Draining):
         return over(phase.running, at, imposed, cause, ends or phase.ends)
-    return Broken(at, imposed, cause, lasted=at - phase.formed_at, begun=phase.begun, ends=ends)
+    return Broken(at, imposed, cause, lasted=at - phase.formed_at, begun=phase.begun, reached=phase.reached, ends=ends)
 
 
 def put_off(phase: Phase, seconds: float) -> None:

@@ -23,8 +23,11 @@ def waiting(nodes: Mapping[str, Node]) -> list[Node]:
 
 
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead."""
-    return [node for node in waiting(nodes) if not node.importing]
+    """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead.
+
+    Nodes that are left out because of their faults are not among them.
+    """
+    return [node for node in waiting(nodes) if not node.importing and not node.excluded]
 
 
 def newcomers(nodes: Mapping[str, Node], formed: Round) -> list[Node]:

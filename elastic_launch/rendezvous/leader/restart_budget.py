@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import signal
+import zlib
 
+from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import counted
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision
-from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, root_cause
+from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
 from elastic_launch.rendezvous.wire.messages import Failure
 
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
@@ -24,24 +26,54 @@ delay the next round."""
 LONGEST_DELAY = 30.0
 """Longest delay of the next round, in seconds."""
 
+JITTER = 0.25
+"""Largest relative change of a delay, so that runs that failed together do not all try again at the same moment."""
+
 
 class RestartBudget:
     """Counts restarts.
 
     Args:
-        spent: restarts charged so far.
-        most: restarts that are allowed.
-        idle: consecutive restarts without progress.
+        limits: how many are allowed, and when one is given back.
+        spent: restarts charged so far; it never decreases.
+        refilled: restarts given back so far.
+        idle: consecutive free restarts without progress.
         mark: the highest step at which a round began to train; None if unknown.
+        run: identifies the run; its delays differ from those of others.
     """
 
-    def __init__(self, spent: int, most: int, idle: int = 0, mark: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        spent: int = 0,
+        refilled: int = 0,
+        idle: int = 0,
+        mark: int | None = None,
+        run: str = "",
+    ) -> None:
         self.spent = spent
+        self.refilled = refilled
         self.idle = idle
         self.mark = mark
-        self._most = most
+        self._limits = limits
+        self._run = run
         self._soon = 0  # consecutive failures soon after the start
         self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done before it
+        self._best = -1 if mark is None else mark  # the highest step that was reached
+        self._judged = False  # whether a round was judged before
+        self._stuck = 0  # consecutive restarts without a new step
+        self._healthy = 0.0  # seconds of rounds with new steps since a restart was last given back
+
+    @property
+    def allowed(self) -> int:
+        """Restarts that may be charged in all: ``--max-restarts``, and those given back."""
+        return self._limits.max_restarts + self.refilled
+
+    def learn(self, spent: int) -> None:
+        """Take over the number of restarts from a node that knows more; those beyond the limit had been given back."""
+        self.spent = max(self.spent, spent)
+        if self._limits.restart_refill:
+            self.refilled = max(self.refilled, self.spent - self._limits.max_restarts)
 
     def rule(self, broken: Broken, *, lasted: float, begun: int | None, nodes: int = 1) -> BudgetDecision:
         """Judge a broken round and charge it; a charge is one restart, however many workers failed.
@@ -57,6 +89,7 @@ class RestartBudget:
         if gained:
             self.idle = 0
             self.mark = begun
+        self._refill(broken, failure, lasted)
         if kind is Kind.MEMBERSHIP:
             return BudgetDecision(kind)
         if kind.is_final:
@@ -65,19 +98,48 @@ class RestartBudget:
             return BudgetDecision(
                 Kind.FATAL, ends="a restart is of no use (the same step has failed in the same way twice)"
             )
+        most_stuck = self._limits.max_idle_restarts
+        if most_stuck and self._stuck >= most_stuck:
+            ends = f"no new step in {counted(self._stuck, 'restart')} (--max-idle-restarts {most_stuck})"
+            return BudgetDecision(kind, idle=self._stuck, ends=ends)
         idle = 0
         if broken.disconnected or not kind.costs:
             self.idle += not gained
             if self.idle <= FREE + nodes:
                 return BudgetDecision(kind)
             idle = self.idle
-        if self.spent >= self._most:
-            spent = f"{'all restarts spent' if self._most else 'no restart allowed'} (--max-restarts {self._most})"
+        if self.spent >= self.allowed:
+            most = self._limits.max_restarts
+            back = f", and {self.refilled} given back" if self.refilled else ""
+            spent = f"{'all restarts spent' if most else 'no restart allowed'} (--max-restarts {most}{back})"
             return BudgetDecision(kind, idle=idle, ends=f"no progress in {idle} rounds, {spent}" if idle else spent)
         self.spent += 1
         self._soon = self._soon + 1 if failure is not None and _failed_soon(failure) else 0
-        delay = min(2.0 ** (self._soon - 2), LONGEST_DELAY) if self._soon > 1 else 0.0
-        return BudgetDecision(kind, charged=True, idle=idle, delay=delay)
+        return BudgetDecision(kind, charged=True, idle=idle, delay=self._delay())
+
+    def _delay(self) -> float:
+        if self._soon < 2:
+            return 0.0
+        even = min(2.0 ** (self._soon - 2), LONGEST_DELAY)
+        unit = zlib.crc32(f"{self._run} {self.spent}".encode()) / 2**32
+        return float(round(even * (1 + JITTER * (2 * unit - 1)), 3))
+
+    def _refill(self, broken: Broken, failure: Failure | None, lasted: float) -> None:
+        """Count a round that has ended: give restarts back for time in which the training advanced."""
+        begun = -1 if broken.begun is None else broken.begun
+        reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
+        # A script that does not report its steps is believed to advance if it runs for long.
+        advanced = reached > self._best if reached >= 0 else self._best < 0 and lasted >= LONG
+        self._best = max(self._best, reached)
+        self._stuck = 0 if advanced else self._stuck + self._judged
+        self._judged = True
+        every = self._limits.restart_refill
+        if not every or not advanced:
+            return
+        self._healthy += lasted
+        back = min(int(self._healthy // every), self.spent - self.refilled)
+        self.refilled += back
+        self._healthy = self._healthy - back * every if self.spent > self.refilled else 0.0
 
     def end(self, kind: Kind) -> BudgetDecision:
         """Return the decision for a failure after which a restart cannot help."""
@@ -91,9 +153,10 @@ class RestartBudget:
             return ExitCode.DO_NOT_RETRY, cause
         if ruling.idle:
             return ExitCode.NO_PROGRESS, cause
-        if ruling.kind is Kind.STARTUP and self._most:
+        most = self._limits.max_restarts
+        if ruling.kind is Kind.STARTUP and most:
             return ExitCode.STARTUP_FAILURE, cause
-        return exit_code(root_cause(broken.failures), self._most), cause
+        return exit_code(root_cause(broken.failures), most), cause
 
     def spares(self, kind: Kind, *, lasted: float, begun: int | None, nodes: int = 1) -> bool:
         """Whether a round that ended now for an event on its nodes would be free; see :meth:`rule`."""
@@ -115,5 +178,4 @@ class RestartBudget:
 
 def _failed_soon(failure: Failure) -> bool:
     """Whether a worker failed soon after its start and may do so again; SIGKILL comes from outside."""
-    killed = failure.exit_code == -signal.SIGKILL and failure.kind == Kind.CRASH.text
-    return failure.ran <= EARLY and failure.trained <= 0 and not killed
+    return failure.ran <= EARLY and failure.trained <= 0 and not killed(failure)

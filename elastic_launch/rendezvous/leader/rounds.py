@@ -38,7 +38,7 @@ from elastic_launch.rendezvous.leader.phases import (
 from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
-from elastic_launch.rendezvous.leader.verdict import Kind, judge, kind_of, root_cause, words
+from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause, words
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -86,6 +86,16 @@ class Rounds:
                 pass
         self._state.resizing.prices.told(report.remaining_s, now)
 
+    def progressed(self, step: int) -> None:
+        """Handle that the current round's workers have done so many steps."""
+        match self.phase:
+            case Running() | Broken() as said:
+                said.reached = max(said.reached, step)
+            case Draining(running=said):
+                said.reached = max(said.reached, step)
+            case Gathering() | Parked() | Ending() | Ended():
+                pass
+
     def _begun(self, said: Running | Broken, step: int) -> None:
         if step >= 0:
             said.begun = max(step, -1 if said.begun is None else said.begun)
@@ -95,14 +105,17 @@ class Rounds:
         match self.phase:
             case Running() | Draining():
                 if node.active:
-                    broken = over(self.phase, now, None, words(failure))
-                    broken.failures.append((now, failure))
-                    self._end_round(self.phase, broken, kind_of(failure), lambda: "")
+                    self._break_by(failure, self.phase, now)
             case Broken() | Gathering() | Parked() | Ending():
                 if (last := broken_round(self.phase)) is not None:
                     self._also_failed(last, failure, now)
             case Ended():
                 pass
+
+    def _break_by(self, failure: m.Failure, phase: Running | Draining, now: float) -> None:
+        broken = over(phase, now, None, words(failure))
+        broken.failures.append((now, failure))
+        self._end_round(phase, broken, kind_of(failure), lambda: "")
 
     def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
         """Handle that a member of the current round has reaped or suspended its workers."""
@@ -168,12 +181,26 @@ class Rounds:
         broke = self._state.record.round.number if trains else 0
         self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
 
-    def comes_without_workers(self, cause: str, now: float) -> None:
-        """Handle that a member of the current round is connected without its workers."""
+    def comes_without_workers(self, node: Node, how: str, failure: m.Failure | None, now: float) -> None:
+        """Handle that a member of the current round is connected without its workers.
+
+        Args:
+            how: how it came, as text.
+            failure: why it stopped them, if one of them failed.
+        """
         match self.phase:
             case Running() | Draining():
-                self.break_round(self.phase, Kind.NODE_LOSS, cause, now)
-            case Broken() | Gathering() | Parked() | Ending() | Ended():
+                running = self.phase.running if isinstance(self.phase, Draining) else self.phase
+                name = node.hello.node_id
+                # A lost member makes workers crash.
+                if failure is None or any(member.node_id != name for member in self._lost(running, now)):
+                    self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", now)
+                else:
+                    self._break_by(failure, self.phase, now)
+            case Broken() | Gathering() | Parked() | Ending():
+                if failure is not None and (last := broken_round(self.phase)) is not None:
+                    self._also_failed(last, failure, now)
+            case Ended():
                 pass
 
     def tell_again(self, node: Node, now: float) -> None:
@@ -290,6 +317,8 @@ class Rounds:
 
     def _also_failed(self, broken: Broken, failure: m.Failure, now: float) -> None:
         """Record that another worker of the broken round failed; it may be the root cause."""
+        if any(known == failure for _, known in broken.failures):
+            return  # its node has repeated it on another link
         broken.failures.append((now, failure))
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
@@ -316,6 +345,7 @@ class Rounds:
         """Carry out what has become possible or due."""
         if now - self._state.began >= self._state.timing.dead_after:
             self._state.owed.discard("")
+        self._state.review(now)
         match self.phase:
             case Running():
                 self._consider_running(self.phase, now)
@@ -341,7 +371,8 @@ class Rounds:
         timing = self._state.timing
         match self.phase:
             case Running():
-                return [self._state.last_arrival + timing.resize_delay] if self._room() else []
+                back = self._state.exclusion.ends()
+                return [self._state.last_arrival + timing.resize_delay, *back] if self._room() else back
             case Draining(deadline=deadline):
                 return [] if deadline is None else [deadline]
             case Broken(judged_at=None, at=at):
@@ -489,10 +520,14 @@ class Rounds:
         if ruling.ends:
             self.phase = Ending(broken, ruling, now)
         elif ruling.charged:
+            failure = root_cause(broken.failures) if broken.imposed is None else None
+            if failure is not None and not killed(failure):
+                self._state.fault(failure.node_id, now)
             broken.not_before = now + ruling.delay
             number, kind = self._state.record.round.number, ruling.kind.text
-            spent, most, idle = self._state.budget.spent, self._state.limits.max_restarts, ruling.idle
-            self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay))
+            spent, most, idle = self._state.budget.spent, self._state.budget.allowed, ruling.idle
+            back = self._state.budget.refilled
+            self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay, back))
 
 
 def _names(nodes: list[Node]) -> str:

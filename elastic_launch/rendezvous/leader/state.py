@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.events.types import Event, RunEnded
+from elastic_launch.events.types import Event, NodeExcluded, RunEnded
+from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
@@ -28,13 +29,16 @@ class LeaderState:
         owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
         floor: rounds up to this number may have been formed.
         departing: whether this leader's own node leaves.
+        exclusion: which nodes are left out because of their faults.
     """
 
     def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
         self.record = record
         self.timing = timing
         self.nodes: dict[str, Node] = {}
-        self.budget = RestartBudget(record.restarts, record.limits.max_restarts, record.idle, record.last_step)
+        self.budget = RestartBudget(
+            record.limits, record.restarts, record.refilled, record.idle, record.last_step, record.run
+        )
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
@@ -42,6 +46,7 @@ class LeaderState:
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
+        self.exclusion = Exclusion()
         self._out: list[Instruction] = []
 
     @property
@@ -64,10 +69,23 @@ class LeaderState:
             node.released = True
             self.send(node.link, m.Released(self.record.term))
 
+    def fault(self, node_id: str, now: float) -> None:
+        """Count a fault on a node; one with too many is left out for a while if there are enough others."""
+        if len(self.nodes.keys() - {node_id}) < self.limits.min_nodes:
+            return
+        if seconds := self.exclusion.fault(node_id, now):
+            self.emit(NodeExcluded(node_id, FAULTS, seconds))
+        self.review(now)
+
+    def review(self, now: float) -> None:
+        """Note which nodes are left out now."""
+        for node in self.nodes.values():
+            node.excluded = self.exclusion.excludes(node.hello.node_id, now)
+
     def end(self, code: int, cause: str, failure: m.Failure | None, now: float) -> None:
         """Record the run's end, and inform all nodes."""
         spent = self.budget.spent
-        self.commit(replace(self.record, restarts=spent, end=End(int(code), cause)))
+        self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), cause)))
         for node in self.nodes.values():
             self.send(node.link, self.end_order(failure))
         self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))

@@ -55,6 +55,7 @@ class Node:
         importing: whether its workers could not begin at once.
         ahead: whether it was ordered to start its workers ahead since it last had a place.
         slots: local ranks with which it could take part in a round; empty for all.
+        excluded: whether it is left out of rounds for now; see :mod:`elastic_launch.rendezvous.leader.exclusion`.
         leaving: whether it announced that it leaves.
         silence: seconds without a sign of life.
         heard: time of the last sign of life, by the leader's clock.
@@ -75,6 +76,7 @@ class Node:
     importing: bool = False
     ahead: bool = False
     slots: tuple[int, ...] = ()
+    excluded: bool = False
     leaving: bool = False
     silence: float = 0.0
     heard: float = 0.0

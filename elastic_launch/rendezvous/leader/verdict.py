@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
 
-__all__ = ["Kind", "exit_code", "judge", "kind_of", "own_code", "root_cause", "words"]
+__all__ = ["Kind", "exit_code", "first_of", "judge", "killed", "kind_of", "own_code", "root_cause", "words"]
 
 _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 
@@ -73,6 +74,16 @@ def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
     return min(failures, key=lambda item: (_rank(item[1]), item[0] - item[1].ago))[1]
 
 
+def first_of(known: Failure | None, later: Failure) -> Failure:
+    """Return which of a node's failures in a round to keep, if only one can be.
+
+    The later one follows from the other, unless it takes precedence.
+    """
+    if known is None or known.round != later.round or _rank(later) < _rank(known):
+        return later
+    return known
+
+
 def _rank(failure: Failure) -> int:
     kind = kind_of(failure)
     if kind.is_final:
@@ -92,6 +103,11 @@ def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Ki
     """
     failure = root_cause(list(failures)) if imposed is None else None
     return kind_of(failure) if failure is not None else imposed if imposed is not None else Kind.CRASH
+
+
+def killed(failure: Failure) -> bool:
+    """Whether something outside of the worker ended it by SIGKILL."""
+    return failure.exit_code == -signal.SIGKILL and kind_of(failure) is Kind.CRASH
 
 
 def words(failure: Failure) -> str:

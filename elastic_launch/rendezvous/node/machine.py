@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Timing
+from elastic_launch.rendezvous.leader.verdict import first_of
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -57,6 +58,8 @@ class NodeMachine:
                 self._learn(joined=True, ready=True, live=live)
             case m.Done():
                 self._learn(done=True)
+            case m.Failed(failure=failure):
+                self._learn(failed=first_of(self._known.get("failed"), failure))
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
             case m.Imported():
@@ -90,7 +93,7 @@ class NodeMachine:
             case m.Form(round=formed):
                 restarts = max(hello.seen_restarts, order.restarts)
                 self._learn(seen_round=formed.number, seen_restarts=restarts, holding=formed.number)
-                self._learn(joined=False, ready=False, live=False, importing=False)
+                self._learn(joined=False, ready=False, live=False, importing=False, failed=None)
             case m.StartAhead():
                 self._learn(importing=True)
         self._evicted = self._evicted or isinstance(order, m.Evicted)

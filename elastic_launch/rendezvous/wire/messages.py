@@ -124,6 +124,8 @@ class Hello:
         leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
         held: see :class:`Stopped`.
+        failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
+            that is gone may have received the report of it, and not have charged it.
         role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
@@ -149,6 +151,7 @@ class Hello:
     seen_restarts: int = 0
     importing: bool = False
     held: HeldSnapshot | None = None
+    failed: Failure | None = None
     shutdown_timeout: float = 0.0
     role: str = "default"
     live: bool = False

@@ -1,0 +1,57 @@
+"""Nodes that are left out of rounds for a while because their workers fail again and again.
+
+A node is left out if the last :data:`FAULTS` charged failures of the run, other than by SIGKILL, were all of its own
+workers, within :data:`WINDOW`, and only of rounds that have enough nodes without it. The counts are not in the record:
+another leader begins anew.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FAULTS", "LONGEST", "SECONDS", "WINDOW", "Exclusion"]
+
+FAULTS = 3
+"""Faults in a row on one node after which it is left out."""
+
+SECONDS = 600.0
+"""For how long it is left out the first time; each further time is twice as long as the one before."""
+
+WINDOW = 3600.0
+"""Seconds within which these faults come."""
+
+LONGEST = 7200.0
+"""Longest such time, in seconds."""
+
+
+class Exclusion:
+    """Counts faults by node, and decides which nodes are left out."""
+
+    def __init__(self) -> None:
+        self._node_id = ""  # the node of the last fault
+        self._faults: list[float] = []  # times of the last faults, all on that node
+        self._times: dict[str, int] = {}  # how often each node was left out
+        self._until: dict[str, float] = {}
+
+    def fault(self, node_id: str, now: float) -> float:
+        """Count a fault on a node; return for how many seconds it is left out because of that, 0 if it is not."""
+        recent = [at for at in self._faults if at > now - WINDOW] if node_id == self._node_id else []
+        self._node_id, self._faults = node_id, [*recent, now]
+        if len(self._faults) < FAULTS:
+            return 0.0
+        self._faults = []
+        self._times[node_id] = times = self._times.get(node_id, 0) + 1
+        seconds = min(SECONDS * 2.0 ** (times - 1), LONGEST)
+        self._until[node_id] = now + seconds
+        return seconds
+
+    def excludes(self, node_id: str, now: float) -> bool:
+        """Whether a node is left out now."""
+        return now < self._until.get(node_id, now)
+
+    def ends(self) -> list[float]:
+        """Times at which nodes are no longer left out; those in the past do not count."""
+        return list(self._until.values())
+
+    def put_off(self, seconds: float) -> None:
+        """Shift all times by the seconds for which the leader's process was suspended."""
+        self._until = {node_id: until + seconds for node_id, until in self._until.items()}
+        self._faults = [at + seconds for at in self._faults]
