@@ -7,13 +7,17 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; ``N
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from elastic_launch.codec import Messages, between
 from elastic_launch.errors import ProtocolError
+from elastic_launch.system.plain_text import plain
 
 __all__ = [
+    "ENV_AHEAD",
+    "ENV_FIRST_ON_NODE",
     "ENV_LOCAL_RANK",
     "ENV_ROUND",
     "ENV_SOCKET",
@@ -21,6 +25,8 @@ __all__ = [
     "FROM_WORKERS",
     "MAX_LINE",
     "SLOTS",
+    "UNPLACED",
+    "Ahead",
     "Commit",
     "Copied",
     "CopyJob",
@@ -46,6 +52,7 @@ __all__ = [
     "Suspend",
     "Suspended",
     "Use",
+    "ahead_environment",
     "pack",
     "round_environment",
     "unpack",
@@ -62,14 +69,40 @@ ENV_START_REASON = "ELASTIC_LAUNCH_START_REASON"
 ENV_LOCAL_RANK = "ELASTIC_LAUNCH_LOCAL_RANK"
 """Rank among the workers of the node, if ``LOCAL_RANK`` is 0 for all of them (``--virtual-local-rank``); else unset."""
 
+ENV_AHEAD = "ELASTIC_LAUNCH_AHEAD"
+"""1 for a worker that is started ahead of a place in a round, until it has one; see :class:`Ahead`. Else unset."""
+
+ENV_FIRST_ON_NODE = "ELASTIC_LAUNCH_FIRST_ON_NODE"
+"""1 for the worker with the lowest local rank among those of its node in the round, 0 for the others."""
+
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
 
 MAX_LINE = 64 * 1024
 """Longest message in bytes."""
 
+UNPLACED = "unplaced"
+"""The ranks and sizes in the environment of a worker without a place: a script that reads them itself fails there.
+
+Were they missing, it would take itself for the only process, or for rank 0.
+"""
+
 SLOTS = 3
 """Slots per node: one with a complete snapshot, one being written, one being copied."""
+
+_OF_PLACE = (
+    "RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    ENV_FIRST_ON_NODE,
+    ENV_ROUND,
+)
 
 _MOST = 2**53
 """From here on, numbers are not exact in other readers' JSON, and are not valid counts."""
@@ -78,8 +111,8 @@ _NONCE = re.compile(r"[0-9a-f]{0,64}")
 
 
 def _printable(value: str) -> str:
-    """Return text with everything escaped that cannot be printed, such as a file name in an error."""
-    return value.encode(errors="backslashreplace").decode().replace("\0", r"\x00")
+    """Return text as one printable line: what a worker reports must not look like the launcher's own lines."""
+    return plain(value).replace("\n", " ")
 
 
 def _of_system(value: str) -> str:
@@ -123,6 +156,8 @@ class Placement:
         master_addr, master_port: where the round's worker store listens.
         role_rank: rank among the workers of its role.
         role_world_size: workers of its role in the round.
+        first_on_node: whether its local rank is the lowest among those of its node in the round; it need not be 0, as a
+            node may take part with only some of its workers.
     """
 
     rank: Count
@@ -135,6 +170,7 @@ class Placement:
     master_port: Count
     role_rank: Count
     role_world_size: Count
+    first_on_node: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +309,14 @@ class Suspended(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead(Message):
+    """The worker was started ahead, has come to its first use of the world, and waits for ``Place`` or ``Exit``.
+
+    Its ``Hello`` has round and rank 0.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MayCommit(Message):
     """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``Commit``.
 
@@ -380,7 +424,9 @@ class Suspend(Message):
 
 @dataclass(frozen=True, slots=True)
 class Place(Message):
-    """A suspended worker's place in a new round; ``use``, ``sequence`` and ``fetching`` are those of ``Slots``.
+    """The place in a round of a worker that is suspended, or was started ahead.
+
+    ``use``, ``sequence`` and ``fetching`` are those of ``Slots``.
 
     Attributes:
         restarts, max_restarts: restarts charged so far, and the run's limit.
@@ -399,7 +445,7 @@ class Place(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """A suspended worker gets no place any more, as its node leaves or the run ends: it exits as after a drain."""
+    """A worker that waits for a place gets none, as its node leaves or the run ends: it exits as after a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +459,7 @@ class Noted(Message):
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
-    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Disconnected, Suspended, Saved, Ended}
+    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Disconnected, Suspended, Ahead, Saved, Ended}
 )
 """The messages that a worker may send to its agent."""
 
@@ -456,6 +502,19 @@ def worker_environment(
     }
 
 
+def ahead_environment(environ: Mapping[str, str], *, workers: int) -> dict[str, str]:
+    """Return a worker's environment without its place in a round, for one that is started ahead.
+
+    Its local rank is its own already.
+
+    Args:
+        environ: made by :func:`worker_environment`, from any placement with its local rank.
+        workers: how many workers the node has.
+    """
+    unplaced = dict.fromkeys(_OF_PLACE, UNPLACED)
+    return {**environ, **unplaced, "LOCAL_WORLD_SIZE": str(workers), ENV_AHEAD: "1"}
+
+
 def round_environment(
     placement: Placement, round_number: int, *, restarts: int, max_restarts: int, reason: str
 ) -> dict[str, str]:
@@ -474,6 +533,7 @@ def round_environment(
         "MASTER_PORT": str(placement.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        ENV_FIRST_ON_NODE: str(int(placement.first_on_node)),
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
     }

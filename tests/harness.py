@@ -94,9 +94,10 @@ def tree(pid: int) -> list[int]:
     """Return a process and all its descendants, parents first."""
     found = [pid]
     for parent in found:
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, task.read_text().split())
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with contextlib.suppress(OSError):
+                    found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
     return found
 
 

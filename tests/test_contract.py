@@ -31,6 +31,7 @@ PLACEMENT = Placement(
     master_port=29500,
     role_rank=3,
     role_world_size=10,
+    first_on_node=False,
 )
 
 
@@ -83,9 +84,25 @@ def test_all_values() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ELASTIC_LAUNCH_FIRST_ON_NODE": "0",
         "ELASTIC_LAUNCH_ROUND": "7",
         "ELASTIC_LAUNCH_START_REASON": "node b lost: its connection closed",
         "ELASTIC_LAUNCH_SOCKET": "@elastic-launch-1",
+    }
+
+
+def test_a_worker_that_starts_ahead_has_its_local_rank_but_no_place() -> None:
+    placed, ahead = environment(), c.ahead_environment(environment(), workers=3)
+    same = {"LOCAL_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", c.ENV_SOCKET}
+    assert {name: ahead[name] for name in same} == {name: placed[name] for name in same}
+    assert (ahead["LOCAL_WORLD_SIZE"], ahead[c.ENV_AHEAD]) == ("3", "1")
+    place = c.round_environment(PLACEMENT, 7, restarts=2, max_restarts=3, reason="")
+    numbers = {name for name, value in ahead.items() if name in place and value.isdigit()}
+    assert numbers == {
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
     }
 
 
@@ -106,7 +123,7 @@ def test_a_users_choice_of_error_handling_is_kept() -> None:
 
 def test_our_names_have_our_prefix() -> None:
     names = {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")}
-    assert names == {c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
+    assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
 
 
 STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True))
@@ -128,7 +145,10 @@ MESSAGES = [
     c.Disconnected(102, "Connection closed by peer"),
     c.Suspended(102),
     c.Suspend(7, "rank 1 on node b: SIGKILL"),
-    c.Place(8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6), 1, 3, "rank 1 on node b: SIGKILL", -1, 9, True),
+    c.Ahead(),
+    c.Place(
+        8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", -1, 9, True
+    ),
     c.Exit(),
     c.Slots(3, 0, 9, fetching=True),
     c.Fetched(1, 9),
@@ -268,3 +288,11 @@ def test_anything_that_a_worker_sends_is_a_message_or_refused(line: bytes) -> No
 @given(_LINES)
 def test_anything_that_a_worker_sends_is_a_message_or_refused_at_length(line: bytes) -> None:
     _read(line)
+
+
+@pytest.mark.parametrize("text", ["lost\n[elastic-launch] the run is done", "lost\r[elastic-launch] done", "a\x1b[2Jb"])
+def test_what_a_worker_reports_stays_one_line_of_the_launcher_s(text: str) -> None:
+    found = c.unpack(c.pack(c.Saved(3, text)), c.FROM_WORKERS)
+    assert isinstance(found, c.Saved)
+    assert found.error.isprintable()
+    assert found.error[:1] == text[:1]

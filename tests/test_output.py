@@ -19,7 +19,7 @@ SCRIPT = __file__
 
 def place(local_rank: int) -> Placement:
     """The third node of two workers each."""
-    return Placement(4 + local_rank, local_rank, 2, 8, 2, 4, "127.0.0.1", 29500, 4 + local_rank, 8)
+    return Placement(4 + local_rank, local_rank, 2, 8, 2, 4, "127.0.0.1", 29500, 4 + local_rank, 8, local_rank == 0)
 
 
 def routes(output: Output, local_rank: int = 0) -> tuple[Route, Route]:

@@ -21,5 +21,5 @@
 ``child``         a child process, however it was started
 ``helpers``       starts helper processes with a safe import path
 ``priority``      lowers the priority of background work
-``dumpable``      whether other processes may inspect this one
+``prctl``         what the kernel does for this process on request
 """

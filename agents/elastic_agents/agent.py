@@ -222,7 +222,14 @@ class LocalElasticAgent(ElasticAgent):
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
         self._workers = RoundWorkers(
-            self._config.node_id, processes, pump, guard, self._clock, self._files, only_crashes=self._config.torchrun
+            self._config.node_id,
+            processes,
+            pump,
+            guard,
+            self._clock,
+            self._files,
+            only_crashes=self._config.torchrun,
+            fatal_codes=self._config.fatal_exit_codes,
         )
         # In this order; each runs even if an earlier one has failed.
         ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.dumpable import set_dumpable
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
+from elastic_agents.prctl import set_dumpable
 from elastic_agents.summary import failure_summary, leave_error, root_cause
 from elastic_agents.warm.processes import start_processes
 from elastic_agents.workers.placement import shared_environment

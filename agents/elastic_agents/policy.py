@@ -271,16 +271,17 @@ def _ends(view: View) -> bool:
 
 
 def _dismiss(view: View) -> Decision:
-    """End the workers that are suspended, or are to be, if they get no place any more; the drained ones exit."""
-    ends = view.suspended | (view.live if view.phase is Phase.STOPPING else frozenset())
-    if not ends or not _ends(view):
+    """Have suspended workers exit if they get no place any more; others follow once they are suspended.
+
+    Before, they save a state that is newer than the node's snapshot.
+    """
+    exits = view.suspended
+    if not exits or not _ends(view):
         return view, []
-    exits = view.suspended & view.drained
-    actions: list[Action] = [Kill(_all_or(view, ends - exits))] if ends - exits else []
-    actions += [SendExit(exits)] if exits else []
+    actions: list[Action] = [SendExit(exits)]
     actions += [AwaitEnd(view.round, local_rank, TEARDOWN) for local_rank in sorted(exits)]
     phase = Phase.DRAINING if view.phase is Phase.DRAINING else Phase.STOPPING
-    return replace(view, phase=phase, alive=view.alive | ends, live=view.live - ends, suspended=frozenset()), actions
+    return replace(view, phase=phase, alive=view.alive | exits, suspended=frozenset()), actions
 
 
 def _kill(view: View) -> Decision:

@@ -134,7 +134,7 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
 
 
 def place(number: int, rank: int) -> c.Place:
-    placement = c.Placement(rank, 1, 0, 3, 2, 2, "host", 7000, rank, 3)
+    placement = c.Placement(rank, 1, 0, 3, 2, 2, "host", 7000, rank, 3, False)
     return c.Place(number, placement, 1, 3, "rank 0 crashed", -1, 0, fetching=False)
 
 

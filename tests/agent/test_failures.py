@@ -520,6 +520,6 @@ def test_undecodable_text_is_escaped(error_file: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"message": {"message": "boom"}}'])
 def test_an_incomplete_error_file_raises_nothing(error_file: Path, text: str) -> None:
     error_file.write_text(text)
-    reaped = Reaped(1, Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8), 42, 1, 1.5, 2.0)
+    reaped = Reaped(1, Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8, False), 42, 1, 1.5, 2.0)
     result = result_of(1, {5: reaped}, {1: error_file})
     assert (result.failures[5].pid, result.failures[5].exitcode) == (42, 1)

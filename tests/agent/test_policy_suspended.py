@@ -151,14 +151,19 @@ def test_a_suspended_worker_that_dies_is_missing_in_the_next_round() -> None:
 
 # No further round.
 
+EXITING = [v.SendExit(BOTH), v.AwaitEnd(1, 0, v.TEARDOWN), v.AwaitEnd(1, 1, v.TEARDOWN)]
+
 
 @pytest.mark.parametrize(
     "event", [m.RunEnd(1, 91, "spent"), m.Evicted(1, "taken", final=True), LOST], ids=lambda e: type(e).__name__
 )
 def test_suspended_workers_end_with_the_run(event: v.Event) -> None:
     ending, actions = decide(SUSPENDED, event, 2)
-    assert (ending.phase, actions) == (Phase.STOPPING, [v.Kill()])
-    ending, _ = decide(ending, gone(0, -9), 2)
+    assert ending.phase is Phase.STOPPING
+    # Those of a node that the others have left out have nothing to save.
+    assert actions == ([v.Kill()] if isinstance(event, m.Evicted) else EXITING)
+    assert after(ending, v.TeardownOver(1, 1)) == (Phase.STOPPING, [v.Kill(ONE)])
+    ending, _ = decide(ending, gone(0, 0), 2)
     phase, actions = after(ending, gone(1, -9))
     assert phase in (Phase.OVER, Phase.SAVING)
     assert v.ReportStopped(1) not in actions, "that was said"
@@ -181,9 +186,13 @@ def test_suspended_workers_outlive_their_leader(event: v.Event) -> None:
 
 
 def test_a_node_that_leaves_ends_its_suspended_workers() -> None:
-    assert after(SUSPENDED, leave(SIGTERM, 30.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
+    assert after(SUSPENDED, leave(SIGTERM, 30.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), *EXITING])
     half = view(brk(1), suspended(0))
-    assert after(half, leave(SIGTERM, 30.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
+    half, actions = decide(half, leave(SIGTERM, 30.0), 2)
+    assert actions == [m.Leaving("SIGTERM"), v.SendExit(frozenset({0})), v.AwaitEnd(1, 0, v.TEARDOWN)]
+    half, actions = decide(half, suspended(1), 2)
+    assert (half.phase, actions) == (Phase.STOPPING, []), "one after the other"
+    assert after(half, gone(0, 143)) == (Phase.STOPPING, [v.SendExit(ONE), v.AwaitEnd(1, 1, v.TEARDOWN)])
 
 
 # Planned stops.
@@ -206,7 +215,7 @@ def test_drained_workers_exit_if_no_round_follows(final: bool) -> None:
     before = view(order, *DRAINED[1:])
     exiting, actions = decide(before, suspended(1), 2)
     assert exiting.phase is Phase.DRAINING
-    assert actions == [v.SendExit(BOTH), v.AwaitEnd(1, 0, v.TEARDOWN), v.AwaitEnd(1, 1, v.TEARDOWN)]
+    assert actions == EXITING
     assert decide(exiting, suspended(0), 2) == (exiting, []), "it exits"
     assert after(exiting, v.TeardownOver(1, 1)) == (Phase.DRAINING, [v.Kill(ONE)])
     exiting, _ = decide(exiting, gone(0, TERM_CODE), 2)
@@ -217,8 +226,7 @@ def test_drained_workers_exit_if_no_round_follows(final: bool) -> None:
 
 def test_workers_suspended_after_a_drain_exit_when_the_run_ends() -> None:
     before = view(*DRAINED, suspended(1))
-    ended = (Phase.STOPPING, [v.SendExit(BOTH), v.AwaitEnd(1, 0, v.TEARDOWN), v.AwaitEnd(1, 1, v.TEARDOWN)])
-    assert after(before, m.RunEnd(1, 143, "over")) == ended
+    assert after(before, m.RunEnd(1, 143, "over")) == (Phase.STOPPING, EXITING)
 
 
 def test_a_drain_that_takes_too_long_suspends_the_rest() -> None:

@@ -107,6 +107,30 @@ def test_the_spent_budget_ends_the_run_with_91(job: Job) -> None:
     assert "all restarts spent (--max-restarts 1)" in agent.output
 
 
+def test_restarts_without_a_new_step_end_the_run_with_92(job: Job) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "9", "--max-idle-restarts", "1")
+    os.kill(job.world(1)[0]["pid"], signal.SIGKILL)
+    os.kill(job.world(1, after=1)[0]["pid"], signal.SIGKILL)
+    assert agent.wait() == 92
+    assert "no new step in 1 restart (--max-idle-restarts 1)" in agent.output
+
+
+@pytest.mark.parametrize(("code", "codes"), [("7", "7"), ("65", "3,64-78")])
+def test_a_fatal_exit_code_ends_the_run_with_93(job: Job, code: str, codes: str) -> None:
+    agent = job.launch("--standalone", "--fatal-exit-codes", codes)
+    job.world(1)
+    job.tell("exit-0", code)
+    assert agent.wait() == 93
+    assert f"exit code {code}, which --fatal-exit-codes names" in agent.output
+
+
+def test_a_fatal_signal_is_given_by_its_exit_code(job: Job) -> None:
+    agent = job.launch("--standalone", "--fatal-exit-codes", str(128 + signal.SIGSEGV))
+    os.kill(job.world(1)[0]["pid"], signal.SIGSEGV)
+    assert agent.wait() == 93
+    assert "signal 11 (SIGSEGV), which --fatal-exit-codes names" in agent.output
+
+
 def test_failures_at_the_start_are_retried_within_the_budget(job: Job) -> None:
     """What is missing may exist at the next attempt."""
     job.tell("raise-0")

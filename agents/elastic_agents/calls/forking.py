@@ -21,7 +21,8 @@ from typing import NoReturn
 
 from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.worker import call
-from elastic_agents.warm.run_script import await_orders, die_with_parent
+from elastic_agents.prctl import signal_at_parents_death
+from elastic_agents.warm.run_script import await_orders
 from elastic_agents.warm.server import fork_on_demand
 
 __all__ = ["fork_agent"]
@@ -89,7 +90,7 @@ def _serve(
 ) -> NoReturn:
     """Fork workers until the agent hangs up; in each worker, wait for orders and call the function."""
     os.setsid()
-    die_with_parent()
+    signal_at_parents_death(signal.SIGKILL)
     # What the caller has set up must not act in this process: its handler might wait for the processes forked here, and
     # its streams may be locked by a thread that does not exist here. The name keeps those streams from being flushed.
     _streams, on_child = (sys.stdout, sys.stderr), signal.signal(signal.SIGCHLD, signal.SIG_DFL)

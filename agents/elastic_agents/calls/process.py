@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_agents.calls.metrics import Meter, MetricPipe
 from elastic_agents.child import Child
+from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm.fork_bootstrap import SERVER, Bootstrap, ServerLink
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Order", "main"]
 
-PR_SET_PDEATHSIG = 1
 
 OF_GROUP = ("group_rank", "group_world_size", "master_addr", "master_port")
 OF_WORKER = ("id", "global_rank", "world_size", "role_rank", "role_world_size")
@@ -86,8 +85,8 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
 
 
 def _end_with(caller: int) -> None:
-    """Get SIGTERM when the thread that started this process ends, as when its process is killed (prctl(2))."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """Get SIGTERM when the thread that started this process ends, as when its process is killed."""
+    signal_at_parents_death(signal.SIGTERM)
     if os.getppid() != caller:
         os._exit(128 + signal.SIGTERM)
 

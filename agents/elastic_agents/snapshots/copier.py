@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -66,7 +67,10 @@ class Copier:
         stderr: Callable[[], int] | None = None,
     ) -> None:
         Copier._left[:] = [process for process in Copier._left if process.poll() is None]
-        code = "from elastic_agents.priority import give_way; give_way(); "  # before imports, which take long
+        # Before imports, which take long. A stopped process continues when this one is killed, and ends by itself.
+        code = "from elastic_agents.priority import give_way; give_way(); "
+        code += "from elastic_agents.prctl import signal_at_parents_death; "
+        code += f"signal_at_parents_death({signal.SIGCONT:d}); "
         code += "from elastic_agents.snapshots.copying import main; main()"
         said = None if stderr is None else stderr()
         try:

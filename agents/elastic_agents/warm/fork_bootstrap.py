@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_agents.child import Child
-from elastic_agents.dumpable import set_dumpable
+from elastic_agents.prctl import set_dumpable
 from elastic_agents.probes.http_server import HttpServer, Response
 from elastic_agents.warm._preload import Loading, Plan, plan
 from elastic_agents.warm._script_imports import Import

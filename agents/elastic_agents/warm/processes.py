@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from elastic_agents.prctl import become_subreaper
 from elastic_agents.warm._script_imports import differs_at_import
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.fork_bootstrap import ServerLink
@@ -23,8 +23,6 @@ _log = logging.getLogger("elastic_launch.warm")
 MOST_REPLACED = 3
 """How often a dead server is replaced at most."""
 
-PR_SET_CHILD_SUBREAPER = 36
-
 
 def start_processes(
     config: LaunchConfig, env: Mapping[str, str], begun: ServerLink | None, files: Writer
@@ -38,14 +36,14 @@ def start_processes(
     """
     if config.command.forked:
         assert begun is not None
-        _be_subreaper(True)
+        become_subreaper(True)
         forks = WarmServer(begun, {}, config.nproc)
         return lambda on_exit: CallersForks(on_exit, forks, _no_other)
     if not wants_server(config):
         return ExecProcesses
     make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
     try:
-        _be_subreaper(True)
+        become_subreaper(True)
         server = WarmServer(begun, env, config.nproc) if begun is not None else make()
     except OSError as error:
         _log.warning("workers import for themselves: there can be no warm server (%s)", error)
@@ -65,7 +63,7 @@ class WarmProcesses:
     """
 
     def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
-        _be_subreaper(True)
+        become_subreaper(True)
         self._server = server
         self._former: list[tuple[WarmServer, VitalThread]] = []  # each with the thread that closes it
         self._make = make
@@ -128,7 +126,7 @@ class WarmProcesses:
         for _, closer in self._former:
             closer.join(30)
         self._exec.close()
-        _be_subreaper(False)
+        become_subreaper(False)
 
     def _differs(self, request: StartRequest) -> bool:
         differing = differs_at_import(self._server.env, request.env, self._server.read)
@@ -154,10 +152,3 @@ class CallersForks(WarmProcesses):
 
 def _no_other() -> WarmServer:
     raise OSError("the copy of the caller has ended")
-
-
-def _be_subreaper(yes: bool) -> None:
-    """prctl(2), PR_SET_CHILD_SUBREAPER."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")

@@ -22,15 +22,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm._script_imports import entry_point
 from elastic_agents.warm.ending import end
 
-__all__ = ["BLOCKED", "Orders", "await_orders", "die_with_parent", "leave_parent", "run_script", "show"]
+__all__ = ["BLOCKED", "Orders", "await_orders", "leave_parent", "run_script", "show"]
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole process groups receive; a process that is not a worker yet must ignore them."""
 
-PR_SET_PDEATHSIG = 1
 
 MOST_BYTES = 8 * 1024 * 1024
 
@@ -151,16 +151,12 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
     os.close(leave)
     while os.getppid() == parent:
         time.sleep(0.0001)
-    die_with_parent()  # at once, and without the guard; if the agent is already dead, nothing can be written to it
+    # At once, and without the guard; if the agent is already dead, nothing can be written to it.
+    signal_at_parents_death(signal.SIGKILL)
     try:
         os.write(agent, b"ready\n")
     except OSError:
         os._exit(1)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _take_streams(stdout: int, stderr: int) -> None:

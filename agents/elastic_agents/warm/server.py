@@ -24,10 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm._import_watch import PER_WORKER
 from elastic_agents.warm._preload import REMEDY, Loaded, Loading, Plan, plan
 from elastic_agents.warm._process_groups import outlive_users
-from elastic_agents.warm.run_script import BLOCKED, die_with_parent, leave_parent, run_script
+from elastic_agents.warm.run_script import BLOCKED, leave_parent, run_script
 
 __all__ = [
     "command",
@@ -98,7 +99,8 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
         planned: what to import, or why not to.
         loading: imports that have already begun.
     """
-    die_with_parent()  # if the agent is killed while imports run, the server must not be left behind
+    # If the agent is killed while imports run, the server must not be left behind.
+    signal_at_parents_death(signal.SIGKILL)
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, False)
     loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)

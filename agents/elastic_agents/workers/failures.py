@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from elastic_launch.error_file import ErrorFile
@@ -91,6 +91,7 @@ def report(
     log: Path | None,
     stderr: Sequence[str],
     only_crashes: bool = False,
+    fatal_codes: Collection[int] = (),
     stopped: bool,
     out_of_memory: bool,
     trained: int,
@@ -101,6 +102,7 @@ def report(
     Args:
         error: the content of its error file.
         only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
+        fatal_codes: exit codes (128 + N for signal N) after which a restart would not help.
         stderr: the end of its stderr.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         trained: optimizer steps that the round has done; -1 if that is not known.
@@ -111,7 +113,8 @@ def report(
     if stopped and exit_code < 0:
         exit_code = asked or ExitCode.TRAINING_FAILED  # the interpreter's exit code for it
     asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
-    if asks or (not supposed and FINAL_NOTE in notes):
+    named = not stopped and (exit_code if exit_code >= 0 else 128 - exit_code) in fatal_codes
+    if asks or named or (not supposed and FINAL_NOTE in notes):
         kind = "fatal"
     elif exit_code == -signal.SIGTERM and not only_crashes:
         kind = "preemption"
@@ -125,6 +128,7 @@ def report(
     if kind == "crash" and world_size > 1:
         symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
+    hint = ", which --fatal-exit-codes names" if named else hint
     first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
     how = "" if stopped and first else f"{describe(exit_code)}{hint}"
     if supposed:

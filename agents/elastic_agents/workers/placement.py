@@ -83,6 +83,7 @@ def placements(group: WorkerGroup) -> list[Placement]:
             master_port=int(group.master_port),  # type: ignore[call-overload]
             role_rank=worker.role_rank,
             role_world_size=worker.role_world_size,
+            first_on_node=worker.local_rank == 0,
         )
         for worker in group.workers
     ]

@@ -96,7 +96,7 @@ class RoundWorkers:
     Args:
         node_id: for failure reports.
         files: reads and copies the files that workers leave, which may hang.
-        only_crashes: see :func:`~elastic_agents.workers.failures.report`.
+        only_crashes, fatal_codes: see :func:`~elastic_agents.workers.failures.report`.
     """
 
     def __init__(
@@ -109,9 +109,11 @@ class RoundWorkers:
         files: Writer,
         *,
         only_crashes: bool = False,
+        fatal_codes: Collection[int] = (),
     ) -> None:
         self._node_id = node_id
         self._only_crashes = only_crashes
+        self._fatal_codes = fatal_codes
         self._files = files
         self._processes = processes
         self._pump = pump
@@ -244,6 +246,7 @@ class RoundWorkers:
             log=worker.logs.directory if self._pump.kept.useful else None,
             stderr=lines,
             only_crashes=self._only_crashes,
+            fatal_codes=self._fatal_codes,
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
             trained=-1 if steps is None else steps[1] - steps[0],
