@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from leader_run import Run, failure
 
-from elastic_launch.events.types import NodeJoined, RoundBroken
+from elastic_launch.events.types import CauseFound, NodeJoined, RoundBroken
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
 HELD: dict[str, Any] = {"holding": 4, "seen_term": 4, "seen_round": 4, "seen_restarts": 1}
 STOPPED: dict[str, Any] = HELD | {"holding": 0}
+TOLD: dict[str, Any] = STOPPED | {"broken": True}
 
 
 def record_of_running_round(nodes: str = "ab") -> ControlRecord:
@@ -75,6 +76,34 @@ def test_a_crash_is_charged_although_the_leader_that_received_it_is_gone(state: 
     assert [(event.kind, event.cause[:6]) for event in run.told(RoundBroken)] == [("crash", "rank 0")]
     run.stop("a", "b")
     assert (run.number, run.members, run.record.restarts) == (5, "ab", 2)
+
+
+@pytest.mark.parametrize("state", [HELD, STOPPED], ids=["still stops", "has stopped"])
+def test_a_crash_is_charged_although_a_member_that_was_stopped_for_it_comes_first(state: dict[str, Any]) -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("b", **TOLD)
+    assert [event.kind for event in run.told(RoundBroken)] == ["node loss"], "all that is known so far"
+    run.hello("a", **state, failed=failure("a", round=4))
+    assert [(event.kind, event.cause[:6]) for event in run.told(CauseFound)] == [("crash", "rank 0")]
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (5, "ab", 2)
+
+
+def test_a_crash_costs_nothing_if_a_member_stopped_its_workers_without_being_told() -> None:
+    """It had lost its leader, and its workers' end may have made the other crash."""
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("b", **STOPPED)
+    run.hello("a", **STOPPED, failed=failure("a", round=4))
+    assert (run.number, run.members, run.record.restarts) == (5, "ab", 1)
+
+
+def test_a_crash_costs_nothing_if_another_member_is_lost_before_its_node_comes() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"))
+    run.hello("b", **TOLD)
+    run.hello("c", **HELD)
+    run.close("c")
+    run.hello("a", **STOPPED, failed=failure("a", round=4))
+    assert (run.number, run.members, run.record.restarts) == (5, "ab", 1)
 
 
 def test_a_crash_that_the_last_leader_has_charged_is_not_charged_again() -> None:

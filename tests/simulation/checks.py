@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import Event, RestartCharged, RoundBroken
+from elastic_launch.events.types import CauseFound, Event, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.restart_budget import FREE as NEVER_CHARGED
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
@@ -33,6 +33,7 @@ class Checks:
         self._leaders: dict[int, str] = {}
         self._charged: set[tuple[int, int]] = set()
         self._free: set[tuple[int, int]] = set()
+        self._taken_over: set[tuple[int, int]] = set()
         self._left_behind: set[tuple[str, int]] = set()
         self._obeyed: dict[str, int] = {}
 
@@ -114,8 +115,16 @@ class Checks:
     def emitted(self, leader: SimLeader, event: Event) -> None:
         self._note(f"{leader.node.incarnation} {event}")
         match event:
-            case RoundBroken(round=number, kind=kind) if kind in FREE:
+            case RoundBroken(round=number, kind=kind, lasted_s=lasted) if kind in FREE:
                 self._free.add((leader.machine.record.term, number))
+                if lasted is None:  # of a round that it took over: a member may bring the cause later
+                    self._taken_over.add((leader.machine.record.term, number))
+            case CauseFound(round=number, kind=kind):
+                key = (leader.machine.record.term, number)
+                if kind in FREE:
+                    self._free.add(key)
+                elif key in self._taken_over:
+                    self._free.discard(key)
             case RestartCharged(round=number, idle=idle):
                 key = (leader.machine.record.term, number)
                 assert key not in self._free or idle > NEVER_CHARGED + self.cluster.limits.max_nodes, (

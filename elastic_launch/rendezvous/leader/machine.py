@@ -347,7 +347,7 @@ class LeaderMachine:
         self._welcome(link, hello)
         running = self.running
         if node.active and (failure := self._uncharged(hello)) is not None:
-            self._rounds.failed(node, failure, now)
+            self._rounds.failed(node, failure, now, brought=True)
         if node.active and not running:
             self._rounds.tell_again(node, now)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
@@ -377,7 +377,7 @@ class LeaderMachine:
         if node.active:
             self._rounds.tell_again(node, now)
             if (failure := self._uncharged(hello)) is not None:
-                self._rounds.failed(node, failure, now)
+                self._rounds.failed(node, failure, now, brought=True)
         self._consider(now)
 
     def _uncharged(self, hello: m.Hello) -> m.Failure | None:

@@ -141,6 +141,8 @@ class Broken:
 
     Attributes:
         imposed: the most significant known event that affected its nodes; None if only workers have failed.
+        presumed: ``imposed`` is only a guess: a member had been told by the last leader to stop its workers, and
+            another one may know of the failure that was the reason.
         cause: the cause known so far, as text.
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
@@ -163,6 +165,7 @@ class Broken:
     judged_at: float | None = None
     not_before: float = 0.0
     failure: Failure | None = None
+    presumed: bool = False
 
     @property
     def disconnected(self) -> bool:

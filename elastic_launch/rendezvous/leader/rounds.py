@@ -100,15 +100,19 @@ class Rounds:
         if step >= 0:
             said.begun = max(step, -1 if said.begun is None else said.begun)
 
-    def failed(self, node: Node, failure: m.Failure, now: float) -> None:
-        """Handle the failure of a worker of the current round."""
+    def failed(self, node: Node, failure: m.Failure, now: float, *, brought: bool = False) -> None:
+        """Handle the failure of a worker of the current round.
+
+        Args:
+            brought: the node reported it to the last leader already, or could not.
+        """
         match self.phase:
             case Running() | Draining():
                 if node.active:
                     self._break_by(failure, self.phase, now)
             case Broken() | Gathering() | Parked() | Ending():
                 if (last := broken_round(self.phase)) is not None:
-                    self._also_failed(last, failure, now)
+                    self._also_failed(last, failure, now, brought=brought)
             case Ended():
                 pass
 
@@ -186,7 +190,7 @@ class Rounds:
 
         Args:
             how: how it came, as text.
-            failure: why it stopped them, if one of them failed.
+            failure: why it stopped them, if one of them failed and it is not charged yet.
         """
         match self.phase:
             case Running() | Draining():
@@ -195,11 +199,13 @@ class Rounds:
                 # A lost member makes workers crash.
                 if failure is None or any(member.node_id != name for member in self._lost(running, now)):
                     self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", now)
+                    if isinstance(self.phase, Broken):
+                        self.phase.presumed = failure is None and node.hello.broken
                 else:
                     self._break_by(failure, self.phase, now)
             case Broken() | Gathering() | Parked() | Ending():
                 if failure is not None and (last := broken_round(self.phase)) is not None:
-                    self._also_failed(last, failure, now)
+                    self._also_failed(last, failure, now, brought=True)
             case Ended():
                 pass
 
@@ -311,14 +317,16 @@ class Rounds:
 
     def _impose(self, broken: Broken, kind: Kind, cause: str) -> None:
         """Record an event on a node of the broken round, which made workers elsewhere fail."""
-        if broken.judged_at is None and (broken.imposed is None or broken.imposed > kind):
-            broken.imposed = kind
+        if broken.judged_at is None and (broken.imposed is None or broken.presumed or broken.imposed > kind):
+            broken.imposed, broken.presumed = kind, False
             self._found(broken, kind, cause)
 
-    def _also_failed(self, broken: Broken, failure: m.Failure, now: float) -> None:
+    def _also_failed(self, broken: Broken, failure: m.Failure, now: float, *, brought: bool = False) -> None:
         """Record that another worker of the broken round failed; it may be the root cause."""
         if any(known == failure for _, known in broken.failures):
             return  # its node has repeated it on another link
+        if brought and broken.presumed and broken.judged_at is None:
+            broken.imposed, broken.presumed = None, False
         broken.failures.append((now, failure))
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return

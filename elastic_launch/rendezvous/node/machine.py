@@ -93,7 +93,9 @@ class NodeMachine:
             case m.Form(round=formed):
                 restarts = max(hello.seen_restarts, order.restarts)
                 self._learn(seen_round=formed.number, seen_restarts=restarts, holding=formed.number)
-                self._learn(joined=False, ready=False, live=False, importing=False, failed=None)
+                self._learn(joined=False, ready=False, live=False, importing=False, failed=None, broken=False)
+            case m.Break(round=number) if number == hello.seen_round:
+                self._learn(broken=True)
             case m.StartAhead():
                 self._learn(importing=True)
         self._evicted = self._evicted or isinstance(order, m.Evicted)

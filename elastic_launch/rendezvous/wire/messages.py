@@ -126,6 +126,7 @@ class Hello:
         held: see :class:`Stopped`.
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
+        broken: whether a leader has told it to end the round ``seen_round`` as broken.
         role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
@@ -152,6 +153,7 @@ class Hello:
     importing: bool = False
     held: HeldSnapshot | None = None
     failed: Failure | None = None
+    broken: bool = False
     shutdown_timeout: float = 0.0
     role: str = "default"
     live: bool = False
