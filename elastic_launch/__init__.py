@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.plain import report_step as report_step
+    from elastic_launch.training.plain import should_stop as should_stop
     from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
@@ -84,6 +86,7 @@ _HOMES = {
         "elastic_launch.training.callbacks": "Callback CheckpointEnd Evaluation Incident Progress RoundStart StepEnd",
         "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
+        "elastic_launch.training.plain": "report_step should_stop",
         "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
         "elastic_launch.training.session": "Run session",
         "elastic_launch.training.steps": "NonFiniteLossError Step",
@@ -132,8 +135,10 @@ __all__ = [
     "dist",
     "do_not_retry",
     "integrations",
+    "report_step",
     "samplers",
     "session",
+    "should_stop",
     "weights_sha256",
 ]
 

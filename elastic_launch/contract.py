@@ -48,6 +48,7 @@ __all__ = [
     "Slots",
     "StepDone",
     "Stop",
+    "Stopping",
     "Stored",
     "Suspend",
     "Suspended",
@@ -186,18 +187,24 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """First message; the agent answers with ``Slots``."""
+    """First message; the agent answers with ``Slots``.
+
+    Attributes:
+        saves: whether the library saves the worker's state; else its script does, if anything does.
+    """
 
     round: Count
     rank: Count
     local_rank: Count
+    saves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """This worker has begun to train with ``step`` steps done, and can be drained from now on.
+    """This worker has begun to train with ``step`` steps done.
 
     Attributes:
+        drains: whether it can be drained from now on; if not, it may say so later in another ``Ready``.
         total: steps of the whole training; 0 if unknown.
         restore_s: seconds that restoring the state took.
         uncompared: number of the last of these steps after which the ranks' states were not compared.
@@ -209,6 +216,7 @@ class Ready(Message):
     restore_s: Seconds = 0.0
     uncompared: Count = 0
     live: bool = False
+    drains: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +283,13 @@ class Drained(Message):
 
     step: Count
     seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping(Message):
+    """All ranks stop after the same step; this rank's script saves the state itself, and exits with 0 when it has."""
+
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +474,7 @@ class Noted(Message):
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
-    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Disconnected, Suspended, Ahead, Saved, Ended}
+    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Stopping, Disconnected, Suspended, Ahead, Saved, Ended}
 )
 """The messages that a worker may send to its agent."""
 

@@ -141,6 +141,7 @@ MESSAGES = [
     c.StepDone(101),
     STORED,
     c.Drained(102, 0.5),
+    c.Stopping(102),
     c.Ended(-2),
     c.Disconnected(102, "Connection closed by peer"),
     c.Suspended(102),

@@ -217,7 +217,7 @@ class LocalElasticAgent(ElasticAgent):
         self._control = Control(
             self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
         )
-        self._saves = DurableState(snapshot_store, self._control.step_timer)
+        self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
@@ -383,7 +383,7 @@ class LocalElasticAgent(ElasticAgent):
             case v.CopiesDone(given_up=given_up):
                 # Otherwise it belongs to an earlier copy.
                 return item if given_up or self._snapshot_store.idle else None
-            case m.Released() | v.WorkerReady() | v.DrainOver() | v.TeardownOver():
+            case m.Released() | v.WorkerReady() | v.WorkerStopping() | v.DrainOver() | v.TeardownOver():
                 return item
             case v.WorkerDisconnected():
                 # The exit of the worker that it has lost, or the leader's break, says more.

@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from elastic_agents.policy_types import (
     ENDING,
+    SAVING,
     TEARDOWN,
     Action,
     AskStop,
@@ -61,6 +62,7 @@ from elastic_agents.policy_types import (
     WorkerEnded,
     WorkerGone,
     WorkerReady,
+    WorkerStopping,
     WorkerSuspended,
 )
 from elastic_launch.errors import ExitCode
@@ -122,6 +124,11 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
                 return view, []
             view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
             return view, [AwaitEnd(number, local_rank, TEARDOWN)]
+        case WorkerStopping(round=number, local_rank=local_rank, step=step):
+            if number != view.round or local_rank not in view.alive:
+                return view, []
+            view = replace(view, stopping=view.stopping | {local_rank}, step=max(view.step, step))
+            return view, [AwaitEnd(number, local_rank, SAVING)]
         case WorkerDisconnected(round=number):
             return _disconnected(view, event) if number == view.round else (view, [])
         case WorkerSuspended(round=number, local_rank=local_rank):
@@ -400,6 +407,8 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
     view = replace(view, alive=view.alive - one, live=view.live - one)
     if view.phase is Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
+    if event.exit_code == 0:
+        view = replace(view, drained=view.drained | (one & view.stopping))
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:

@@ -14,6 +14,7 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = [
     "ENDING",
     "HOLD",
+    "SAVING",
     "SERVES",
     "TEARDOWN",
     "Action",
@@ -48,6 +49,7 @@ __all__ = [
     "WorkerEnded",
     "WorkerGone",
     "WorkerReady",
+    "WorkerStopping",
     "WorkerSuspended",
 ]
 
@@ -63,6 +65,8 @@ SERVES = 600.0
 TEARDOWN = 5.0
 """Seconds that a worker has to exit, or to be suspended, after reporting that it is drained; it may hang meanwhile."""
 
+SAVING = 600.0
+"""Seconds that a script has to save its state and exit after its ranks have agreed to stop; it may hang meanwhile."""
 
 ENDING = 30.0
 """Seconds that a worker has to exit once its script, threads and exit functions have ended: its data may be large."""
@@ -93,6 +97,8 @@ class View:
         live: those in ``alive`` that can be suspended; while the round is being stopped, those that were told to be.
         suspended: local ranks whose workers have left the round, and wait for a place in the next one.
         drained: local ranks whose workers have stopped by agreement of all ranks, after the same step, and saved.
+        stopping: those that have agreed to stop likewise, and whose script is saving; they are drained if it exits with
+            0.
         step: optimizer steps that the drained workers have done.
         keeps: this node has a snapshot of that step, and can serve it to others when it leaves.
         serving: this node has left and stopped, and others may need that snapshot.
@@ -111,6 +117,7 @@ class View:
     live: frozenset[int] = frozenset()
     suspended: frozenset[int] = frozenset()
     drained: frozenset[int] = frozenset()
+    stopping: frozenset[int] = frozenset()
     step: int = 0
     keeps: bool = False
     serving: bool = False
@@ -160,6 +167,15 @@ class WorkerDrained:
     local_rank: int
     step: int
     keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStopping:
+    """A worker reported that all ranks stop after the same step, and that its script saves the state and exits."""
+
+    round: int
+    local_rank: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +298,7 @@ Event = (
     | WorkerGone
     | WorkerReady
     | WorkerDrained
+    | WorkerStopping
     | WorkerDisconnected
     | WorkerSuspended
     | WorkerEnded

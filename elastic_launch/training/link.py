@@ -98,8 +98,12 @@ class AgentLink:
         self._exit = False
 
     @staticmethod
-    def connect(world: World) -> AgentLink | None:
-        """Connect to the agent that the environment names; return None if there is none or it cannot be reached."""
+    def connect(world: World, *, saves: bool = True) -> AgentLink | None:
+        """Connect to the agent that the environment names; return None if there is none or it cannot be reached.
+
+        Args:
+            saves: whether the library saves this worker's state.
+        """
         address = os.environ.get(c.ENV_SOCKET, "")
         if not address or not world.round:
             return None
@@ -114,7 +118,7 @@ class AgentLink:
         link = AgentLink(sock)
         link._round = world.round
         link._tells_steps = world.local_rank == 0  # all workers take the same steps: one report is enough
-        link._say(c.Hello(world.round, world.rank, world.local_rank))
+        link._say(c.Hello(world.round, world.rank, world.local_rank, saves))
         link._take_slots()
         return link
 
@@ -274,6 +278,10 @@ class AgentLink:
         self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
         if not self._noted and self._sock is not None:
             _log.warning("the agent has not confirmed that this worker is drained")
+
+    def stopping(self, stopping: c.Stopping) -> None:
+        """Report that all ranks stop after a step, and that the script saves the state."""
+        self._say(stopping)
 
     def close(self) -> None:
         """Close the socket and the slots' descriptors."""

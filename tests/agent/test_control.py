@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import wait_for
 
-from elastic_agents.policy_types import WorkerDisconnected, WorkerReady, WorkerSuspended
+from elastic_agents.policy_types import WorkerDisconnected, WorkerReady, WorkerStopping, WorkerSuspended
+from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_agents.workers.control import Control, HungUp, ScriptEnded
@@ -104,6 +105,22 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
             sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
         heard = [said.get(timeout=5) for _ in range(3)]
     assert heard == [Saved(1, 7, "", False), Saved(1, 8, "full", True), Saved(1, 9, "", False)]
+
+
+def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, said: Said) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+        sock.settimeout(5)
+        sock.connect("\0" + control.address[1:])
+        hello, begins = c.Hello(1, 0, 0, saves=False), c.Ready(5, drains=False)
+        sock.sendall(c.pack(hello) + c.pack(begins) + c.pack(c.Ready(6)) + c.pack(c.Stopping(7)))
+        _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert [said.get(timeout=5) for _ in range(2)] == [WorkerReady(1, 0), WorkerStopping(1, 0, 7)]
+        control.ask_save(1)
+        assert said.get(timeout=5) == Saved(1, 5, SAVES_ITSELF, asked=True)
+        assert not control.tell_copied(c.Save())
+        assert not control.saves
 
 
 def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hung_up(

@@ -40,6 +40,24 @@ READY = view()
 DRAINING = view(DRAIN)
 
 
+@pytest.mark.parametrize("asked", [DRAINING, READY], ids=["by the agent", "by a signal to a worker"])
+def test_scripts_that_save_by_themselves_are_drained_once_they_have_exited_with_0(asked: View) -> None:
+    saving, actions = decide(asked, v.WorkerStopping(1, 0, 9), 2)
+    assert actions == [v.AwaitEnd(1, 0, v.SAVING)]
+    saving, _ = decide(saving, v.WorkerStopping(1, 1, 9), 2)
+    saving, actions = decide(saving, gone(0, 0), 2)
+    assert actions == []
+    assert after(saving, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 9)])
+    _, actions = decide(saving, gone(1, 3), 2)
+    assert actions[0] == v.ReportFailed(1), "it may not have saved"
+
+
+def test_a_script_that_exits_without_having_agreed_to_stop_has_finished() -> None:
+    saving, _ = decide(DRAINING, v.WorkerStopping(1, 0, 9), 2)
+    saving, _ = decide(saving, gone(1, 0), 2)
+    assert after(saving, gone(0, 0)) == (Phase.WAITING, [v.ReportStopped(1, -1)])
+
+
 def test_ready_is_reported_once_all_workers_are() -> None:
     running, _ = decide(View(), form(1), 2)
     running, actions = decide(running, ready(1), 2)

@@ -156,3 +156,26 @@ def test_without_a_launcher_the_series_sets_the_processes_address_by_hand(tmp_pa
     assert "[rank 0] epoch 1 | steps 4 |" in output
     assert "[rank 1] epoch 1 | steps 4 |" in output
     assert (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_series_keeps_its_global_batch_at_any_world_size_and_stops_at_a_step(job: Job) -> None:
+    script, snapshot = str(SERIES / "any_world.py"), job.directory / "snapshot.pt"
+    alone = run("-m", "elastic_launch", "--standalone", script, "2", "5", cwd=job.directory)
+    loss = float(re.findall(r"world size 1 \| loss ([\d.]+)", alone)[0])
+    snapshot.unlink(missing_ok=True)
+    options = ["2", "5", "--snapshot", str(snapshot)]
+    command = gated(job, 9, "any_world.py", *options)
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    held(job, 1, 9)
+    agent.signal(signal.SIGTERM)
+    job.tell("go-1")
+    assert agent.wait(100) == 143, agent.output
+    (saved,) = re.findall(r"step (\d+) \| snapshot saved", agent.output)
+    assert 9 <= int(saved) <= 12, agent.output
+    rest = run("-m", "elastic_launch", "--standalone", "--nproc", "4", script, *options)
+    assert rest.count(f"resumes at step {saved}") == 4
+    parts = re.findall(r"step 128 \| world size 4 \| loss ([\d.]+)", rest)
+    assert len(parts) == 4
+    assert sum(map(float, parts)) == pytest.approx(loss, rel=1e-3)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_timer import StepTimer
 from elastic_launch.contract import Copied
 from elastic_launch.events.types import counted
 
-__all__ = ["DurableState"]
+__all__ = ["SAVES_ITSELF", "DurableState"]
+
+SAVES_ITSELF = "the script saves its state itself"
+"""Why this project has saved nothing of a training with a loop of its own."""
 
 
 class DurableState:
@@ -16,10 +21,14 @@ class DurableState:
     Args:
         snapshot_store: copies what is in memory.
         step_timer: how far the workers have trained.
+        library_saves: returns whether the library saves their state.
     """
 
-    def __init__(self, snapshot_store: SnapshotStore, step_timer: StepTimer) -> None:
+    def __init__(
+        self, snapshot_store: SnapshotStore, step_timer: StepTimer, library_saves: Callable[[], bool] = lambda: True
+    ) -> None:
         self._snapshot_store = snapshot_store
+        self._library_saves = library_saves
         self._step_timer = step_timer
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
@@ -49,6 +58,8 @@ class DurableState:
         Args:
             writes: whether this node has the round's first worker, the one that saves if any does.
         """
+        if not self._library_saves():
+            return SAVES_ITSELF
         if self._snapshot_store.failed or self._unsaved:
             return self._snapshot_store.failed or self._unsaved
         if not self._snapshot_store.idle:
@@ -62,7 +73,7 @@ class DurableState:
             others: whether other nodes continue, and may save.
         """
         number, step = self._step_timer.reached
-        if not number:
+        if not number or not self._library_saves():
             return ""
         saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
         if saved is None and others:

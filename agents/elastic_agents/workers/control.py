@@ -18,7 +18,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from elastic_agents.policy_types import WorkerDisconnected, WorkerDrained, WorkerReady, WorkerSuspended
+from elastic_agents.policy_types import (
+    WorkerDisconnected,
+    WorkerDrained,
+    WorkerReady,
+    WorkerStopping,
+    WorkerSuspended,
+)
+from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
@@ -58,7 +65,9 @@ PEERS_PER_WORKER = 4
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
-Said = WorkerReady | WorkerDrained | WorkerDisconnected | WorkerSuspended | Saved | ScriptEnded | HungUp
+Said = (
+    WorkerReady | WorkerDrained | WorkerStopping | WorkerDisconnected | WorkerSuspended | Saved | ScriptEnded | HungUp
+)
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class Control:
     Attributes:
         address: passed to the workers in their environment.
         step_timer: how long their steps take.
+        saves: whether the library saves the workers' state; else their script does, if anything does.
     """
 
     def __init__(
@@ -114,6 +124,7 @@ class Control:
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._progress.read)
+        self.saves = True
         self._step_events = StepEvents(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
@@ -184,7 +195,8 @@ class Control:
             whether there was any such worker.
         """
         with self._lock:
-            told = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.local_rank == 0]
+            heard = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.saves]
+            told = [peer for peer in heard if peer.hello is not None and peer.hello.local_rank == 0]
             for peer in told:
                 self._send(peer, copied)
             return bool(told)
@@ -200,9 +212,13 @@ class Control:
         """Ask the round's first local rank, which must be its rank 0, to have all ranks save a checkpoint."""
         with self._lock:
             for peer in self._peers.values():
-                if peer.hello is not None and (peer.hello.round, peer.hello.rank) == (round_number, 0):
+                if peer.hello is None or (peer.hello.round, peer.hello.rank) != (round_number, 0):
+                    continue
+                if peer.hello.saves:
                     self._save_asked = self.step_timer.done
                     self._send(peer, c.Save())
+                else:
+                    self._say(Saved(round_number, self.step_timer.done, SAVES_ITSELF, asked=True))
 
     def answers(self, step: int) -> bool:
         """Whether a checkpoint of this many steps includes all that were done when one was requested."""
@@ -327,13 +343,14 @@ class Control:
             raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
         match message:
-            case c.Ready(step=step, live=live):
+            case c.Ready(step=step, live=live, drains=drains):
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
-                self._say(WorkerReady(number, local_rank, live and self._patience_s > 0))
+                if drains:
+                    self._say(WorkerReady(number, local_rank, live and self._patience_s > 0))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._progress.read()
@@ -351,6 +368,8 @@ class Control:
                 self.step_timer.saved(seconds)
                 self._say(WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
+            case c.Stopping(step=step):
+                self._say(WorkerStopping(number, local_rank, step))
             case c.Disconnected(error=error):
                 self._say(WorkerDisconnected(number, local_rank, error))
             case c.Suspended():
@@ -360,7 +379,7 @@ class Control:
 
     def _offer(self, peer: _Peer, hello: c.Hello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
-            peer.hello = hello
+            peer.hello, self.saves = hello, hello.saves
             slots, descriptors = self._snapshot_store.offer()
             slots = replace(slots, patience_s=self._patience_s)
             try:
