@@ -35,6 +35,8 @@ __all__ = [
     "Drained",
     "Ended",
     "Exit",
+    "FaultDue",
+    "FaultOrder",
     "Fetched",
     "Hello",
     "MayCommit",
@@ -293,6 +295,21 @@ class Stopping(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class FaultDue(Message):
+    """The worker has come to a planned fault, and waits for :class:`FaultOrder`; the only message on its connection.
+
+    Attributes:
+        fault: its position in the plan.
+        step: optimizer steps done.
+        rank: the worker's.
+    """
+
+    fault: Count
+    step: Count
+    rank: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Ended(Message):
     """The worker's script, threads and exit functions have ended; only its resources are still to be released.
 
@@ -469,17 +486,38 @@ class Save(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class FaultOrder(Message):
+    """The answer to :class:`FaultDue`: whether the worker is to carry out the fault; else it continues."""
+
+    strikes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Noted(Message):
     """The agent knows that the worker is drained."""
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
-    {Hello, Ready, StepDone, MayCommit, Stored, Drained, Stopping, Disconnected, Suspended, Ahead, Saved, Ended}
+    {
+        Hello,
+        Ready,
+        StepDone,
+        MayCommit,
+        Stored,
+        Drained,
+        Stopping,
+        Disconnected,
+        Suspended,
+        Ahead,
+        Saved,
+        FaultDue,
+        Ended,
+    }
 )
 """The messages that a worker may send to its agent."""
 
 _FROM_AGENTS: frozenset[type[Message]] = frozenset(
-    {Slots, Fetched, Use, Commit, Copied, Copying, Stop, Suspend, Place, Exit, Save, Noted}
+    {Slots, Fetched, Use, Commit, Copied, Copying, Stop, Suspend, Place, Exit, Save, FaultOrder, Noted}
 )
 
 _MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)

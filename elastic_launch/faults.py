@@ -1,11 +1,14 @@
 """Fault injection: a plan of which worker fails when, to test a run's recovery before it is needed.
 
-A plan is passed in the environment, from the launcher to its workers::
+``elastic-launch --drill PLAN`` rehearses faults on a job: each happens once in the run, as its leader remembers it. A
+worker that comes to a fault asks its agent, which asks the leader.
+
+Without the launcher's help, a plan is passed in the environment::
 
     ELASTIC_LAUNCH_FAULTS='[{"rank": 1, "step": 20}]' elastic-launch ... train.py
 
-Each fault belongs to one round, and a worker that fails ends its round. So the fault happens once, and not again when
-the step is repeated.
+There, each fault belongs to one round, and a worker that fails ends its round. So the fault happens once, and not again
+when the step is repeated.
 """
 
 from __future__ import annotations
@@ -14,18 +17,40 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
-from elastic_launch.contract import ENV_ROUND
-from elastic_launch.errors import UsageError
+from elastic_launch.contract import ENV_ROUND, ENV_SOCKET, FaultDue, FaultOrder, pack, unpack
+from elastic_launch.errors import ProtocolError, UsageError
 
-__all__ = ["ENV_FAULTS", "MOMENTS", "WAYS", "Fault", "FaultPlan", "Rehearsal", "reached"]
+__all__ = [
+    "ENV_DRILL",
+    "ENV_FAULTS",
+    "MOMENTS",
+    "MOST",
+    "NODE_WAYS",
+    "WAYS",
+    "Drill",
+    "Fault",
+    "FaultPlan",
+    "Rehearsal",
+    "reached",
+]
 
 ENV_FAULTS = "ELASTIC_LAUNCH_FAULTS"
+ENV_DRILL = "ELASTIC_LAUNCH_DRILL"
+"""The plan of ``--drill``, as JSON; the agent passes it to its workers."""
+
+MOST = 1000
+"""Most faults in a drill."""
+
+ANSWER_TIMEOUT = 30.0
+"""Seconds that a worker waits at a fault of a drill until the leader has decided whether it happens."""
 
 MOMENTS = {
     "step": "behind step {step}",
@@ -39,58 +64,75 @@ MOMENTS = {
 WAYS = {"kill": "kills itself", "exit": "exits with 1", "hang": "hangs", "slow": "waits {seconds:g} s"}
 """The ways in which a worker fails."""
 
+NODE_WAYS = {
+    "freeze": "is stopped for {seconds:g} s",
+    "sigterm": "has its node leave by SIGTERM",
+    "lose": "is lost with its node: SIGKILL to the agent and all workers",
+}
+"""What a worker's agent does to it or to its node; only in a drill."""
+
+_LASTING = ("slow", "freeze")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One failure of one worker.
 
     Attributes:
-        rank: the worker's rank in the round.
+        rank: the worker's rank in the round; None, only in a drill: one that the plan's seed determines.
         step: optimizer steps done, of the whole training; None for the first time that it reaches the moment.
         at: one of :data:`MOMENTS`: when the step is done; while its snapshot is being written into memory; when all
             ranks have agreed to stop after it and nothing is saved yet; when it is saved and the agent does not know
             yet; when a snapshot of it has been found and read, but not yet given to ranks that have none.
-        round: number of the round; under torchrun, which does not count rounds, of the start: 1 for the first.
-        do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; or wait for some seconds.
-        seconds: how long ``slow`` waits.
+        round: number of the round; under torchrun, which does not count rounds, of the start: 1 for the first. None,
+            only in a drill: any.
+        do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; or wait for some seconds. In a drill
+            also one of :data:`NODE_WAYS`.
+        seconds: how long ``slow`` and ``freeze`` last.
 
     Raises:
         UsageError: if the fault is invalid.
     """
 
-    rank: int
+    rank: int | None
     step: int | None = None
     at: str = "step"
-    round: int = 1
+    round: int | None = 1
     do: str = "kill"
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 0), ("step", 0), ("round", 1)):
             value = getattr(self, name)
-            if (name, value) != ("step", None) and (type(value) is not int or value < least):
+            if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"A fault's {name} cannot be {value!r}.", f"Give a whole number from {least}.")
-        for name, known in (("at", MOMENTS), ("do", WAYS)):
+        for name, known in (("at", MOMENTS), ("do", WAYS | NODE_WAYS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise UsageError(f"A fault cannot have {name!r}: {value!r}.", f"There are {', '.join(known)}.")
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 <= self.seconds < 1e6:
             raise UsageError(f"A fault cannot take {self.seconds!r} seconds.", "Give a number from 0 to 1,000,000.")
-        if (self.seconds > 0) != (self.do == "slow"):
-            raise UsageError(f"The fault {self.do!r} cannot take {self.seconds:g} s.", "Only slow takes seconds.")
+        if (self.seconds > 0) != (self.do in _LASTING):
+            lasting = " and ".join(_LASTING)
+            raise UsageError(f"The fault {self.do!r} cannot take {self.seconds:g} s.", f"Only {lasting} take seconds.")
 
-    def told(self, step: int) -> str:
-        """Return what happens at a step, as text."""
-        return f"rank {self.rank} {WAYS[self.do]} {MOMENTS[self.at]}, in round {self.round}".format(
-            step=step, seconds=self.seconds
-        )
+    def told(self, step: int, rank: int | None = None) -> str:
+        """Return what happens at a step, as text; the rank is that of the worker, if the fault names none."""
+        text = f"rank {self.rank if rank is None else rank} {(WAYS | NODE_WAYS)[self.do]} {MOMENTS[self.at]}"
+        text += "" if self.round is None else f", in round {self.round}"
+        return text.format(step=step, seconds=self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """The faults of a run; ``plan + plan`` combines both."""
+    """The faults of a run; ``plan + plan`` combines both.
+
+    Attributes:
+        seed: determines the ranks of faults that name none.
+    """
 
     faults: tuple[Fault, ...] = ()
+    seed: int = 0
 
     @staticmethod
     def fail_at(rank: int, step: int | None = None, **how: Any) -> FaultPlan:
@@ -105,7 +147,7 @@ class FaultPlan:
         return FaultPlan((Fault(rank=rank, step=step, **how),))
 
     def __add__(self, other: FaultPlan) -> FaultPlan:
-        return FaultPlan(self.faults + other.faults)
+        return FaultPlan(self.faults + other.faults, self.seed)
 
     def dumps(self) -> str:
         """Return the plan as JSON: a list of objects."""
@@ -122,15 +164,63 @@ class FaultPlan:
             entries = json.loads(text)
         except (ValueError, RecursionError):
             raise _malformed(text) from None
+        plan = FaultPlan.of_entries(entries, text)
+        for fault in plan.faults:
+            if fault.rank is None or fault.round is None or fault.do in NODE_WAYS:
+                name = "do" if fault.do in NODE_WAYS else "rank" if fault.rank is None else "round"
+                raise UsageError(
+                    f"A fault's {name} cannot be {getattr(fault, name)!r}.", "Give another, or use --drill, which can."
+                )
+        return plan
+
+    @staticmethod
+    def of_entries(entries: object, text: str, *, seed: int = 0, **defaults: Any) -> FaultPlan:
+        """Make a plan of parsed entries, one mapping for each fault.
+
+        Args:
+            text: what they were parsed from, for the error.
+            defaults: values of attributes that an entry leaves out.
+
+        Raises:
+            UsageError: if they are not a plan.
+        """
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise _malformed(text)
         names = {field.name for field in fields(Fault)}
         for entry in entries:
             if unknown := sorted(entry.keys() - names):
                 raise UsageError(f"A fault has no {unknown[0]!r}.", f"It has {', '.join(sorted(names))}.")
-            if "rank" not in entry:
+            if "rank" not in entry and "rank" not in defaults:
                 raise UsageError(f"The fault {json.dumps(entry)} has no rank.", "Say which worker is to fail.")
-        return FaultPlan(tuple(Fault(**entry) for entry in entries))
+        return FaultPlan(tuple(Fault(**{**defaults, **entry}) for entry in entries), seed)
+
+    @staticmethod
+    def of_drill(text: str) -> FaultPlan:
+        """Parse the plan of ``--drill``: a list of faults, or a mapping of ``seed`` and ``faults``, in YAML or JSON.
+
+        Raises:
+            UsageError: if it is not a plan.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise UsageError(f"This is not a plan of faults: {error}", _DRILL_HINT) from None
+        seed: object = 0
+        if isinstance(found, dict):
+            if unknown := sorted(map(str, found.keys() - {"seed", "faults"})):
+                raise UsageError(f"A drill has no {unknown[0]!r}.", "It has seed and faults.")
+            seed, found = found.get("seed", 0), found.get("faults")
+        if type(seed) is not int:
+            raise UsageError(f"A drill's seed cannot be {seed!r}.", "Give a whole number.")
+        if not isinstance(found, list) or not 0 < len(found) <= MOST or not all(isinstance(x, dict) for x in found):
+            raise UsageError(f"A drill is a list of 1 to {MOST} faults.", _DRILL_HINT)
+        return FaultPlan.of_entries(found, text, seed=seed, rank=None, round=None)
+
+    def drill(self) -> dict[str, str]:
+        """Return the environment variable that makes a run's workers ask before each fault of the plan."""
+        return {ENV_DRILL: json.dumps([self.seed, *(asdict(fault) for fault in self.faults)])} if self.faults else {}
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> FaultPlan:
@@ -148,6 +238,33 @@ class FaultPlan:
     def environment(self) -> dict[str, str]:
         """Return the environment variable that makes a run's workers follow the plan."""
         return {ENV_FAULTS: self.dumps()}
+
+
+class Drill:
+    """One worker's part in a drill.
+
+    Args:
+        text: the value of :data:`ENV_DRILL`.
+    """
+
+    def __init__(self, text: str) -> None:
+        seed, *entries = json.loads(text)
+        self._seed = seed
+        self._left = dict(enumerate(Fault(**entry) for entry in entries))
+
+    def reached(self, moment: str, step: int, *, rank: int, world_size: int, round: int) -> None:
+        """Ask the agent about each fault that is planned for this rank and moment; carry it out if it says so."""
+        for number, fault in tuple(self._left.items()):
+            due = fault.at == moment and fault.step in (None, step) and fault.round in (None, round)
+            if due and rank == self._rank(number, fault, world_size):
+                del self._left[number]
+                if _ordered(number, step, rank):
+                    _strike(fault)
+
+    def _rank(self, number: int, fault: Fault, world_size: int) -> int:
+        if fault.rank is not None:
+            return fault.rank
+        return zlib.crc32(f"{self._seed} {number}".encode()) % world_size
 
 
 class Rehearsal:
@@ -176,16 +293,40 @@ def reached(moment: str, step: int) -> None:
     Raises:
         UsageError: if the environment's plan is invalid.
     """
-    text = os.environ.get(ENV_FAULTS, "")
+    text, drill = os.environ.get(ENV_FAULTS, ""), os.environ.get(ENV_DRILL, "")
+    if not text and not drill:
+        return
+    # A process may go on in another round, as another rank.
+    number = int(os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
+    rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
     if text:
-        # A process may go on in another round, as another rank.
-        number = os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
-        _rehearsal(text, int(os.environ.get("RANK") or 0), int(number)).reached(moment, step)
+        _rehearsal(text, rank, number).reached(moment, step)
+    if drill:
+        _drill(drill).reached(moment, step, rank=rank, world_size=world_size, round=number)
 
 
 @functools.cache
 def _rehearsal(text: str, rank: int, number: int) -> Rehearsal:
     return Rehearsal(FaultPlan.of({ENV_FAULTS: text}), rank=rank, round=number, strike=_strike)
+
+
+_drill = functools.cache(Drill)
+
+
+def _ordered(number: int, step: int, rank: int) -> bool:
+    """Ask the agent about a fault of the drill; return whether this process is to carry it out."""
+    address = os.environ.get(ENV_SOCKET, "")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(ANSWER_TIMEOUT)
+            sock.connect("\0" + address[1:] if address.startswith("@") else address)
+            sock.sendall(pack(FaultDue(number, step, rank)))
+            answer = unpack(sock.recv(4096).strip())
+    except (OSError, ProtocolError) as error:
+        text = f"fault {number} of the drill does not happen at step {step}: the agent has not answered ({error})"
+        print(f"[elastic-launch] {text}", file=sys.stderr, flush=True)
+        return False
+    return isinstance(answer, FaultOrder) and answer.strikes
 
 
 def _strike(fault: Fault) -> None:
@@ -203,6 +344,9 @@ def _strike(fault: Fault) -> None:
 def _hang() -> NoReturn:
     while True:
         time.sleep(3600)
+
+
+_DRILL_HINT = "Write a list such as [{step: 20, rank: 1, do: kill}, {step: 40, do: freeze, seconds: 10}]."
 
 
 def _malformed(text: str) -> UsageError:

@@ -20,6 +20,7 @@ from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.config.output import Output, Std, Streams
 from elastic_launch.config.torch_options import Signals, TorchOptions
 from elastic_launch.errors import UsageError
+from elastic_launch.faults import Fault, FaultPlan
 from elastic_launch.secret import Token
 
 Parse = Callable[..., LaunchConfig]
@@ -116,6 +117,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("restart-refill", "3600", "limits", Limits(restart_refill=3600.0)),
     ("max-idle-restarts", "5", "limits", Limits(max_idle_restarts=5)),
     ("fatal-exit-codes", "3,64-66", "fatal_exit_codes", frozenset({3, 64, 65, 66})),
+    ("drill", "drill.yaml", "drill", FaultPlan((Fault(rank=1, step=20, round=None),))),
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
     ("role", "trainer", "role", "trainer"),
     ("log-dir", "/tmp/../var/logs", "log_dir", Path("/var/logs")),
@@ -150,6 +152,7 @@ def test_every_spelling_of_a_flag_with_a_value(
 ) -> None:
     Path("secret").write_text("correct-horse-battery-staple\n")
     Path("job.yaml").write_text("role: from-a-file\n")
+    Path("drill.yaml").write_text("[{rank: 1, step: 20}]\n")
     under = name.replace("-", "_")
     variable = f"PET_{under.upper()}"
     for line in (

@@ -162,6 +162,8 @@ MESSAGES = [
     c.Save(),
     c.Saved(7, "the disk is full"),
     c.Noted(),
+    c.FaultDue(3, 20, 1),
+    c.FaultOrder(strikes=True),
 ]
 
 

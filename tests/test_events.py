@@ -28,6 +28,7 @@ def example(kind: type[ev.Event]) -> ev.Event:
         "float | None": 0.5,
         "bool": True,
         "tuple[str, ...]": ("a", "b"),
+        "tuple[int, ...]": (0, 2),
     }
     return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})
 
@@ -60,6 +61,8 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
     shown = {kind for kind in KINDS if kind.leader}
     assert shown == {
         ev.CauseFound,
+        ev.DrillEnded,
+        ev.FaultLanded,
         ev.LeaderElected,
         ev.NodeDiffers,
         ev.NodeExcluded,
@@ -92,6 +95,10 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
             "node b lost (its connection closed); training goes on",
         ),
         (ev.NodeLeft("b", "SIGTERM", 0, "training goes on"), "node b leaves (SIGTERM); training goes on"),
+        (ev.FaultLanded(3, "b", 1, 20), "drill: fault 1 happens on node b at step 20"),
+        (ev.DrillEnded(1, ()), "drill: 1 fault happened"),
+        (ev.DrillEnded(3, ()), "drill: all 3 faults happened"),
+        (ev.DrillEnded(3, (0, 2)), "drill: 1 of 3 faults happened; not fault 0, 2"),
         (ev.NodeRefused("b", "it speaks version 2."), "node b refused: it speaks version 2."),
         (
             ev.RoundFormed(3, 1, ("a", "b"), 16, 1, "first", 0.123),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.faults import ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, Rehearsal
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Drill, Fault, FaultPlan, Rehearsal, reached
 
 numbers = st.integers(0, 10**6)
 
@@ -120,3 +120,42 @@ def test_under_torchrun_the_start_counts_as_the_round() -> None:
     plan = FaultPlan.fail_at(1, round=3)
     assert worker(plan, TORCHELASTIC_RESTART_COUNT="2").returncode == -signal.SIGKILL
     assert worker(plan, TORCHELASTIC_RESTART_COUNT="1").returncode == 0
+
+
+def test_a_drill_may_leave_ranks_and_rounds_open() -> None:
+    plan = FaultPlan.of_drill("{seed: 7, faults: [{step: 3}, {step: 9, rank: 1, do: freeze, seconds: 2}]}")
+    first, second = Fault(rank=None, step=3, round=None), Fault(rank=1, step=9, round=None, do="freeze", seconds=2)
+    assert plan == FaultPlan((first, second), seed=7)
+    assert second.told(9) == "rank 1 is stopped for 2 s behind step 9"
+    assert first.told(3, rank=2) == "rank 2 kills itself behind step 3"
+    assert plan.drill()[ENV_DRILL].startswith("[7, ")
+    assert FaultPlan().drill() == {}
+
+
+@pytest.mark.parametrize("entry", ['{"rank": 1, "do": "lose"}', '{"rank": null}', '{"rank": 1, "round": null}'])
+def test_what_only_a_drill_can_do_is_refused_in_the_environment(entry: str) -> None:
+    with pytest.raises(UsageError, match="cannot be") as caught:
+        FaultPlan.of({ENV_FAULTS: f"[{entry}]"})
+    assert "--drill" in caught.value.hint
+
+
+def test_a_seed_determines_the_ranks_of_a_drill(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = FaultPlan(tuple(Fault(rank=None, step=step, round=None, do="exit") for step in range(20)), seed=7)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("elastic_launch.faults._ordered", lambda number, step, rank: asked.append((number, rank)))
+    for rank in range(3):
+        drill = Drill(faults.drill()[ENV_DRILL])
+        for step in (*range(20), *range(20)):
+            drill.reached("step", step, rank=rank, world_size=3, round=1)
+    assert sorted(number for number, _ in asked) == list(range(20)), "each by one rank, once"
+    assert {rank for _, rank in asked} == {0, 1, 2}
+
+
+def test_a_worker_whose_agent_does_not_answer_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = FaultPlan((Fault(rank=0, step=3, round=None),))
+    for name, value in {ENV_DRILL: plan.drill()[ENV_DRILL], "ELASTIC_LAUNCH_SOCKET": "@nowhere", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    reached("step", 3)
+    assert "fault 0 of the drill does not happen at step 3" in capsys.readouterr().err

@@ -5,6 +5,7 @@
 ``policy``        pure decisions; ``policy_types`` defines their events and actions
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end
+``drill``         planned faults of this node's workers
 ``static_world``  a world of fixed size, without rendezvous
 ``torch_agent``   torch's own agent, for runs under a third-party rendezvous handler
 ``workers/``      worker processes

@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
 from elastic_agents import policy_types as v
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
+from elastic_agents.drill import Drill, FaultReached, Thaw
 from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
@@ -218,6 +219,7 @@ class LocalElasticAgent(ElasticAgent):
             self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
         )
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
+        self._drill = Drill(self._config.drill, self._config.node_id, self._later)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
@@ -254,6 +256,9 @@ class LocalElasticAgent(ElasticAgent):
             return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
         except TimeoutError:
             return result_of(self._outcome.code, {}, {})
+
+    def _later(self, item: object, seconds: float) -> None:
+        self._inbox.put_later(seconds, item)
 
     def _of_run_file(self, act: Callable[[], None]) -> None:
         """Have the one thread that writes the run's file do something to it."""
@@ -321,6 +326,16 @@ class LocalElasticAgent(ElasticAgent):
             case m.StartAhead():
                 # This agent starts workers for a round only, and reports none of its rounds as live.
                 self._membership.report(m.Imported())
+                return None
+            case FaultReached(due=due):
+                if self._drill.reached(item):
+                    self._membership.report(m.FaultDue(self._view.round, due.fault, due.step))
+                return None
+            case m.Strike():
+                self._drill.ordered(item)
+                return None
+            case Thaw():
+                self._drill.thaw(item)
                 return None
             case m.PeerDone(round=number):
                 self._watch_ends(number)

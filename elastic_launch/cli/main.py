@@ -21,6 +21,7 @@ from elastic_launch.cli.job_file import Job, shown
 from elastic_launch.cli.kubernetes import found_out, sentence
 from elastic_launch.cli.options import (
     devices_of,
+    read_drill,
     read_exit_codes,
     read_limits,
     read_notices,
@@ -251,6 +252,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),
         notices=notices,
+        drill=read_drill(values, own_agent=meeting.foreign is None and not meeting.kind.fixed_ranks),
         options=read_torch_options(values, own_agent=meeting.foreign is None),
         foreign=meeting.foreign,
         torchrun=values.torchrun,

@@ -6,6 +6,7 @@ import logging
 import re
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.launch_config import Limits, parse_nnodes
@@ -13,8 +14,17 @@ from elastic_launch.config.notice_sources import AUTO, UNTOUCHABLE, NoticeSource
 from elastic_launch.config.settings import nearest
 from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
 from elastic_launch.errors import UsageError
+from elastic_launch.faults import FaultPlan
 
-__all__ = ["devices_of", "read_exit_codes", "read_limits", "read_notices", "read_signals", "read_torch_options"]
+__all__ = [
+    "devices_of",
+    "read_drill",
+    "read_exit_codes",
+    "read_limits",
+    "read_notices",
+    "read_signals",
+    "read_torch_options",
+]
 
 log = logging.getLogger("elastic_launch.cli.main")
 
@@ -124,6 +134,30 @@ def read_exit_codes(values: Values) -> frozenset[int]:
             )
         codes.update(range(first, last + 1))
     return frozenset(codes)
+
+
+def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
+    """Read the faults that are rehearsed.
+
+    Args:
+        own_agent: whether the run has a leader, which remembers them.
+
+    Raises:
+        UsageError: if the file cannot be read or is not a plan, or nothing remembers which faults have happened.
+    """
+    path = values.text("--drill")
+    if path is None:
+        return FaultPlan()
+    if not own_agent:
+        raise UsageError("--drill needs this project's own rendezvous.", "Use --rdzv-backend c10d or etcd.")
+    try:
+        plan = FaultPlan.of_drill(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--drill {path} cannot be read: {error}", "Name a file with a list of faults.") from None
+    except UsageError as error:
+        raise UsageError(f"--drill {path}: {error.message}", error.hint) from None
+    log.warning("--drill %s: %d faults are rehearsed in this run.", path, len(plan.faults))
+    return plan
 
 
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:

@@ -22,6 +22,7 @@ from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.config.output import LATEST, Output
 from elastic_launch.config.torch_options import Foreign, Signals, TorchOptions
 from elastic_launch.errors import UsageError
+from elastic_launch.faults import FaultPlan
 from elastic_launch.secret import Token
 
 __all__ = [
@@ -222,6 +223,7 @@ class LaunchConfig:
         warm: fork workers from a process that has already done their imports, where possible.
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
+        drill: faults that are rehearsed.
         foreign: the rendezvous of another package's handler, which ``backend`` names; None for this project's own.
         torchrun: whether every failure counts as a crash and ends in torchrun's exit codes.
     """
@@ -259,6 +261,7 @@ class LaunchConfig:
     no_preload: tuple[str, ...] = ()
     signals: Signals = field(default_factory=Signals)
     notices: tuple[NoticeSource, ...] = ()
+    drill: FaultPlan = field(default_factory=FaultPlan)
     options: TorchOptions = field(default_factory=TorchOptions)
     foreign: Foreign | None = None
     torchrun: bool = False

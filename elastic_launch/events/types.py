@@ -28,8 +28,10 @@ from elastic_launch.events.sinks import Event, EventSink, JsonLines, event_name
 __all__ = [
     "CauseFound",
     "CheckpointSaved",
+    "DrillEnded",
     "Event",
     "EventSink",
+    "FaultLanded",
     "FirstStep",
     "JsonLines",
     "LeaderElected",
@@ -114,6 +116,48 @@ class NodeExcluded(Event):
         return (
             f"node {self.node} is left out for {self.seconds:g} s, as long as there are enough others: "
             f"its workers have caused the last {self.faults} faults"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FaultLanded(Event):
+    """A fault of the drill happens.
+
+    Attributes:
+        node: the node whose worker has come to it.
+        fault: its position in the plan, from 0.
+        step: optimizer steps done.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    node: str
+    fault: int
+    step: int
+
+    def line(self) -> str:
+        return f"drill: fault {self.fault} happens on node {self.node} at step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class DrillEnded(Event):
+    """The run ends, and with it its drill.
+
+    Attributes:
+        planned: number of faults in the plan.
+        missing: positions of those that have not happened, from 0.
+    """
+
+    leader: ClassVar[bool] = True
+    planned: int
+    missing: tuple[int, ...]
+
+    def line(self) -> str:
+        if not self.missing:
+            return f"drill: {'all ' if self.planned > 1 else ''}{counted(self.planned, 'fault')} happened"
+        names = ", ".join(map(str, self.missing))
+        return (
+            f"drill: {self.planned - len(self.missing)} of {counted(self.planned, 'fault')} happened; not fault {names}"
         )
 
 

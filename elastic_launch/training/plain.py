@@ -6,6 +6,7 @@ import functools
 
 import torch.distributed as dist
 
+from elastic_launch import faults
 from elastic_launch.contract import Ready, Stopping
 from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
@@ -67,12 +68,12 @@ class PlainLoop:
     def report(self, step: int) -> None:
         """Report a step that is done."""
         begins, self._step = self._step is None, step
-        if self._link is None:
-            return
-        if begins:
+        if begins and self._link is not None:
             self._link.ready(Ready(step, drains=False))  # whether it can stop shows only when it asks
-        else:
-            self._link.step(step)
+        elif not begins:
+            if self._link is not None:
+                self._link.step(step)
+            faults.reached("step", step)
 
     def should_stop(self) -> bool:
         """Exchange with all ranks whether any is to stop; return what they agreed on."""

@@ -7,6 +7,8 @@ from leader_run import Run, failure, running
 
 from elastic_launch.events.types import (
     CauseFound,
+    DrillEnded,
+    FaultLanded,
     NodeExcluded,
     RestartCharged,
     RoundBroken,
@@ -472,3 +474,26 @@ def test_a_new_agent_of_the_same_node_is_left_out_too() -> None:
     run.join("a", "c")
     run.advance(60)
     assert run.members == "ac"
+
+
+def test_a_fault_of_a_drill_happens_once_and_all_nodes_know() -> None:
+    run = Run("2")
+    run.hello("a", "b", planned=2)
+    run.report("b", m.FaultDue(1, 1, 20))
+    assert [run.orders(node, m.Strike) for node in "ab"] == [[m.Strike(1, 1, "b")]] * 2
+    run.report("a", m.FaultDue(1, 1, 20))
+    run.report("a", m.FaultDue(1, 2, 20))
+    assert run.orders("a", m.Strike)[1:] == [m.Strike(1, 1, ""), m.Strike(1, 2, "")], "known; not in the plan"
+    assert run.told(FaultLanded) == [FaultLanded(1, "b", 1, 20)]
+    run.join("a", "b")
+    run.done("a", "b")
+    assert run.told(DrillEnded) == [DrillEnded(2, (0,))]
+
+
+def test_a_new_leader_learns_which_faults_have_happened() -> None:
+    run = Run("2")
+    run.hello("a", planned=2)
+    run.hello("b", planned=2, landed=(0,))
+    run.report("a", m.FaultDue(1, 0, 7))
+    assert run.orders("a", m.Strike) == [m.Strike(1, 0, "")]
+    assert not run.told(FaultLanded)

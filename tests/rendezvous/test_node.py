@@ -95,6 +95,19 @@ def test_a_node_whose_imports_are_not_loaded_yet_says_so_again_when_its_workers_
     assert not side.hello.importing
 
 
+def test_a_node_says_what_a_new_leader_must_know_of_the_last_one() -> None:
+    side = _side()
+    side.obey(_form(3))
+    side.obey(m.Strike(1, 4, "elsewhere"))
+    side.obey(m.Strike(1, 4, ""))
+    side.obey(m.Break(1, 2, "crash", "an earlier round"))
+    assert (side.hello.landed, side.hello.broken) == ((4,), False)
+    side.obey(m.Break(1, 3, "crash", "a worker"))
+    assert side.hello.broken
+    side.obey(_form(4))
+    assert (side.hello.landed, side.hello.broken) == ((4,), False)
+
+
 def test_a_round_that_is_not_newer_than_the_last_one_is_ignored() -> None:
     side = _side()
     side.obey(_form(3))

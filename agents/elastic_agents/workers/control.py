@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from elastic_agents.drill import FaultReached
 from elastic_agents.policy_types import (
     WorkerDisconnected,
     WorkerDrained,
@@ -66,7 +68,15 @@ SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
 Said = (
-    WorkerReady | WorkerDrained | WorkerStopping | WorkerDisconnected | WorkerSuspended | Saved | ScriptEnded | HungUp
+    WorkerReady
+    | WorkerDrained
+    | WorkerStopping
+    | WorkerDisconnected
+    | WorkerSuspended
+    | Saved
+    | ScriptEnded
+    | HungUp
+    | FaultReached
 )
 
 
@@ -339,6 +349,9 @@ class Control:
         if isinstance(message, c.Ended):
             self._say(ScriptEnded(peer.pid, message.exit_code))
             return
+        if isinstance(message, c.FaultDue):
+            self._say(FaultReached(peer.pid, message, partial(self._order_fault, peer.sock)))
+            return
         if peer.hello is None:
             raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
@@ -376,6 +389,11 @@ class Control:
                 self._end(peer, number)
                 peer.suspended = True
                 self._say(WorkerSuspended(number, local_rank))
+
+    def _order_fault(self, sock: socket.socket, strikes: bool) -> None:
+        with self._lock:
+            if (peer := self._peers.get(sock)) is not None:
+                self._send(peer, c.FaultOrder(strikes))
 
     def _offer(self, peer: _Peer, hello: c.Hello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this

@@ -150,6 +150,7 @@ def shared_environment(config: LaunchConfig) -> dict[str, str]:
     To be called at the agent's start: what its libraries and plug-ins set later is not meant for the workers.
     """
     env = without_secrets(os.environ)
+    env.update(config.drill.drill())
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker

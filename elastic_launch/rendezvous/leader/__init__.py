@@ -11,6 +11,7 @@
 ``resize_payoff``   whether a resize saves more time than it costs
 ``verdict``         the root cause of a broken round
 ``restart_budget``  what a broken round costs, and whether it ends the run
+``drill``           which planned faults have happened
 ``exclusion``       nodes that are left out for a while because their workers fail again and again
 ``leavers``         nodes that have left and still serve their snapshot
 ``outlook``         what happens next, as text for users

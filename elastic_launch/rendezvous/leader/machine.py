@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import NodeDiffers, NodeJoined, NodeRefused, RunResized
+from elastic_launch.events.types import FaultLanded, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.rendezvous.leader.admission import differences, refusal
 from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, last_failure, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
@@ -174,6 +174,8 @@ class LeaderMachine:
                         self._send(other.link, m.PeerDone(self.record.term, number))
             case m.Failed(round=number, failure=failure) if number == current:
                 self._rounds.failed(node, failure, now)
+            case m.FaultDue(round=number) if node.active and number == current:
+                self._fault_due(node, report)
             case m.Stopped(store_port=port):
                 node.store_port, node.held, node.importing = port, report.held, report.importing
                 node.offer(report.slots)
@@ -323,6 +325,15 @@ class LeaderMachine:
         self._close(link)
         return reason
 
+    def _fault_due(self, node: Node, report: m.FaultDue) -> None:
+        """A worker has come to a fault of the drill: have it happen, unless it has happened before."""
+        if not self._state.drill.lands(report.fault):
+            self._send(node.link, m.Strike(self.record.term, report.fault, ""))
+            return
+        self._emit(FaultLanded(report.round, node.hello.node_id, report.fault, report.step))
+        for other in self.nodes.values():
+            self._send(other.link, m.Strike(self.record.term, report.fault, node.hello.node_id))
+
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
         node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
         node.importing, node.held = hello.importing, hello.held
@@ -336,6 +347,7 @@ class LeaderMachine:
             self._close(link)
             return
         self._state.owed.discard(hello.node_id)
+        self._state.drill.joined(hello)
         if hello.holding:
             node.active, node.joined = True, hello.joined or hello.ready or hello.done
             node.ready, node.done, node.live = hello.ready, hello.done, hello.live

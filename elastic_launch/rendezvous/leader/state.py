@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.events.types import Event, NodeExcluded, RunEnded
+from elastic_launch.events.types import DrillEnded, Event, NodeExcluded, RunEnded
+from elastic_launch.rendezvous.leader.drill import Drill
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed
 from elastic_launch.rendezvous.leader.resizing import Resizing
@@ -30,6 +31,7 @@ class LeaderState:
         floor: rounds up to this number may have been formed.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
+        drill: the planned faults.
     """
 
     def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
@@ -47,6 +49,7 @@ class LeaderState:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
         self.exclusion = Exclusion()
+        self.drill = Drill()
         self._out: list[Instruction] = []
 
     @property
@@ -88,6 +91,8 @@ class LeaderState:
         self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), cause)))
         for node in self.nodes.values():
             self.send(node.link, self.end_order(failure))
+        if self.drill.planned:
+            self.emit(DrillEnded(self.drill.planned, self.drill.missing))
         self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))
 
     def end_order(self, failure: m.Failure | None) -> m.RunEnd:

@@ -98,6 +98,8 @@ class NodeMachine:
                 self._learn(broken=True)
             case m.StartAhead():
                 self._learn(importing=True)
+            case m.Strike(fault=fault) if fault not in hello.landed:
+                self._learn(landed=(*hello.landed, fault))
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True
 

@@ -194,6 +194,7 @@ class Membership:
             store_port=self._reserve(place.address),
             wanted_rank=config.node_rank,
             shutdown_timeout=config.shutdown_timeout,
+            planned=len(config.drill.faults),
             role=config.role,
         )
 

@@ -127,6 +127,7 @@ class Hello:
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
         broken: whether a leader has told it to end the round ``seen_round`` as broken.
+        planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
         role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
     """
@@ -154,6 +155,8 @@ class Hello:
     held: HeldSnapshot | None = None
     failed: Failure | None = None
     broken: bool = False
+    planned: int = 0
+    landed: tuple[int, ...] = ()
     shutdown_timeout: float = 0.0
     role: str = "default"
     live: bool = False
@@ -289,7 +292,23 @@ class Imported:
     """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead."""
 
 
-Report = Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Slots | Done | Leaving
+@dataclass(frozen=True, slots=True)
+class FaultDue:
+    """A worker of the round has come to a fault of the drill, and waits for :class:`Strike`.
+
+    Attributes:
+        fault: its position in the plan.
+        step: optimizer steps done.
+    """
+
+    round: int
+    fault: int
+    step: int
+
+
+Report = (
+    Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Slots | Done | Leaving | FaultDue
+)
 
 
 # From the leader to its nodes.
@@ -446,6 +465,20 @@ class PeerDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault of the drill happens now; sent to all nodes, so that it does not happen again under another leader.
+
+    Attributes:
+        fault: its position in the plan.
+        node_id: the node that carries it out; empty if the fault has happened before.
+    """
+
+    term: int
+    fault: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnd:
     """The run is over and recorded as such: stop and exit with the code.
 
@@ -460,7 +493,7 @@ class RunEnd:
     failure: Failure | None = None
 
 
-ToNode = Form | Drain | Break | StartAhead | Depart | Released | SaveNow | PeerDone | Evicted | Notice | RunEnd
+ToNode = Form | Drain | Break | StartAhead | Depart | Released | SaveNow | PeerDone | Evicted | Notice | Strike | RunEnd
 Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound
 
 Spoken = Report | Order | asking.Caller | asking.Request

@@ -1,0 +1,91 @@
+"""This node's part in a drill: has workers wait at their planned faults, and carries out what the leader decides."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_agents.inbox import SignalCaught
+from elastic_launch.contract import FaultDue
+from elastic_launch.faults import WAYS, FaultPlan
+from elastic_launch.rendezvous.wire.messages import Strike
+
+__all__ = ["Drill", "FaultReached", "Thaw"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultReached:
+    """A worker has come to a planned fault, and waits.
+
+    Attributes:
+        answer: tells the worker whether to carry it out itself; to be called once.
+    """
+
+    pid: int
+    due: FaultDue
+    answer: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw:
+    """The time is over for which a process was to be stopped."""
+
+    pid: int
+
+
+class Drill:
+    """Carries out planned faults; used by the agent's thread.
+
+    Args:
+        plan: the faults.
+        node_id: this node.
+        put: puts an item into the agent's inbox; with seconds, after that time.
+    """
+
+    def __init__(self, plan: FaultPlan, node_id: str, put: Callable[[object, float], None]) -> None:
+        self._plan = plan
+        self._node_id = node_id
+        self._put = put
+        self._waiting: dict[int, FaultReached] = {}
+
+    def reached(self, reached: FaultReached) -> bool:
+        """Note that a worker waits; return whether the fault is in this node's plan."""
+        known = reached.due.fault < len(self._plan.faults)
+        if known:
+            self._waiting[reached.due.fault] = reached
+        else:
+            reached.answer(False)
+        return known
+
+    def ordered(self, strike: Strike) -> None:
+        """Carry out a fault, or have its worker continue."""
+        if strike.node_id not in ("", self._node_id):
+            return
+        reached = self._waiting.pop(strike.fault, None)
+        if reached is None:
+            return
+        fault = self._plan.faults[strike.fault]
+        if not strike.node_id:
+            reached.answer(False)
+            return
+        _log.warning("drill: %s", fault.told(reached.due.step, reached.due.rank))
+        match fault.do:
+            case "freeze":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(reached.pid, signal.SIGSTOP)
+                    self._put(Thaw(reached.pid), fault.seconds)
+            case "sigterm":
+                self._put(SignalCaught(signal.SIGTERM), 0.0)
+            case "lose":
+                os.kill(os.getpid(), signal.SIGKILL)  # the guard kills the workers
+        reached.answer(fault.do in WAYS)
+
+    def thaw(self, thaw: Thaw) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(thaw.pid, signal.SIGCONT)

@@ -1,0 +1,86 @@
+"""What an agent does with the planned faults of its workers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import wait_for
+
+from elastic_agents.drill import Drill, FaultReached, Thaw
+from elastic_agents.inbox import SignalCaught
+from elastic_launch.contract import FaultDue
+from elastic_launch.faults import Fault, FaultPlan
+from elastic_launch.rendezvous.wire.messages import Strike
+
+PLAN = FaultPlan(
+    (
+        Fault(rank=1, step=20, round=None),
+        Fault(rank=None, step=30, round=None, do="freeze", seconds=2.0),
+        Fault(rank=0, step=40, round=None, do="sigterm"),
+    )
+)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.put: list[tuple[object, float]] = []
+        self.answers: list[bool] = []
+        self.drill = Drill(PLAN, "b", lambda item, seconds: self.put.append((item, seconds)))
+
+    def reach(self, fault: int, pid: int = 0) -> bool:
+        return self.drill.reached(FaultReached(pid, FaultDue(fault, 20, 1), self.answers.append))
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_worker_carries_out_its_fault_once_the_leader_says_so() -> None:
+    node = Node()
+    assert node.reach(0)
+    node.drill.ordered(Strike(1, 0, "a"))
+    assert node.answers == [], "another node's"
+    node.drill.ordered(Strike(1, 0, "b"))
+    node.drill.ordered(Strike(1, 0, "b"))
+    assert node.answers == [True]
+
+
+def test_a_worker_continues_if_the_fault_has_happened_or_is_unknown() -> None:
+    node = Node()
+    assert node.reach(0)
+    node.drill.ordered(Strike(1, 0, ""))
+    assert not node.reach(3)
+    assert node.answers == [False, False]
+
+
+def test_a_node_leaves_as_by_sigterm() -> None:
+    node = Node()
+    node.reach(2)
+    node.drill.ordered(Strike(1, 2, "b"))
+    assert node.put == [(SignalCaught(signal.SIGTERM), 0.0)]
+    assert node.answers == [False]
+
+
+def test_a_worker_is_stopped_for_a_time(process: subprocess.Popen[Any]) -> None:
+    node = Node()
+    node.reach(1, process.pid)
+    node.drill.ordered(Strike(1, 1, "b"))
+    assert node.put == [(Thaw(process.pid), 2.0)]
+    wait_for("the process to stand", lambda: _state(process.pid) == "T")
+    node.drill.thaw(Thaw(process.pid))
+    wait_for("the process to run", lambda: _state(process.pid) == "S")
+    process.kill()
+    process.wait()
+    node.drill.thaw(Thaw(process.pid))
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]

@@ -1,0 +1,88 @@
+"""``--drill``: planned faults happen once each, wherever the training continues, and do not change its result."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changes import Changes, undisturbed_hash
+from harness import Job, wait_for
+
+
+def drill(job: Job, *faults: dict[str, Any]) -> list[str]:
+    path = job.directory / "drill.yaml"
+    path.write_text(json.dumps({"seed": 3, "faults": faults}))
+    return ["--drill", str(path)]
+
+
+def landed(job: Job) -> list[tuple[int, int]]:
+    return [(event["fault"], event["step"]) for event in job.events("fault_landed")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False], ids=["live", "restarted"])
+def test_each_fault_of_a_drill_happens_once_and_the_result_stays_the_same(job: Job, tmp_path: Path, live: bool) -> None:
+    changes = Changes(job, live=live, step_time=0.02)
+    faults = drill(
+        job,
+        {"step": 20, "rank": 1, "do": "kill"},
+        {"step": 40, "do": "freeze", "seconds": 1.5},
+        {"step": 60, "rank": 0, "do": "exit"},
+        {"step": 80, "rank": 1, "do": "slow", "seconds": 0.5},
+        {"step": 1000, "rank": 0, "do": "kill"},
+    )
+    agent = changes.alone("--nproc", "2", *faults)
+    assert agent.wait(150) == 0, agent.output
+    assert landed(job) == [(0, 20), (1, 40), (2, 60), (3, 80)]
+    (ended,) = job.events("drill_ended")
+    assert (ended["planned"], ended["missing"]) == (5, [4])
+    assert "drill: 4 of 5 faults happened; not fault 4" in agent.output
+    assert re.search(r"drill: rank [01] is stopped for 1.5 s behind step 40", agent.output)
+    assert [event["restarts"] for event in job.events("restart_charged")] == [1, 2]
+    (tmp_path / "alone").mkdir()
+    result = json.loads((job.work / "result.json").read_text())
+    assert result["hash"] == undisturbed_hash(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_drill_takes_a_node_away_by_sigterm_and_another_by_its_loss(job: Job) -> None:
+    changes = Changes(job, step_time=0.05)
+    faults = drill(job, {"step": 30, "rank": 1, "do": "sigterm"}, {"step": 60, "rank": 1, "do": "lose"})
+    a = changes.node("a", *faults, rank=0)
+    b, c = (changes.node(name, *faults) for name in "bc")
+    first, second = (wait_for("an agent to end", lambda n=n: _ended(b, c, n), 100) for n in (1, 2))
+    assert {first.process.wait(), second.process.wait()} == {143, -signal.SIGKILL}
+    changes.finish(a)
+    assert landed(job) == [(0, 30), (1, 60)]
+    assert "drill: all 2 faults happened" in a.output
+    kinds = [(how, kind) for how, _, kind in changes.kinds() if kind != "membership"]
+    assert kinds == [("drained", "preemption"), ("broken", "node loss")]
+
+
+def _ended(b: Any, c: Any, number: int) -> Any:
+    ended = [agent for agent in (b, c) if agent.process.poll() is not None]
+    return ended[number - 1] if len(ended) >= number else None
+
+
+def test_a_plan_that_cannot_be_carried_out_is_refused(job: Job) -> None:
+    for text, message in {
+        "[{step: 3, do: melt}]": "cannot have 'do': 'melt'",
+        "[]": "A drill is a list of 1 to 1000 faults",
+        "{fault: 3}": "A drill has no 'fault'",
+        "{seed: x, faults: [{step: 3}]}": "seed cannot be 'x'",
+        "[{step: 3": "not a plan of faults",
+        "[{step: 3, when: 4}]": "has no 'when'",
+    }.items():
+        path = job.directory / "drill.yaml"
+        path.write_text(text)
+        agent = job.launch("--standalone", "--drill", str(path), name="refused")
+        assert agent.wait(30) == 2
+        assert f"--drill {path}: " in agent.output
+        assert message in agent.output
+    agent = job.launch("--standalone", "--drill", "/nowhere", name="unread")
+    assert agent.wait(30) == 2
+    assert "--drill /nowhere cannot be read" in agent.output
