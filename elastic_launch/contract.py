@@ -268,8 +268,8 @@ class Stored(Message):
 class StepDone(Message):
     """An optimizer step is done; ``step`` counts those done so far.
 
-    Sent for the first step of a process, then once a second; ``elastic_launch.shared_progress`` has every step. If that
-    cannot be written, it is sent for each step.
+    Sent for the first step of a process in each round, then once a second; ``elastic_launch.shared_progress`` has every
+    step. If that cannot be written, it is sent for each step.
     """
 
     step: Count

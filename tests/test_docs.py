@@ -18,7 +18,7 @@ from elastic_launch.cli.flags import FLAGS, Flag, split
 from elastic_launch.config.launch_config import Timing
 from elastic_launch.config.settings import CONF_KEYS
 from elastic_launch.config.torchrun_mode import DEFAULTS, EMPTY, ENV_TORCHRUN
-from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.contract import ENV_AHEAD, Placement, worker_environment
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as events
 from elastic_launch.events.types import Event, event_name
@@ -164,7 +164,7 @@ def test_the_workers_variables_are_shown() -> None:
     )
     section = sections(REFERENCE / "environment.md", "##")["What a worker gets"]
     shown = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-    assert {name for cell in shown for name in names(cell)} == {*given, "OMP_NUM_THREADS"}
+    assert {name for cell in shown for name in names(cell)} == {*given, ENV_AHEAD, "OMP_NUM_THREADS"}
 
 
 def test_the_events_are_shown_with_their_fields() -> None:

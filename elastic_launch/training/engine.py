@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,8 +32,9 @@ from elastic_launch.training.live.errors import is_of_exchange
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join, take
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
 
@@ -44,8 +46,10 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Restores, agrees, saves and stops for one process of a run.
 
+    Args:
+        world: this process' ranks and the world's sizes; None: it was started ahead of its place in a round.
+
     Attributes:
-        world: this process' ranks and the world's sizes.
         device: the ``torch.device`` to train on.
         step: optimizer steps done at the last boundary.
         resumed_step: optimizer steps that were done when this process joined the current round; set once steps have
@@ -61,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        world: World,
+        world: World | None,
         device: torch.device,
         link: AgentLink | None = None,
         *,
@@ -69,15 +73,15 @@ class Engine:
         settings: Determinism | None = None,
         timeout: float = GROUP_TIMEOUT,
     ) -> None:
-        self.world = world
+        self._world = world
         self.device = device
         self.step = 0
         self.resumed_step = 0
-        self.worlds: list[int] = [world.world_size]
+        self.worlds: list[int] = [] if world is None else [world.world_size]
         self.state = TrainingState()
         self.stopped = False
         self.checkpoint: Checkpoint | None = None
-        self.saver = Saver(world, link)
+        self.saver = Saver(World() if world is None else world, link)
         self.trainings = Trainings()
         self.groups = RoundGroups() if groups is None else groups
         self._link = link
@@ -96,6 +100,49 @@ class Engine:
         self._unchecked = False
         self._live = self._drained = False
         self._asked = self._noted = 0
+        self._joining = threading.RLock()
+
+    @property
+    def world(self) -> World:
+        """This process' ranks and the world's sizes; see :meth:`meet`."""
+        if self._world is None:
+            self.meet()
+            assert self._world is not None
+        return self._world
+
+    def meet(self) -> None:
+        """Take part in a round: a process that was started ahead waits for its place, and joins the others.
+
+        If that round breaks meanwhile, it waits for a place in another one.
+
+        Raises:
+            Drained: if there is no place for this process.
+        """
+        with self._joining:
+            if self._world is not None:
+                return
+            try:
+                link = self._link = wait_for_place()
+            except Drained:
+                self.stopped, self._stop_agreed = True, Stop.AGENT
+                raise
+            self._move(link)
+            self._live = self._may_live(link)
+            if self._live:
+                link.listen(lambda: self.groups.disconnect())
+            error: RuntimeError | None = None
+            while True:
+                try:
+                    if error is not None:
+                        self.suspend(error)
+                    self.join_round()
+                except RuntimeError as broken:
+                    if not self.caused(broken):
+                        raise
+                    error = broken
+                else:
+                    break
+            self.worlds = [self.world.world_size]
 
     @property
     def draining(self) -> bool:
@@ -203,17 +250,21 @@ class Engine:
         """
         if self._begun:
             return
+        self.meet()
         self._begun, self.step = True, step
         self._termination.watch()
         if self._link is None:
             return
-        # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
-        live = live and self._link.patience > 0 and self.device.type == "cpu"
+        live = live and self._may_live(self._link)
         self._live = live and self.groups.breakable and not self.groups.foreign
         if self._live:
             self._link.listen(lambda: self.groups.disconnect())
         self._link.ready(Ready(step, total, self._restore_seconds, self._uncompared, self._live))
         self._restore_seconds = 0.0
+
+    def _may_live(self, link: AgentLink) -> bool:
+        # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
+        return link.patience > 0 and self.device.type == "cpu"
 
     def note_exchanges(self) -> None:
         """Record that the exchanges with other ranks so far are the library's own."""
@@ -235,7 +286,8 @@ class Engine:
         """From now on, this process ends with its round, as one does whose loop is its own."""
         if self._live and self._link is not None:
             self._live = False
-            self._link.ready(Ready(self.step, live=False))
+            if self._begun:
+                self._link.ready(Ready(self.step, live=False))
 
     @property
     def untouched(self) -> bool:
@@ -275,11 +327,14 @@ class Engine:
             # Its place may be on the way: then the agent must not take this worker's end for that of the training.
             raise Drained(128 + signal.SIGTERM if self._termination.asked else 0)
         take(place)
-        self.world = environment()
-        self.saver.move(self.world)
+        self._move(self._link)
         self.groups = RoundGroups()
         self._stop_agreed = Stop.NO
         self.stopped = self._begun = self._ended = self._drained = False
+
+    def _move(self, link: AgentLink) -> None:
+        self._world = environment()
+        self.saver.move(self._world, link)
 
     def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState) -> None:
         """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""

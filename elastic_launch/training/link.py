@@ -10,11 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
 from elastic_launch.shared_progress import SharedProgress
 from elastic_launch.snapshot.memory.slot import Slot
-from elastic_launch.training.ranks.world import World
+
+if TYPE_CHECKING:
+    from elastic_launch.training.ranks.world import World
 
 __all__ = ["AgentLink"]
 
@@ -104,8 +107,22 @@ class AgentLink:
         Args:
             saves: whether the library saves this worker's state.
         """
+        if not world.round:
+            return None
+        link = AgentLink._connect(c.Hello(world.round, world.rank, world.local_rank, saves))
+        if link is not None:
+            link._tells_steps = world.local_rank == 0  # all workers take the same steps: one report is enough
+        return link
+
+    @staticmethod
+    def ahead(local_rank: int) -> AgentLink | None:
+        """Like :meth:`connect`, in a process that was started ahead of a place in a round."""
+        return AgentLink._connect(c.Hello(0, 0, local_rank))
+
+    @staticmethod
+    def _connect(hello: c.Hello) -> AgentLink | None:
         address = os.environ.get(c.ENV_SOCKET, "")
-        if not address or not world.round:
+        if not address:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(BUSY_TIMEOUT)
@@ -116,9 +133,8 @@ class AgentLink:
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return None
         link = AgentLink(sock)
-        link._round = world.round
-        link._tells_steps = world.local_rank == 0  # all workers take the same steps: one report is enough
-        link._say(c.Hello(world.round, world.rank, world.local_rank, saves))
+        link._round = hello.round
+        link._say(hello)
         link._take_slots()
         return link
 
@@ -155,6 +171,18 @@ class AgentLink:
             None if there is none: the node leaves, the run ends, or the agent is gone.
         """
         self._say(c.Suspended(step))
+        return self._next_place(ends)
+
+    def wait_for_place(self) -> c.Place | None:
+        """Report that this process, which was started ahead, needs its place now, and wait for it.
+
+        Returns:
+            None if there is none, see :meth:`suspended`.
+        """
+        self._say(c.Ahead())
+        return self._next_place(lambda: False)
+
+    def _next_place(self, ends: Callable[[], bool]) -> c.Place | None:
         while self._place is None and not self._exit and self._sock is not None and not ends():
             self._hear_until(lambda: self._place is not None or self._exit, PAUSE)
         place, self._place = self._place, None
@@ -411,6 +439,7 @@ class AgentLink:
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""
+                    self._tells_steps, self._next_word = place.placement.local_rank == 0, 0.0
                 case c.Exit():
                     self._exit = True
                 case c.Fetched(use=use, sequence=sequence):

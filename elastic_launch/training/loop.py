@@ -117,6 +117,7 @@ class Loop:
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
+        self._has_state = False  # whether this process has the state of a step, restored or initial
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
         # What follows the last step, on all ranks:
@@ -144,9 +145,10 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
+        self._engine.meet()
         self._live = self._can_live()
         self._given = self._arguments()
-        self._enter()
+        self._begin()
         try:
             self._complete()
             while self._step < self._end and not self._engine.stopped:
@@ -177,6 +179,22 @@ class Loop:
         self._engine.finish_training()
         self._engine.leave_if_draining()
 
+    def _begin(self) -> None:
+        """Enter the round in which this process begins, or the one after it if that breaks and this process can."""
+        if not self._live:
+            self._engine.end_with_round()
+        try:
+            self._enter()
+        except RuntimeError as error:
+            if not self._engine.caused(error):
+                raise
+            broken = error
+        else:
+            return
+        self._change_round(broken)
+        if self._received is not None:
+            self._take(self._received)
+
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on.
 
@@ -186,8 +204,9 @@ class Loop:
         engine, world = self._engine, self._engine.world
         check_same(world, self._given)
         resumed = self._resume(live)
+        self._has_state = True
         if live is None:
-            self._step = resumed.step
+            self._step, self._last = resumed.step, resumed.last or self._last
             self._loader.batch = self._loader.batch.settled(world.world_size)
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
@@ -245,11 +264,12 @@ class Loop:
             try:
                 self._engine.suspend(error)
             except Drained:
-                self._engine.keep_newer(step, self._loader.identity, self._state)
+                if self._has_state:
+                    self._engine.keep_newer(step, self._loader.identity, self._state)
                 raise
             try:
                 self._engine.join_round()
-                self._enter(Live(step, self._engine.worlds, last))
+                self._enter(Live(step, self._engine.worlds, last) if self._has_state else None)
                 return
             except RuntimeError as again:
                 if not self._engine.caused(again):

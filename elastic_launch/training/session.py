@@ -24,8 +24,9 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.place import is_ahead, joining
 from elastic_launch.training.ranks.same_arguments import check_same
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join, leave
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, device_ahead, environment, join, leave
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_part
@@ -67,6 +68,7 @@ class Run:
     @property
     def worlds(self) -> list[int]:
         """World sizes of all rounds of the training so far; the last one is this round's."""
+        self._engine.meet()
         return self._engine.worlds
 
     @property
@@ -92,7 +94,7 @@ class Run:
     @property
     def start_reason(self) -> str:
         """Why this process was started: ``first``, or what ended the last round (``restart`` under torchrun)."""
-        return os.environ.get(ENV_START_REASON, "restart" if self.restarts else "first")
+        return os.environ.get(ENV_START_REASON) or ("restart" if self.restarts else "first")
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore a further object with every checkpoint.
@@ -267,7 +269,8 @@ def session(
     """Take part in a training run: join the world on entry, leave it on exit. Yields the :class:`Run`.
 
     Without a launcher, the world is this one process. A process group that was made before the session is used, and
-    stays joined on exit.
+    stays joined on exit. A worker that is started while others train joins at its first use of the world: its rank, a
+    size, ``elastic_launch.dist``, or the first step. There it waits for its place.
 
     Args:
         threads: threads of each CPU operation; None: 1 in trainings with ``exact=True``, else torch's setting. Results
@@ -287,26 +290,32 @@ def session(
     seconds = _seconds(timeout)
     settings = Determinism(threads, deterministic)
     try:
-        world = environment()
         found = dist.is_initialized()
         if found and timeout is not None:
             raise UsageError(
                 f"session(timeout={timeout}): the process group was made before the session, with its own timeout.",
                 "Give it to init_process_group(timeout=...), or leave joining to the session.",
             )
-        groups = RoundGroups()
-        with groups.forming():
-            device = join(world, seconds)
-        link = AgentLink.connect(world)
-        engine = Engine(world, device, link, groups=groups, settings=settings, timeout=seconds)
+        engine = _ahead(settings, seconds) if is_ahead() else _joined(settings, seconds)
         try:
-            with _ended_in_order(engine, found):
+            with _ended_in_order(engine, found), joining(engine.meet):
                 yield Run(engine)
                 engine.leave_if_draining()
         finally:
             engine.release()
     finally:
         settings.close()
+
+
+def _ahead(settings: Determinism, timeout: float) -> Engine:
+    return Engine(None, device_ahead(), settings=settings, timeout=timeout)
+
+
+def _joined(settings: Determinism, timeout: float) -> Engine:
+    world, groups = environment(), RoundGroups()
+    with groups.forming():
+        device = join(world, timeout)
+    return Engine(world, device, AgentLink.connect(world), groups=groups, settings=settings, timeout=timeout)
 
 
 def _seconds(timeout: float | timedelta | None) -> float:

@@ -105,16 +105,16 @@ class Saver:
         Returns:
             The state restored. Its ``state`` is None if this process has the newest state already.
         """
+        before = self._branch, self._training
         if live is None:
             self.finish(wait=True)
             self._training += 1
             self.compares, self._equal = False, (0, 0)
         self._checkpoint = checkpoint
-        before = self._branch
         try:
             resumed = self._newest(checkpoint, identity, state, live)
         except RuntimeError:
-            self._branch = before  # that of the state which this process still has
+            self._branch, self._training = before  # those of the state which this process still has
             raise
         if resumed.state is not None:
             state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
@@ -141,11 +141,13 @@ class Saver:
             self._branch = following(self._world.round, run_id(), {}, 0)
         return resumed
 
-    def move(self, world: World) -> None:
-        """Continue in another round, in which nothing is agreed on yet."""
-        self._world = world
+    def move(self, world: World, link: AgentLink) -> None:
+        """Begin or continue in a round, in which nothing is agreed on yet."""
+        self._world, self._link = world, link
         self._posted = self._agreed = NOTHING
-        if self._memory is not None:
+        if self._memory is None:
+            self._memory = MemorySnapshots(link, world)
+        else:
             self._memory.move(world)
 
     def _from_memory(

@@ -2,6 +2,7 @@
 
 ``ranks``           ranks and sizes
 ``world``           joining the process group, and leaving it
+``place``           the place in a round, and the wait for it of a process that was started ahead
 ``agreement``       decisions that all ranks take at the same step boundary
 ``exchange``        state sent to ranks that have none
 ``same_arguments``  checks that all ranks were given the same arguments

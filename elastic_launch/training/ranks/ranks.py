@@ -1,4 +1,8 @@
-"""Ranks and sizes: from the process group once it is joined, before that from the environment."""
+"""Ranks and sizes: from the process group once it is joined, before that from the environment.
+
+A process that was started ahead waits for its place here, unless it only asks for its local rank or for the number of
+workers on its node.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from elastic_launch.contract import ENV_LOCAL_RANK
 from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.place import find_place
 
 __all__ = [
     "get_global_rank",
@@ -30,6 +35,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Return whether this process has joined a process group."""
+    find_place()
     return is_available() and distributed.is_initialized()
 
 
@@ -96,6 +102,7 @@ def get_node_rank() -> int:
     Raises:
         UsageError: if it is not a number, or is missing although there are several ranks.
     """
+    find_place()
     return _place("GROUP_RANK" if os.environ.get("GROUP_RANK") else "NODE_RANK")
 
 

@@ -14,10 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND, Place, round_environment
+from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.place import find_place
 
-__all__ = ["GROUP_TIMEOUT", "World", "environment", "join", "leave", "take"]
+__all__ = ["GROUP_TIMEOUT", "World", "device_ahead", "environment", "join", "leave"]
 
 GROUP_TIMEOUT = 600.0
 """Seconds after which a collective fails if not all ranks have joined it."""
@@ -118,9 +119,7 @@ def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
     Raises:
         UsageError: if a group was joined before that has no backend for the CPU, which control values need.
     """
-    device = world.device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _use(world.device())
     if dist.is_initialized():
         backends = dist.get_backend_config()
         if "cpu:" not in backends:
@@ -142,18 +141,24 @@ def leave() -> None:
 
 
 def environment() -> World:
-    """Return this process' world."""
+    """Return this process' world; one that was started ahead waits for its place.
+
+    Raises:
+        UsageError: see :meth:`World.of`.
+        Drained: if there is no place for this process.
+    """
+    find_place()
     return World.of(os.environ)
 
 
-def take(place: Place) -> None:
-    """Describe a new place to this process' environment, as its agent does for a process that it starts."""
-    os.environ.update(
-        round_environment(
-            place.placement,
-            place.round,
-            restarts=place.restarts,
-            max_restarts=place.max_restarts,
-            reason=place.reason,
-        )
-    )
+def device_ahead() -> torch.device:
+    """Return the device of a process that was started ahead: its local rank is known."""
+    one_gpu = ENV_LOCAL_RANK in os.environ
+    local_rank, workers = os.environ[ENV_LOCAL_RANK if one_gpu else "LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    return _use(World(local_rank=int(local_rank), local_world_size=int(workers), one_gpu=one_gpu).device())
+
+
+def _use(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

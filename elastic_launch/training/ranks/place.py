@@ -1,0 +1,90 @@
+"""A process' place in a round, and the wait for it in a process that was started ahead.
+
+Such a process has no ranks, no world size and no address of a store until it uses the world for the first time. Then it
+waits for its agent, see :class:`elastic_launch.contract.Ahead`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from elastic_launch.contract import ENV_AHEAD, ENV_LOCAL_RANK, Place, round_environment
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.stopping import Drained
+
+__all__ = ["find_place", "is_ahead", "joining", "take", "wait_for_place"]
+
+_joins: list[Callable[[], object]] = []
+_lock = threading.RLock()
+
+
+def is_ahead() -> bool:
+    """Whether this process was started ahead, and has no place yet."""
+    return os.environ.get(ENV_AHEAD) == "1"
+
+
+@contextmanager
+def joining(function: Callable[[], object]) -> Iterator[None]:
+    """Within this context, :func:`find_place` calls a function that waits for the place and joins the round."""
+    _joins.append(function)
+    try:
+        yield
+    finally:
+        _joins.remove(function)
+
+
+def find_place() -> None:
+    """Wait for a place if this process has none; each use of the world begins with this.
+
+    Raises:
+        Drained: if there is none for this process.
+        ElasticLaunchError: if the agent cannot be reached.
+    """
+    if not is_ahead():
+        return
+    with _lock:
+        if not is_ahead():
+            return  # another thread has waited for it
+        if _joins:
+            _joins[-1]()
+        else:
+            wait_for_place().close()
+
+
+def wait_for_place() -> AgentLink:
+    """Wait for the place, and describe it to this process' environment; return the connection to the agent.
+
+    Raises:
+        Drained: if there is none for this process.
+        ElasticLaunchError: if the agent cannot be reached.
+    """
+    link = AgentLink.ahead(int(os.environ.get(ENV_LOCAL_RANK) or os.environ["LOCAL_RANK"]))
+    if link is None:
+        raise ElasticLaunchError(
+            "This process was started ahead of its place in a round, and its agent cannot be reached.",
+            "The agent has ended. It starts such a process with everything else that it needs.",
+        )
+    place = link.wait_for_place()
+    if place is None:
+        link.close()
+        raise Drained(0)
+    take(place)
+    return link
+
+
+def take(place: Place) -> None:
+    """Describe a new place to this process' environment, as its agent does for a process that it starts."""
+    os.environ.update(
+        round_environment(
+            place.placement,
+            place.round,
+            restarts=place.restarts,
+            max_restarts=place.max_restarts,
+            reason=place.reason,
+        )
+    )
+    os.environ.pop(ENV_AHEAD, None)
