@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from elastic_launch.training.callbacks import StepEnd as StepEnd
     from elastic_launch.training.checkpoints.checkpoint import Checkpoint as Checkpoint
     from elastic_launch.training.checkpoints.checkpoint import weights_sha256 as weights_sha256
+    from elastic_launch.training.checkpoints.loading import export as export
+    from elastic_launch.training.checkpoints.loading import load_checkpoint as load_checkpoint
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
@@ -85,6 +87,7 @@ _HOMES = {
         "elastic_launch.snapshot.storage.background": "WriteOutcome",
         "elastic_launch.training.callbacks": "Callback CheckpointEnd Evaluation Incident Progress RoundStart StepEnd",
         "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
+        "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
         "elastic_launch.training.plain": "report_step should_stop",
         "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
@@ -134,7 +137,9 @@ __all__ = [
     "__version__",
     "dist",
     "do_not_retry",
+    "export",
     "integrations",
+    "load_checkpoint",
     "report_step",
     "samplers",
     "session",

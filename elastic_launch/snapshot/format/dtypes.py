@@ -9,9 +9,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = ["DTYPES", "bytes_of", "dense", "is_possible", "name_of", "safetensors_type", "state_sha256", "stored_shape"]
+__all__ = [
+    "DTYPES",
+    "NATIVE",
+    "bytes_of",
+    "dense",
+    "is_possible",
+    "name_of",
+    "safetensors_type",
+    "state_sha256",
+    "stored_shape",
+]
 
-_NATIVE = {
+NATIVE = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -28,6 +38,7 @@ _NATIVE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The dtypes that safetensors has a name for, and that name."""
 
 # Types that safetensors, or its older versions, have no name for: stored as a flat tensor of these elements.
 _AS_ELEMENTS = {
@@ -44,19 +55,19 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {name_of(dtype): dtype for dtype in (*_NATIVE, *_AS_ELEMENTS)}
+DTYPES = {name_of(dtype): dtype for dtype in (*NATIVE, *_AS_ELEMENTS)}
 """All dtypes that the format supports, by name."""
 
 
 def safetensors_type(dtype: torch.dtype) -> str:
     """Return the element type under which a tensor is stored, for example "BF16"."""
-    native = _NATIVE.get(dtype)
+    native = NATIVE.get(dtype)
     return native if native is not None else _AS_ELEMENTS[dtype][0]
 
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape under which a tensor is stored: its own, or (elements,) if its dtype has no name."""
-    if dtype in _NATIVE:
+    if dtype in NATIVE:
         return shape
     return (math.prod(shape) * dtype.itemsize // _AS_ELEMENTS[dtype][1],)
 

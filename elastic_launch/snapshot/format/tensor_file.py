@@ -7,7 +7,7 @@ system's errors; its parser is well hardened by wide use.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,28 +44,36 @@ class Layout:
     size: int
 
 
-def parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the content of a file with these tensors in order; at most one tensor at a time is copied.
+
+    Args:
+        metadata: as for ``layout``.
 
     Raises:
         UnsupportedStateError: as ``layout``.
     """
-    found = layout(tensors)
+    found = layout(tensors, metadata)
     yield found.header
     for name, _, _ in found.places:
         tensor = dense(tensors[name])
         yield bytes_of(tensor)
 
 
-def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
     """Return the layout of a file with these tensors.
+
+    Args:
+        metadata: what the file says of itself, for other programs.
 
     Raises:
         UnsupportedStateError: if there are more tensors than a file can hold, about half a million.
     """
     # Widest elements first, so that each tensor is aligned to its elements without gaps, which the format forbids.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in names:
         tensor = tensors[name]
@@ -86,8 +94,11 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return Layout(beginning, places, len(beginning) + offset)
 
 
-def read(descriptor: int) -> dict[str, torch.Tensor]:
+def read(descriptor: int, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of an open file, each in its own memory.
+
+    Args:
+        only: names of the tensors to return, if the file has them; None: all.
 
     Raises:
         MalformedError: if it is not a safetensors file, or has element types that this format does not use.
@@ -96,7 +107,8 @@ def read(descriptor: int) -> dict[str, torch.Tensor]:
     path = f"/proc/self/fd/{descriptor}"
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: _read_one(file, name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if only is None or name in only]  # noqa: SIM118
+            return {name: _read_one(file, name) for name in names}
     except SafetensorError as error:
         raise MalformedError(f"it is no safetensors file: {error}") from error
 

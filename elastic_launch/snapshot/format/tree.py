@@ -30,7 +30,7 @@ from elastic_launch.snapshot.format import arrays
 from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, is_possible, name_of, safetensors_type, stored_shape
 from elastic_launch.snapshot.format.plain import MAX_DEPTH, Decoder, Encoder, Path, base64_bytes, show, type_name
 
-__all__ = ["MAX_DEPTH", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "decode", "encode", "tensor_names"]
 
 
 def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -64,6 +64,21 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if unused:
         raise MalformedError(f"nothing refers to the tensor {min(unused)!r}")
     return state
+
+
+def tensor_names(tree: Any) -> set[str]:
+    """Return the names of the tensors that a JSON value refers to."""
+    names: set[str] = set()
+    left = [tree]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if isinstance(name := value.get("$tensor"), str):
+                names.add(name)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return names
 
 
 class _Encoder(Encoder):

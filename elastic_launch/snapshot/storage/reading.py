@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,12 @@ from elastic_launch.snapshot.storage.listing import (
 from elastic_launch.snapshot.storage.shared_copies import Copies
 from elastic_launch.snapshot.storage.url_storage import Storage
 
-__all__ = ["LoadedCheckpoint", "load", "newest"]
+__all__ = ["LoadedCheckpoint", "Parts", "load", "newest"]
 
 _log = logging.getLogger(__name__)
+
+Parts = Callable[[CheckpointInfo], Collection[str]]
+"""Returns the keys of a checkpoint's state that are wanted; the tensors of others take no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,13 @@ class LoadedCheckpoint:
         return self.info.meta
 
 
-def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint:
+def load(info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None = None) -> LoadedCheckpoint:
     """Read a checkpoint; sizes and checksums are verified before its content is parsed.
 
     Args:
         info: the checkpoint, from :func:`find` or :func:`inspect`.
         copies: keeps the files read from a directory for other processes, if there is room.
+        parts: selects what to return of the state; None: all of it.
 
     Raises:
         DamagedCheckpointError: if it differs from what its writer wrote, or from what ``info`` describes.
@@ -84,7 +88,8 @@ def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint
             manifest = _same(info, *remote.manifest_of(path))
             storage = Storage(path)
             state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
-            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum))
+            state, only = _selected(state, info, parts)
+            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum, only))
             return LoadedCheckpoint(info, tree.decode(state, tensors))
     with faults(path):
         manifest = _same(info, *manifest_of(path))
@@ -94,7 +99,8 @@ def load(info: CheckpointInfo, copies: Copies | None = None) -> LoadedCheckpoint
         state = _parse_state(data, manifest.state)
         if copies is not None:
             copies.keep_state(data)
-        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies))
+        state, only = _selected(state, info, parts)
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies, only))
         return LoadedCheckpoint(info, tree.decode(state, tensors))
 
 
@@ -103,7 +109,9 @@ def newest(
     on_damaged: OnDamaged | None = None,
     *,
     above: tuple[int, int] | None = None,
+    step: int | None = None,
     copies: Copies | None = None,
+    parts: Parts | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest intact checkpoint; return None if there is none.
 
@@ -112,7 +120,8 @@ def newest(
         on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that. Without
             it, a warning is logged.
         above: consider only checkpoints newer than this (round, step).
-        copies: keeps the files read from a directory for other processes, if there is room.
+        step: consider only checkpoints of this step.
+        copies, parts: as for :func:`load`.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -129,7 +138,8 @@ def newest(
     for _ in range(SCANS):
         try:
             found = find(directory, skip)
-            return _first_sound([x for x in found if above is None or (x.round, x.step) > above], skip, copies)
+            found = [x for x in found if above is None or (x.round, x.step) > above]
+            return _first_sound([x for x in found if step in (None, x.step)], skip, copies, parts)
         except CheckpointGoneError as error:
             # The process that removed it has a newer one.
             gone = error
@@ -137,10 +147,12 @@ def newest(
     raise gone
 
 
-def _first_sound(infos: list[CheckpointInfo], skip: OnDamaged, copies: Copies | None) -> LoadedCheckpoint | None:
+def _first_sound(
+    infos: list[CheckpointInfo], skip: OnDamaged, copies: Copies | None, parts: Parts | None
+) -> LoadedCheckpoint | None:
     for info in infos:
         try:
-            return load(info, copies)
+            return load(info, copies, parts)
         except CheckpointGoneError:
             raise
         except CheckpointReadError as error:
@@ -164,6 +176,15 @@ def _parse_state(data: bytes, expected: FileSum) -> Any:
     return parse_json(data)
 
 
+def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[Any, set[str] | None]:
+    """Return the wanted parts of a state's JSON, and the names of their tensors; None: all tensors."""
+    if parts is None or not isinstance(state, dict) or any(key.startswith("$") for key in state):
+        return state, None
+    wanted = parts(info)
+    state = {name: part for name, part in state.items() if name in wanted}
+    return state, tree.tensor_names(state)
+
+
 def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Read the tensor files one by one."""
     tensors: dict[str, torch.Tensor] = {}
@@ -175,18 +196,20 @@ def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Te
     return tensors
 
 
-def _load_tensors(path: Path, expected: FileSum, copies: Copies | None) -> dict[str, torch.Tensor]:
+def _load_tensors(
+    path: Path, expected: FileSum, copies: Copies | None, only: set[str] | None
+) -> dict[str, torch.Tensor]:
     with open_regular(path) as descriptor:
         check_size(path.name, os.fstat(descriptor).st_size, expected)
         if copies is not None and (taken := copies.take(descriptor)) is not None:
             copy, found = taken
             _check_hash(path.name, found.sha256, expected)
-            return tensorfile.read(copy)
+            return tensorfile.read(copy, only)
         _check_hash(path.name, sum_of(descriptor).sha256, expected)
-        return tensorfile.read(descriptor)
+        return tensorfile.read(descriptor, only)
 
 
-def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, torch.Tensor]:
+def _fetch_tensors(storage: Storage, url: Url, expected: FileSum, only: set[str] | None) -> dict[str, torch.Tensor]:
     """Read tensors through an unnamed file: the data parsed must be the data verified, and may be large."""
     digest, size = hashlib.sha256(), 0
     with tempfile.TemporaryFile() as file:
@@ -199,7 +222,7 @@ def _fetch_tensors(storage: Storage, url: Url, expected: FileSum) -> dict[str, t
         file.flush()
         check_size(url.name, size, expected)
         _check_hash(url.name, digest.hexdigest(), expected)
-        return tensorfile.read(file.fileno())
+        return tensorfile.read(file.fileno(), only)
 
 
 def _check_hash(name: str, sha256: str, expected: FileSum) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -36,6 +36,8 @@ from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.branches import Branch, following, within
 from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
+from elastic_launch.training.checkpoints.start_from import StartFrom
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.durations import Interval
@@ -78,6 +80,7 @@ class Resumed:
         equal: in that case, the step after which the ranks were last equal.
         orders: parameter names of each optimizer, by group.
         last: loss and metrics of the last step, if the state is that of a process that was suspended.
+        anew: names of the parts that begin anew, and of those in the state that are not taken.
     """
 
     step: int = 0
@@ -90,6 +93,7 @@ class Resumed:
     equal: int = 0
     orders: dict[str, list[list[str]]] = field(default_factory=dict)
     last: tuple[float, dict[str, float]] | None = None
+    anew: frozenset[str] = frozenset()
 
     @property
     def uncompared(self) -> int:
@@ -116,6 +120,11 @@ class Checkpoint:
         keep: number of newest checkpoints to keep; older ones are removed.
         split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
             under an agent of this project and in a shared directory.
+        start_from: directory or URL of another training's checkpoints, or of one of them. As long as this training has
+            no state of its own, it begins with that one: with all of it, or with what the next arguments say.
+        weights_only: take only the weights, and begin at step 0 with the rest anew.
+        allow: differences from that training that are wanted, such as ``["global batch", "dataset length"]``; any
+            other is an error. A part of the state that is named, such as ``"scheduler"``, begins anew.
 
     Raises:
         UsageError: if ``every`` is not a valid interval, ``keep`` or ``split`` is less than 1, or no installed driver
@@ -123,7 +132,15 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, every: int | str = "10min", keep: int = 3, split: int = SPLIT
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | str = "10min",
+        keep: int = 3,
+        split: int = SPLIT,
+        start_from: str | os.PathLike[str] | None = None,
+        weights_only: bool = False,
+        allow: Sequence[str] = (),
     ) -> None:
         self.directory = place(directory)
         if isinstance(self.directory, Url):
@@ -131,7 +148,10 @@ class Checkpoint:
         self._interval = Interval.parse(every)
         # Each node may have a directory of its own; a URL is one for all.
         where = str(directory) if isinstance(self.directory, Url) else "a directory"
+        self._start = StartFrom.of(start_from, weights_only, allow, self.directory)
         self.arguments = f"{where}, every={every}, keep={keep}, split={split}"
+        if self._start is not None:
+            self.arguments += f", start_from={start_from}, weights_only={weights_only}, allow={list(allow)}"
         """The arguments that must be the same on all ranks, as text."""
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
@@ -172,12 +192,20 @@ class Checkpoint:
         self._highest = max(self._highest, position[0], newest[0])
         return (newest[0], newest[1]) > position
 
-    def open(self, world: World, identity: dict[str, int], *, above: tuple[int, int] | None = None) -> Resumed | None:
+    def open(
+        self,
+        world: World,
+        identity: dict[str, int],
+        *,
+        above: tuple[int, int] | None = None,
+        parts: TrainingState | None = None,
+    ) -> Resumed | None:
         """Agree with all ranks on the checkpoint to resume from, and read it.
 
         Args:
             identity: what must be equal in the checkpoint and in this training, by the names used in errors.
             above: round and step of a state in memory; only newer checkpoints, made by this run, are considered.
+            parts: the parts of this training, for ``start_from``.
 
         Returns:
             The state to resume from; None if no intact checkpoint is newer than the state in memory.
@@ -187,7 +215,7 @@ class Checkpoint:
             CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
         if isinstance(self.directory, Url):
-            return self._open_url(self.directory, world, identity, above)
+            return self._open_url(self.directory, world, identity, above, parts)
         self._writers = in_directory(self.directory, world)
         # A read that is merely slow must not make the training resume from an older state.
         read = read_on_node(world, self.directory, partial(_read, self.directory, above))
@@ -202,9 +230,10 @@ class Checkpoint:
             # Starting from scratch would eventually overwrite checkpoints that may be repairable.
             raise damaged
         if holder is None:
+            first = self._first(world, identity, parts)
             self._begin(world, {})
             self._take(self.directory, world)
-            return Resumed()
+            return first
         state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
         if not complete:
             state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
@@ -413,8 +442,25 @@ class Checkpoint:
             return None
         return max((info.step for info in found if info.round >= self.branch.since), default=-1)
 
+    def _first(self, world: World, identity: dict[str, int], parts: TrainingState | None) -> Resumed:
+        """Return what a training without a checkpoint of its own begins with."""
+        if self._start is None:
+            return Resumed()
+        found = self._start.begin(world, identity, parts or TrainingState())
+        resumed = Resumed.of(
+            found.step, found.state, {"worlds": []} | found.meta | {"identity": identity}, found.origin
+        )
+        worlds = resumed.worlds if found.step else []
+        self._last_step = found.step
+        return replace(resumed, worlds=worlds, anew=found.anew)
+
     def _open_url(
-        self, url: Url, world: World, identity: dict[str, int], above: tuple[int, int] | None
+        self,
+        url: Url,
+        world: World,
+        identity: dict[str, int],
+        above: tuple[int, int] | None,
+        parts: TrainingState | None,
     ) -> Resumed | None:
         self._writers = behind_url(world)
 
@@ -429,9 +475,11 @@ class Checkpoint:
         self._highest = max(self._highest, found.highest, above[0] if above else 0)
         if found.state is None and above is not None:
             return None
-        self._begin(world, found.meta)
         if found.state is None:
-            return Resumed()
+            first = self._first(world, identity, parts)
+            self._begin(world, {})
+            return first
+        self._begin(world, found.meta)
         return self._resumed(found.step, found.state, found.meta, origin(found.step))
 
     def _take(self, directory: Path, world: World) -> None:
@@ -554,7 +602,8 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) 
         if saved.get(name) != value:
             raise UsageError(
                 f"{origin} was made with {name} {saved.get(name)}, this training has {value}.",
-                "Use the same, or another directory: the samples of the steps to come would not be those left over.",
+                "Use the same, or another directory: the samples of the steps to come would not be those left over. If "
+                "that is wanted: Checkpoint(another directory, start_from=this one, allow=[...]).",
             )
     differing = [name for name, value in fingerprint().items() if meta.get("fingerprint", {}).get(name) != value]
     if differing and torch.are_deterministic_algorithms_enabled():

@@ -117,7 +117,7 @@ class Saver:
             self._branch, self._training = before  # those of the state which this process still has
             raise
         if resumed.state is not None:
-            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders)
+            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew)
         if self._memory is not None:
             self._memory.rhythm.begin(resumed.step)
         return resumed
@@ -130,7 +130,8 @@ class Saver:
         kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
         resumed: Resumed | None = None
         if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
-            resumed = checkpoint.open(self._world, identity, above=None if kept is None else kept.position)
+            above = None if kept is None else kept.position
+            resumed = checkpoint.open(self._world, identity, above=above, parts=state)
             self._branch = checkpoint.branch
         if resumed is not None and resumed.state is not None:
             self._judge(resumed)
@@ -214,7 +215,7 @@ class Saver:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
-        return meta | {"equal": self._equal}
+        return meta | {"parts": state.names, "weights": state.weights, "equal": self._equal}
 
     def _judge(self, resumed: Resumed) -> None:
         """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ from elastic_launch.training.checkpoints.matching import (
     other_dtype,
     reordered,
 )
+from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
 __all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
@@ -120,6 +121,11 @@ class TrainingState:
         return list(self._parts)
 
     @property
+    def weights(self) -> list[str]:
+        """Names of the parts that are models, or parameters of the optimizer besides them."""
+        return [name for name, part in self._parts.items() if isinstance(part, nn.Module | OwnParameters)]
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether neither a part nor a function is registered."""
         return not (self._parts or self._on_save or self._on_restore)
@@ -173,6 +179,7 @@ class TrainingState:
         origin: str,
         classes: Mapping[str, str] | None = None,
         orders: Mapping[str, list[list[str]]] | None = None,
+        anew: Collection[str] = (),
     ) -> None:
         """Load the parts' states, then call the ``on_restore`` functions.
 
@@ -181,28 +188,30 @@ class TrainingState:
             origin: names the checkpoint in error messages.
             classes, orders: results of :meth:`classes` and :meth:`orders` when the state was saved; missing entries are
                 unknown.
+            anew: names of parts that begin anew, and of states that are not used.
 
         Raises:
             UsageError: if the state has other parts than this training, or does not fit one of them.
         """
-        if lacking := sorted(self._parts.keys() - state.keys()):
+        if lacking := sorted(self._parts.keys() - state.keys() - set(anew)):
             names = ", ".join(lacking)
             raise UsageError(
                 f"{origin} has no {names}, which this script has.",
-                f"Leave out {names} to go on from it, or start in another directory: Checkpoint(directory).",
+                f"Leave out {names} to go on from it, or start in another directory: {_elsewhere(lacking)}.",
             )
-        if surplus := sorted(state.keys() - self._parts.keys()):
+        if surplus := sorted(state.keys() - self._parts.keys() - set(anew)):
             names = ", ".join(surplus)
             raise UsageError(
                 f"{origin} has {names}, which this script has not.",
                 f"Give {names} as an argument (scheduler=, scaler=) or by run.register(), as when it was made, or "
-                "start in another directory: Checkpoint(directory).",
+                f"start in another directory: {_elsewhere(surplus)}.",
             )
+        state = {name: saved for name, saved in state.items() if name not in anew}
         _check_members(state, origin, ())
         here, there = self.orders(), orders or {}
         known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
-        for name, part in self._parts.items():
-            _load(name, part, state[name], origin, classes or {}, known)
+        for name in [name for name in self._parts if name not in anew]:
+            _load(name, self._parts[name], state[name], origin, classes or {}, known)
         for function in self._on_restore:
             function()
 
@@ -286,10 +295,12 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
                 own[key] = was.to(value.device, copy=True)
 
 
+def _elsewhere(names: Collection[str]) -> str:
+    return f"Checkpoint(directory), with start_from= and allow={list(names)} to begin with the rest of it"
+
+
 def _refuse(name: str, origin: str, found: str, hint: str = "", cause: Exception | None = None) -> NoReturn:
     raise UsageError(
         f"{origin} does not fit this script's {name}: {found}.",
-        hint
-        or f"Resume with the {name} that it was made with, or start in another directory: Checkpoint(directory). To "
-        "take only weights from it, load them before the training: elastic_launch.snapshot.newest(directory).state.",
+        hint or f"Resume with the {name} that it was made with, or start in another directory: {_elsewhere([name])}.",
     ) from cause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.exchange import from_first
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Found", "open_url"]
@@ -70,22 +70,20 @@ def open_url(
             f"Checkpoints cannot be saved to {url} under elastic-launch: that is the memory of one process.",
             "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
         )
-    found: Found | None = None
-    error: UsageError | snapshot.CheckpointError | None = None
+    look = partial(_open, url, run, check, skip)
+    if above is not None:
+        look = partial(_open_newer, url, run, check, skip, above)
+
+    def read() -> dict[str, Any]:
+        found = while_advancing(url, look)
+        return {field.name: getattr(found, field.name) for field in fields(found)}
+
+    found = Found(**from_first(world, read))
     if world.rank == 0:
-        try:
-            look = partial(_open, url, run, check, skip)
-            found = while_advancing(url, look if above is None else partial(_open_newer, url, run, check, skip, above))
-        except (UsageError, snapshot.CheckpointError) as failure:
-            error = failure
-    if world.world_size > 1:
-        found = _share(world, found, error)
-    if error is not None:
-        raise error
-    assert found is not None
-    if world.rank != 0 and found.state is not None:
+        return found
+    if found.state is not None:
         check(found.meta, found.step)
-    return found
+    return replace(found, owner="")
 
 
 def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -> Found:
@@ -126,20 +124,3 @@ def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str) -> Fou
     if loaded is None:
         return Found(0, 0, None, {}, mine, highest)
     return Found(loaded.round, loaded.step, loaded.state, loaded.meta, mine, highest)
-
-
-def _share(world: World, found: Found | None, error: UsageError | snapshot.CheckpointError | None) -> Found | None:
-    told: dict[str, Any] | None = None
-    if error is not None:
-        told = {"error": [isinstance(error, UsageError), error.message, error.hint]}
-    elif found is not None:
-        told = {"numbers": [found.round, found.step, found.highest], "state": found.state, "meta": found.meta}
-    told = broadcast_state(told, 0, world.rank)
-    if world.rank == 0:
-        return found
-    assert told is not None
-    if "error" in told:
-        usage, message, hint = told["error"]
-        raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
-    round, step, highest = told["numbers"]
-    return Found(round, step, told["state"], told["meta"], "", highest)

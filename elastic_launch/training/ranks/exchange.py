@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format import tree
+from elastic_launch.training.ranks.world import World
 
-__all__ = ["broadcast_state", "broadcast_tensors"]
+__all__ = ["broadcast_state", "broadcast_tensors", "from_first"]
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
@@ -52,6 +55,33 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
             dist.broadcast(dense.reshape(-1).view(torch.uint8), src=source)
         tensors[name] = dense
     return tree.decode(rest, tensors) if rank != source else state
+
+
+def from_first(world: World, read: Callable[[], Any]) -> Any:
+    """Return on all ranks what the first one reads; called by all ranks.
+
+    Args:
+        read: returns a state that a checkpoint can hold.
+
+    Raises:
+        UsageError, CheckpointError: as raised by ``read``, on all ranks; a subclass only on the first.
+    """
+    told: dict[str, Any] = {}
+    error: UsageError | snapshot.CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            told = {"value": read()}
+        except (UsageError, snapshot.CheckpointError) as failure:
+            error = failure
+            told = {"error": [isinstance(error, UsageError), error.message, error.hint]}
+    if world.world_size > 1:
+        told = broadcast_state(told, 0, world.rank)
+    if error is not None:
+        raise error
+    if "error" in told:
+        usage, message, hint = told["error"]
+        raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
+    return told["value"]
 
 
 def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:

@@ -1,0 +1,148 @@
+"""A training that begins from another training's checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.location import Place, Url, place
+from elastic_launch.snapshot.storage.url_storage import check_driver
+from elastic_launch.training.checkpoints.loading import read_checkpoint, weights_in
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.data.samplers import SAMPLE_ORDER
+from elastic_launch.training.ranks.exchange import from_first
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["Beginning", "StartFrom"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a training begins with.
+
+    Attributes:
+        step: optimizer steps done; 0 if only weights are taken.
+        state: state by part.
+        meta: the checkpoint's meta.
+        origin: names the checkpoint in error messages.
+        anew: names of the parts, of this training or of the checkpoint, that are not taken.
+    """
+
+    step: int
+    state: dict[str, Any]
+    meta: dict[str, Any]
+    origin: str
+    anew: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StartFrom:
+    """Another training's checkpoint; see :class:`~elastic_launch.Checkpoint`."""
+
+    place: Place
+    weights_only: bool
+    allow: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        start_from: str | os.PathLike[str] | None, weights_only: bool, allow: Sequence[str], own: Place
+    ) -> StartFrom | None:
+        """Check the arguments of a ``Checkpoint`` whose own place is ``own``.
+
+        Raises:
+            UsageError: if they do not fit each other, or no installed driver opens the URL.
+        """
+        if isinstance(allow, str):
+            raise UsageError(f"Checkpoint(allow={allow!r}) is a string.", f"Give a list: allow=[{allow!r}].")
+        if start_from is None:
+            if weights_only or allow:
+                raise UsageError("Checkpoint(weights_only=..., allow=...) came without start_from=.", "Leave them out.")
+            return None
+        where = place(start_from)
+        if where.absolute() == own.absolute():
+            raise UsageError(
+                f"Checkpoint(start_from=...) is its own directory, {own}.",
+                "Give the new training another one. To continue a training, leave start_from out.",
+            )
+        if isinstance(where, Url):
+            check_driver(where)
+        return StartFrom(where, weights_only, tuple(allow))
+
+    def begin(self, world: World, identity: Mapping[str, int], state: TrainingState) -> Beginning:
+        """Read the checkpoint; called by all ranks, of which the first one reads.
+
+        Args:
+            identity: what must be equal in the checkpoint and in this training, unless it is allowed to differ.
+            state: the parts of this training.
+
+        Raises:
+            UsageError: if the checkpoint differs from this training in more than what is allowed.
+            CheckpointError: if there is no checkpoint, or it cannot be read.
+        """
+        told = from_first(world, self._read)
+        step, parts, meta = int(told["step"]), told["state"], told["meta"]
+        origin = f"The checkpoint of step {step} in {told['path']}"
+        here, there = set(state.names), {*parts, *told["others"]}
+        _check_names(self.allow, [*map(_short, identity), *sorted(here | there)])
+        anew = (here | there) & set(self.allow)
+        if self.weights_only:
+            anew |= (here - set(state.weights)) | (there - here)
+            changed: list[str] = []
+        else:
+            changed = self._changed(identity, meta.get("identity", {}), origin)
+        if world.rank == 0:
+            _log.warning(
+                "a new training begins at step %d with %s of the checkpoint of step %d in %s; not taken: %s; other "
+                "than there: %s",
+                0 if self.weights_only else step,
+                ", ".join(name for name in state.names if name not in anew) or "nothing",
+                step,
+                told["path"],
+                ", ".join([*sorted(anew), *(["the number of steps"] if self.weights_only else [])]) or "nothing",
+                ", ".join(changed) or ("not compared" if self.weights_only else "nothing"),
+            )
+        return Beginning(0 if self.weights_only else step, parts, meta, origin, frozenset(anew))
+
+    def _read(self) -> dict[str, Any]:
+        loaded = read_checkpoint(self.place, None, weights_in if self.weights_only else None)
+        others = set(loaded.meta.get("parts", [])) - loaded.state.keys()
+        told = {"state": loaded.state, "meta": loaded.meta, "others": sorted(others)}
+        return {"step": loaded.step, "path": str(loaded.info.path), **told}
+
+    def _changed(self, identity: Mapping[str, int], saved: Mapping[str, int], origin: str) -> list[str]:
+        """Return the allowed differences, as text.
+
+        Raises:
+            UsageError: if there are others.
+        """
+        differing = [name for name, value in identity.items() if saved.get(name) != value]
+        if any(name in self.allow for name in differing):
+            differing = [name for name in differing if name != SAMPLE_ORDER]  # it follows from the others
+        texts = {name: f"{name} {saved.get(name)} (here {identity[name]})" for name in differing}
+        if refused := [name for name in differing if _short(name) not in self.allow]:
+            allow = [*self.allow, *map(_short, refused)]
+            raise UsageError(
+                f"{origin} was made with another {', '.join(texts[name] for name in refused)}.",
+                f"If this is wanted: Checkpoint(allow={allow}). Or weights_only=True, to begin at step 0 with the "
+                "weights alone.",
+            )
+        return list(texts.values())
+
+
+def _short(name: str) -> str:
+    """Return the name of what must be equal as it is given to ``allow``."""
+    return name.partition(" (")[0]
+
+
+def _check_names(given: Collection[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        names = ", ".join(map(repr, known))
+        raise UsageError(
+            f"Checkpoint(allow=...) names {unknown[0]!r}, which nothing here is called.", f"Known: {names}."
+        )
