@@ -174,7 +174,7 @@ def test_every_flag_is_tested() -> None:
     assert {flag.name for flag in FLAGS} - tested - {"--print-completion"} == switches  # which shows, and exits
     assert switches == {
         *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--prefix"),
-        *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank"),
+        *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank", "--node-check"),
     }
 
 

@@ -47,10 +47,16 @@ def test_prefixes(prefix: str, name: str) -> None:
             "--n",
             [
                 *("--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-live"),
-                *("--no-preload", "--numa-binding", "--notice"),
+                *("--no-preload", "--node-check", "--numa-binding", "--notice"),
             ],
         ),
-        ("--no", ["--node-rank", "--node-id", "--no-python", "--no-warm", "--no-live", "--no-preload", "--notice"]),
+        (
+            "--no",
+            [
+                *("--node-rank", "--node-id", "--node-check"),
+                *("--no-python", "--no-warm", "--no-live", "--no-preload", "--notice"),
+            ],
+        ),
         ("--master_", ["--master-addr", "--master-port"]),
         ("--rdzv=3", ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"]),
     ],

@@ -19,6 +19,7 @@ from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.inbox import Inbox, SignalsTo
 from elastic_agents.notices import watching
 from elastic_agents.prctl import set_dumpable
+from elastic_agents.probes.node_check import check_node
 from elastic_agents.summary import failure_summary, leave_error, root_cause
 from elastic_agents.warm.processes import start_processes
 from elastic_agents.workers.placement import shared_environment
@@ -162,6 +163,10 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             watcher,
         )
         _check(config)
+        if config.node_check:
+            checked = check_node(config)
+            journal.emit(checked)
+            _log.info("%s", checked.line())
         # First, because it takes longest and depends on nothing below.
         env = shared_environment(config)
         processes = start_processes(config, env, begun.server if begun is not None else None, files)

@@ -120,6 +120,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--restart-refill",), "training that gives a restart back", "S", "0"),
             Flag(("--max-idle-restarts",), "restarts without a step; 0: any", "N", "0"),
             Flag(("--fatal-exit-codes",), "of workers: they end the run", "N,N-N,..."),
+            Flag(("--node-check",), "test this node before it joins"),
             Flag(("--drill",), "file with faults that are rehearsed", "PLAN"),
             Flag(("-m", "--module"), "the script is a module, as in python -m"),
             Flag(("--no-python",), "the script is a program of its own"),

@@ -252,6 +252,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),
         notices=notices,
+        node_check=values.switch("--node-check"),
         drill=read_drill(values, own_agent=meeting.foreign is None and not meeting.kind.fixed_ranks),
         options=read_torch_options(values, own_agent=meeting.foreign is None),
         foreign=meeting.foreign,

@@ -224,6 +224,7 @@ class LaunchConfig:
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
         drill: faults that are rehearsed.
+        node_check: whether to test this node before it joins.
         foreign: the rendezvous of another package's handler, which ``backend`` names; None for this project's own.
         torchrun: whether every failure counts as a crash and ends in torchrun's exit codes.
     """
@@ -262,6 +263,7 @@ class LaunchConfig:
     signals: Signals = field(default_factory=Signals)
     notices: tuple[NoticeSource, ...] = ()
     drill: FaultPlan = field(default_factory=FaultPlan)
+    node_check: bool = False
     options: TorchOptions = field(default_factory=TorchOptions)
     foreign: Foreign | None = None
     torchrun: bool = False

@@ -63,6 +63,30 @@ class NoticeReceived(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeChecked(Event):
+    """The node has passed the test of ``--node-check``; each figure is that of its slowest device.
+
+    Attributes:
+        devices: number of GPUs tested, besides the CPU.
+        memory_gb_s: memory written and read, in 10**9 bytes per second.
+        compute_gflop_s: multiplication of float32 matrices, in 10**9 operations per second.
+        disk_mb_s: a file written, synchronized and read in the log directory, in 10**6 bytes per second.
+    """
+
+    devices: int
+    memory_gb_s: float
+    compute_gflop_s: float
+    disk_mb_s: float
+
+    def line(self) -> str:
+        what = f"CPU and {self.devices} GPUs" if self.devices > 1 else "CPU and GPU" if self.devices else "CPU"
+        return (
+            f"node check passed: {what}; {self.compute_gflop_s:g} GFLOP/s, memory {self.memory_gb_s:g} GB/s, "
+            f"disk {self.disk_mb_s:g} MB/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStarted(Event):
     """A worker process was started.
 

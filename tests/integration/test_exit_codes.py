@@ -102,3 +102,15 @@ def test_each_code_comes_out_of_a_run(job: Job, name: str) -> None:
 def test_without_restarts_a_run_ends_with_the_workers_code(job: Job, act: Callable[[Job], Agent], code: int) -> None:
     agent = act(job)
     assert agent.wait(60) == code, agent.output
+
+
+@pytest.mark.slow
+def test_a_node_that_fails_its_check_joins_no_run(job: Job) -> None:
+    agent = job.launch("--standalone", "--node-check", "--log-dir", "/proc/nowhere")
+    assert agent.wait(60) == 90, agent.output
+    assert "--node-check: /proc/nowhere cannot be written" in agent.output
+    job.finish()
+    agent = job.launch("--standalone", "--node-check", name="healthy")
+    assert agent.wait(60) == 0, agent.output
+    assert "node check passed: CPU" in agent.output
+    assert [event["devices"] for event in job.events("node_checked")]

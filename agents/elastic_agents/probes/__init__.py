@@ -1,5 +1,6 @@
-"""HTTP probes for a supervisor such as the kubelet.
+"""Health of a node: HTTP probes for a supervisor such as the kubelet, and a test of the hardware.
 
 ``health``       the answers
 ``http_server``  a small bounded server
+``node_check``   a test of memory, arithmetic and disk before the node joins
 """
