@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.ranks.ranks import (
+    first_on_node,
     get_global_rank,
     get_local_rank,
     get_local_world_size,
@@ -267,7 +268,7 @@ def run_local_rank_zero_first() -> Iterator[None]:
     if not joined("run_local_rank_zero_first"):
         yield
         return
-    if rank_on_node() != 0:
+    if not first_on_node():
         _raise_if_one_failed(None)
         yield
         return
@@ -298,9 +299,9 @@ def local_rank_zero_download_and_wait(
     Raises:
         ElasticLaunchError: if the file does not exist in time, or local rank 0 leaves the body without making it.
     """
-    path, local_rank = os.fspath(expected_file_path), rank_on_node()
+    path, local_rank, first = os.fspath(expected_file_path), rank_on_node(), first_on_node()
     deadline = time.monotonic() + timeout
-    while local_rank != 0 and not os.path.exists(path):
+    while not first and not os.path.exists(path):
         if time.monotonic() >= deadline:
             raise ElasticLaunchError(
                 f"Local rank {local_rank} waited {timeout:g} s for {path}, and local rank 0 has not made it.",
@@ -308,7 +309,7 @@ def local_rank_zero_download_and_wait(
             )
         time.sleep(_POLL)
     yield
-    if local_rank == 0 and not os.path.exists(path):
+    if first and not os.path.exists(path):
         raise ElasticLaunchError(
             f"Local rank 0 has not made {path}, and the others of its node wait for it.",
             "Make the file in the body, or name the one that it makes.",
@@ -379,13 +380,13 @@ def busy_wait_for_local_rank_zero(
                 "The traceback of local rank 0 tells the cause.",
             )
         barrier()
-    if rank_on_node() == 0:
+    if first_on_node():
         os.remove(path)
 
 
 def _write_signal(name: str, directory: str | os.PathLike[str] | None, text: str) -> str:
     path = os.path.join(os.getcwd() if directory is None else directory, name)
-    if rank_on_node() == 0:
+    if first_on_node():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.new", "w") as file:
             file.write(text)

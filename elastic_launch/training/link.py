@@ -111,7 +111,7 @@ class AgentLink:
             return None
         link = AgentLink._connect(c.Hello(world.round, world.rank, world.local_rank, saves))
         if link is not None:
-            link._tells_steps = world.local_rank == 0  # all workers take the same steps: one report is enough
+            link._tells_steps = world.first_on_node  # all workers take the same steps: one report is enough
         return link
 
     @staticmethod
@@ -439,7 +439,7 @@ class AgentLink:
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""
-                    self._tells_steps, self._next_word = place.placement.local_rank == 0, 0.0
+                    self._tells_steps, self._next_word = place.placement.first_on_node, 0.0
                 case c.Exit():
                     self._exit = True
                 case c.Fetched(use=use, sequence=sequence):

@@ -66,12 +66,12 @@ def failure(failing=0):
 
 def failure_elsewhere():
     """As if each rank was alone on its node, and the second one fails."""
-    mine = os.environ["LOCAL_RANK"]
-    os.environ["LOCAL_RANK"] = "0"
+    mine = {name: os.environ[name] for name in ("LOCAL_RANK", "ELASTIC_LAUNCH_FIRST_ON_NODE")}
+    os.environ.update({"LOCAL_RANK": "0", "ELASTIC_LAUNCH_FIRST_ON_NODE": "1"})
     try:
         return failure(1)
     finally:
-        os.environ["LOCAL_RANK"] = mine
+        os.environ.update(mine)
 
 
 def reduced(*operation):

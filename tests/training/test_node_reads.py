@@ -13,6 +13,8 @@ from harness import SCRIPTS, Job
 from elastic_launch import snapshot
 from elastic_launch.snapshot.storage import shared_copies as copies_module
 from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies
+from elastic_launch.training.checkpoints import node_reads
+from elastic_launch.training.ranks.world import World
 
 SCRIPT = str(SCRIPTS / "reading.py")
 STATE = {"weights": torch.arange(5000.0), "list": [torch.zeros(3, dtype=torch.bool), 7]}
@@ -73,6 +75,28 @@ def test_a_reader_that_dies_or_hangs_ends_the_wait_of_the_others(
     assert asked[0] >= 2_000_000
     assert re.search(cause, output), output
     assert "restart 1 of 1" in output
+
+
+@pytest.mark.parametrize(
+    ("found", "nodes"),
+    [
+        ([(1, 0, 2), (0, 1, 2), (1, 0, 1)], [[0, 1], [0, 1], [2]]),
+        ([(1, 1, 2), (0, 3, 2), (1, 0, 1)], [[0, 1], [0, 1], [2]]),  # some of a node's workers
+        ([(1, 0, 2), (1, 0, 2), (0, 1, 2), (0, 1, 2)], [[0], [1], [2], [3]]),  # one after the other
+    ],
+)
+def test_the_workers_of_a_node_find_each_other(
+    found: list[tuple[int, int, int]], nodes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tells whether it is the first on its node, its local rank, and the number of workers there."""
+
+    def all_gather(gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for target, numbers in zip(gathered, found, strict=True):
+            target.copy_(torch.tensor(numbers))
+
+    monkeypatch.setattr("torch.distributed.all_gather", all_gather)
+    size = len(found)
+    assert [node_reads._on_node(World(rank, size)) for rank in range(size)] == nodes
 
 
 def test_what_was_read_is_the_same_in_another_process(saved: Path) -> None:

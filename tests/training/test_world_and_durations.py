@@ -19,7 +19,20 @@ def test_no_launcher_is_one_process() -> None:
 def test_a_launchers_world() -> None:
     environ = {**MASTER, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     more = {"ELASTIC_LAUNCH_ROUND": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False)
+    assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False, first_on_node=False)
+
+
+def test_the_first_worker_of_a_node_need_not_have_the_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node takes part with some of its workers only; each keeps the GPU of its local rank."""
+    environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "1"}
+    world = World.of({**environ, "ELASTIC_LAUNCH_FIRST_ON_NODE": "1"})
+    assert world.first_on_node
+    assert not World.of({**environ, "LOCAL_RANK": "0", "ELASTIC_LAUNCH_FIRST_ON_NODE": "0"}).first_on_node
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert world.device().index == 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert world.device().type == "cpu"
 
 
 def test_a_process_that_cannot_know_its_gpu_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

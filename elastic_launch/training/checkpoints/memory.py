@@ -68,11 +68,13 @@ class MemorySnapshots:
         self._json = 0  # bytes of the last snapshot besides its tensors
         self._torn = False
         self._left: int | None = None  # a slot that was reserved for writing but is empty
-        self.writes = world.local_rank == 0 and bool(self._slots)
+        self.writes = world.first_on_node and bool(self._slots)
         """Whether this worker writes its node's snapshots; False once there is no room."""
 
     def move(self, world: World) -> None:
         """Continue in another round; called without a snapshot under way."""
+        if world.first_on_node != self._world.first_on_node:
+            self.writes = world.first_on_node and bool(self._slots)
         self._world = world
         self._sequence = max(self._sequence, self._link.sequence)
 
@@ -166,7 +168,7 @@ class MemorySnapshots:
 
     def drop_above(self, position: tuple[int, int], training: int) -> None:
         """Drop this node's snapshots of a training that are newer than a (round, step)."""
-        for slot in self._slots if self._world.local_rank == 0 else []:
+        for slot in self._slots if self._world.first_on_node else []:
             header = slot.header()
             if header is not None and header.training == training and (header.round, header.step) > position:
                 slot.begin()

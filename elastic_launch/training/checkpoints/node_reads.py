@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,33 @@ def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], 
     Raises:
         CheckpointError: as raised by ``read``, on all workers of a node; or if the reader does not respond.
     """
-    first = world.rank - world.local_rank
-    others = list(range(first + 1, first + world.local_world_size))
-    if not others or not _in_one_row(world, first):
+    first, *others = _on_node(world)
+    if not others:
         return while_advancing(directory, lambda: read(None))
     if world.rank == first:
         return _read_for(others, directory, read)
     return _have_read(first, world.rank, directory, read)
 
 
-def _in_one_row(world: World, first: int) -> bool:
-    """Whether the ranks of every node are consecutive, as launchers number them, so that all know their reader."""
-    mine = torch.tensor([first, world.local_world_size])
+def _on_node(world: World) -> list[int]:
+    """Return the ranks of this node's workers, in order; only this one's unless all nodes' ranks are consecutive.
+
+    Launchers number them so. A node may take part with some of its local ranks only.
+    """
+    if world.world_size == 1:
+        return [world.rank]
+    mine = torch.tensor([world.first_on_node, world.local_rank, world.local_world_size])
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
     dist.all_gather(gathered, mine)
-    found = [(int(entry[0]), int(entry[1])) for entry in gathered]
-    return all(
-        first <= rank < first + size <= world.world_size and found[first : first + size] == [(first, size)] * size
-        for rank, (first, size) in enumerate(found)
+    found = [entry.tolist() for entry in gathered]
+    begins = [rank for rank, (first, _, _) in enumerate(found) if first or not rank]
+    nodes = [[*range(*ends)] for ends in pairwise([*begins, world.world_size])]
+    consecutive = all(
+        all(found[rank][2] == len(ranks) for rank in ranks)
+        and all(found[rank][1] < found[after][1] for rank, after in pairwise(ranks))
+        for ranks in nodes
     )
+    return next(ranks for ranks in nodes if world.rank in ranks) if consecutive else [world.rank]
 
 
 def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None], Read]) -> Read:

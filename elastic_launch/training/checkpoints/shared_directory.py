@@ -35,7 +35,7 @@ class Writers:
 def in_directory(directory: Path, world: World) -> Writers:
     """Find out which ranks write checkpoints; called by all ranks together.
 
-    Rank 0 writes, and local rank 0 of each node that does not see rank 0's directory, so that each directory has one
+    Rank 0 writes, and the first rank of each node that does not see rank 0's directory, so that each directory has one
     writer. If rank 0 cannot write, nothing is known about the directories, and only rank 0 keeps trying.
     """
     if world.world_size == world.local_world_size:
@@ -43,7 +43,7 @@ def in_directory(directory: Path, world: World) -> Writers:
     mark = _put(directory) if world.rank == 0 else 0
     drawn = _broadcast(mark)
     # The name is new, so that no cache of a network file system can know it as absent.
-    own = bool(drawn) and world.local_rank == 0 and not os.path.exists(_path(directory, drawn))
+    own = bool(drawn) and world.first_on_node and not os.path.exists(_path(directory, drawn))
     others = torch.tensor([float(own)])
     dist.all_reduce(others)  # also waits until all ranks have looked
     if mark:

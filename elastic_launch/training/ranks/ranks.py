@@ -11,11 +11,12 @@ import os
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from elastic_launch.contract import ENV_LOCAL_RANK
+from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, UNPLACED
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
 __all__ = [
+    "first_on_node",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
@@ -82,6 +83,18 @@ def rank_on_node() -> int:
         UsageError: see :func:`get_local_rank`.
     """
     return _place(ENV_LOCAL_RANK) if os.environ.get(ENV_LOCAL_RANK) else get_local_rank()
+
+
+def first_on_node() -> bool:
+    """Return whether this process has the lowest rank on its node, which need not be 0 in a round of our agents.
+
+    Before a process that was started ahead has a place, it is local rank 0.
+
+    Raises:
+        UsageError: see :func:`get_local_rank`.
+    """
+    told = os.environ.get(ENV_FIRST_ON_NODE, UNPLACED)
+    return rank_on_node() == 0 if told == UNPLACED else told == "1"
 
 
 def get_local_world_size() -> int:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_LOCAL_RANK, ENV_ROUND
+from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
@@ -37,6 +37,7 @@ class World:
         restarts: restarts of the run so far.
         alone: whether there is no launcher: one process without a process group.
         one_gpu: whether this process sees only its own GPU.
+        first_on_node: whether ``local_rank`` is the lowest on this node in the round; it need not be 0.
         placed: whether ``local_rank`` is known, not just assumed to be 0.
     """
 
@@ -50,6 +51,7 @@ class World:
     restarts: int = 0
     alone: bool = True
     one_gpu: bool = False
+    first_on_node: bool = True
     placed: bool = True
 
     @staticmethod
@@ -78,10 +80,12 @@ class World:
         rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
         if rank >= world_size:
             raise UsageError(f"RANK={rank} is none of the {world_size} ranks of WORLD_SIZE.", "They start at 0.")
+        local_rank = number(ENV_LOCAL_RANK, number("LOCAL_RANK", number("SLURM_LOCALID", 0)))
         return World(
             rank=rank,
             world_size=world_size,
-            local_rank=number(ENV_LOCAL_RANK, number("LOCAL_RANK", number("SLURM_LOCALID", 0))),
+            local_rank=local_rank,
+            first_on_node=number(ENV_FIRST_ON_NODE, int(local_rank == 0)) == 1,
             one_gpu=ENV_LOCAL_RANK in environ,
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
@@ -105,7 +109,8 @@ class World:
             )
         if torch.cuda.is_available() and self.one_gpu:
             return torch.device("cuda", 0)
-        if torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world_size:
+        # A node may take part with some of its workers only: each keeps the GPU of its local rank.
+        if torch.cuda.is_available() and torch.cuda.device_count() >= max(self.local_world_size, self.local_rank + 1):
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")
 

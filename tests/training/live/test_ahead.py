@@ -304,6 +304,7 @@ def test_a_newcomer_that_has_got_the_state_is_a_source_of_it(
     node.place(3, 1, [1])
     (result,) = training.end(newcomer)
     assert result["hash"] == undisturbed
+    assert node.worker(1).said(c.StepDone), "the first worker of a node reports steps, whatever its local rank"
 
 
 @pytest.mark.slow
