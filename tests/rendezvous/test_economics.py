@@ -96,6 +96,15 @@ def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_gets_one_notice
     assert len(run.orders("c", m.RunEnd)) == 1
 
 
+@pytest.mark.parametrize(
+    ("remaining", "text"), [(9.0, "the run ends before a resize pays"), (900.0, "training is resized")]
+)
+def test_what_is_said_of_a_node_does_not_depend_on_its_imports(remaining: float, text: str) -> None:
+    run = ready("1:4", "ab", remaining=remaining)
+    run.hello("c", importing=True)
+    assert run.told(NodeJoined)[-1].next == text
+
+
 def test_a_further_node_may_make_the_resize_worth_its_cost() -> None:
     run = ready("1:8", "a", remaining=8.0)
     run.hello("b")

@@ -46,7 +46,7 @@ def _while_running(state: LeaderState) -> str:
         return "training goes on"
     if len(state.members()) >= most:
         return f"round is full, {len(there)} spare"
-    if not state.resizing.pays(state.record.round, most, state.turned):
+    if not state.resizing.pays(state.record.round, most, state.turned, there):
         return "the run ends before a resize pays"
     starting = state.live and all(node.importing or not node.ahead for node in there)
     return "training is resized once workers have started there" if starting else "training is resized"

@@ -7,7 +7,7 @@ arrive one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elastic_launch.events.types import ResizeSkipped
 from elastic_launch.rendezvous.leader.resize_payoff import ResizePayoff, saved
@@ -79,9 +79,13 @@ class Resizing:
         finishing = any(node.done for node in members)
         return bool(prepared(self._nodes)) and len(members) == everybody and everybody < max_nodes and not finishing
 
-    def pays(self, formed: Round, max_nodes: int, now: float) -> bool:
-        """Whether a resize of the running round pays off, or was ordered regardless of its cost."""
-        return self.wanted or self.prices.pays(*self._sizes(formed, max_nodes), now)
+    def pays(self, formed: Round, max_nodes: int, now: float, joining: Sequence[Node] | None = None) -> bool:
+        """Whether a resize of the running round pays off, or was ordered regardless of its cost.
+
+        Args:
+            joining: the nodes to resize it for; None: those that could begin at once.
+        """
+        return self.wanted or self.prices.pays(*self._sizes(formed, max_nodes, joining), now)
 
     def skip(self, skipped: list[Node], formed: Round, max_nodes: int, now: float) -> ResizeSkipped | None:
         """Return the event for a resize that does not pay off; None if all those nodes have been informed."""
@@ -93,8 +97,9 @@ class Resizing:
         saves, cost = saved(remaining, *self._sizes(formed, max_nodes)), self.prices.cost
         return ResizeSkipped(names, round(remaining, 3), round(saves, 3), round(cost, 3))
 
-    def _sizes(self, formed: Round, max_nodes: int) -> tuple[int, int]:
+    def _sizes(self, formed: Round, max_nodes: int, joining: Sequence[Node] | None = None) -> tuple[int, int]:
         """Workers of the running round, and of a round resized for what waits."""
         members = [node for node in self._nodes.values() if node.active]
-        joining = sorted(prepared(self._nodes), key=lambda node: node.arrival)[: max(0, max_nodes - len(members))]
-        return formed.world_size, sum(node.workers for node in [*members, *joining])
+        there = prepared(self._nodes) if joining is None else joining
+        first = sorted(there, key=lambda node: node.arrival)[: max(0, max_nodes - len(members))]
+        return formed.world_size, sum(node.workers for node in [*members, *first])
