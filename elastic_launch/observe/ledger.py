@@ -103,7 +103,8 @@ class Ledger:
         productive_s, total_s: see the module.
         steps: steps that were kept; None if unknown.
         unsaved_steps: steps since the last checkpoint, if the run ended before its work was done; None if unknown.
-        lost_steps: these, plus those of all incidents whose loss is known; None if unknown.
+        lost_steps: these, plus those of all incidents that training went on after; None if unknown, also if one of them
+            ended a round in which this host had no workers.
         max_restarts: -1 if unknown.
     """
 
@@ -154,8 +155,9 @@ def build(chronicle: Chronicle) -> Ledger:
         if fault is None or (following is None and told.kind in _PLANNED):
             continue  # a planned end without a next round is the end of the run, or of this node's part
         end = next((moment for moment in faults[index + 1 :] if moment is not None), chronicle.until)
-        if following is None and chronicle.over:
-            end = max(x for x in (fault, told.ended, told.reaped) if x is not None)
+        if (following is None and chronicle.over) or (following is not None and _unknown(following)):
+            formed = following.formed if following is not None else None
+            end = min(end, max(x for x in (fault, told.ended, told.reaped, formed) if x is not None))
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
         incidents.append(replace(incident, number=len(incidents) + 1))
@@ -163,6 +165,7 @@ def build(chronicle: Chronicle) -> Ledger:
     kept, productive = _productive(rounds, by_steps=by_steps, until=chronicle.until, unsaved=unsaved)
     total = max(0.0, chronicle.until - (chronicle.since or 0.0) - _unseen(rounds, chronicle.until))
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
+    complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
         tuple(incidents),
         by_steps,
@@ -170,7 +173,7 @@ def build(chronicle: Chronicle) -> Ledger:
         round(total, 6),
         kept if by_steps else None,
         unsaved if by_steps else None,
-        unsaved + sum(known) if by_steps else None,
+        unsaved + sum(known) if by_steps and complete else None,
         chronicle.restarts,
         chronicle.max_restarts,
     )
@@ -201,16 +204,23 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
     return min(ended, max(fault, told.formed if told.formed is not None else fault))
 
 
+def _unknown(told: RoundTold) -> bool:
+    """Whether this host had no workers in the round, and does not know what they did."""
+    return not told.mine and told.begun is None
+
+
 def _drained(told: RoundTold) -> bool:
     """Whether it ended after the same step on all ranks; a member only receives the order to drain."""
     return told.drained or (told.draining is not None and told.ended is None)
 
 
 def _ended(told: RoundTold, *, last: bool) -> float | None:
-    """Return when the round was known to be over; without an order, when its workers ended."""
+    """Return when the round was known to be over; without an order, when its workers ended, or their steps did."""
     if told.ended is not None or last:
         return told.ended
-    return next((x for x in (told.failed, told.reaped, told.first, told.begun, told.formed) if x is not None), None)
+    trained = None if told.begun is None or told.trained is None else told.begun + told.trained
+    moments = (told.failed, told.reaped, trained, told.first, told.begun, told.formed)
+    return next((x for x in moments if x is not None), None)
 
 
 def _incident(
@@ -269,9 +279,9 @@ def _parts(start: float, marks: list[float | None], end: float, *, whole: bool) 
 
 
 def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
-    """Return the round's steps that had to be repeated; None until training resumes."""
+    """Return the round's steps that had to be repeated; None until training resumes, and if only other hosts know."""
     if told.begun is None:
-        return 0
+        return None if _unknown(told) else 0
     resumed = next((other.step for other in later if other.begun is not None), None)
     if resumed is None:
         return 0 if _drained(told) else None
@@ -327,10 +337,12 @@ def _running_until(told: RoundTold, following: RoundTold | None, until: float) -
 
 def _unseen(rounds: list[RoundTold], until: float) -> float:
     """Return the seconds of rounds in which this host had no workers."""
-    seconds = 0.0
+    seconds, over = 0.0, None
     for told, following in _with_next(rounds):
-        if told.formed is not None and not told.mine:
-            seconds += max(0.0, _running_until(told, following, until) - told.formed)
+        began = over if told.formed is None else told.formed
+        if began is not None and not told.mine:
+            seconds += max(0.0, _running_until(told, following, until) - began)
+        over = max((x for x in (_fault(told, last=False), told.ended, told.reaped) if x is not None), default=None)
     return seconds
 
 

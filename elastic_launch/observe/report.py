@@ -31,7 +31,8 @@ def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     lost = [incident.lost_steps for incident in incidents if incident.lost_steps is not None]
     restarts = max(other.restarts for other in ledgers.values())
     most = max(other.max_restarts for other in ledgers.values())
-    total_lost = sum(lost) if lost else ledger.lost_steps
+    unknown = ledger.lost_steps is None and len(lost) < len(incidents)
+    total_lost = sum(lost) if lost and not unknown else ledger.lost_steps
     return best.node, replace(ledger, incidents=incidents, lost_steps=total_lost, restarts=restarts, max_restarts=most)
 
 

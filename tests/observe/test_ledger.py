@@ -251,6 +251,26 @@ def test_a_leader_without_workers_makes_no_claim_about_their_time() -> None:
     assert (told.total_s, told.productive_s) == (10.0, 5.0)
 
 
+def test_a_spare_that_becomes_the_leader_makes_no_claim_about_the_round_without_it() -> None:
+    told = ledger(
+        *first_round(),
+        (26.0, ev.OrderReceived("drain", 1, 1, "resize: at most 1 node", "membership")),
+        (80.0, ev.RoundBroken(2, "node loss", "node a did not come to the new leader", 50.0, "a new round forms")),
+        (81.0, ev.RoundFormed(3, 2, ("b",), 1, 0, "node loss", 0.1)),
+        (81.0, ev.OrderReceived("form", 3, 2, "node loss")),
+        (81.1, started(3)),
+        (82.0, begun(3, 50)),
+        (82.1, ev.FirstStep(3, 51)),
+        (90.0, ev.RoundSteps(3, 50, 58, 8.0)),
+        (90.0, ev.RunEnded(0, "x", 0, 3, 90.0)),
+    )
+    resized, lost = told.incidents
+    assert resized.still_s == 0.0, "training went on elsewhere, and the workers here are kept"
+    assert (resized.lost_steps, lost.lost_steps, told.lost_steps) == (0, None, None)
+    assert told.total_s == pytest.approx(90.0 - (80.0 - 26.0))
+    assert "lost" not in told.line().replace("node loss", "")
+
+
 def test_no_events_make_an_empty_ledger() -> None:
     told = ledger()
     assert (told.incidents, told.goodput) == ((), None)
