@@ -579,7 +579,8 @@ class LocalElasticAgent(ElasticAgent):
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
-        stopped = m.Stopped(number, self._store.reserve(), drained, held, saved, unsaved)
+        port_of_store = while_scarce(self._store.reserve, self._clock)
+        stopped = m.Stopped(number, port_of_store, drained, held, saved, unsaved)
         self._membership.report(stopped)
 
     def _serve(self, address: str) -> int:
@@ -611,9 +612,9 @@ class LocalElasticAgent(ElasticAgent):
         self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and not self._config.kind.fixed_ranks:  # its workers meet at the endpoint
             try:
-                self._store.serve(self._config.timing.read_timeout)
+                while_scarce(partial(self._store.serve, self._config.timing.read_timeout), self._clock)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", kept))
+                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", kept, _code_of(error)))
                 return
         # The first member shares it with the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
@@ -659,10 +660,8 @@ class LocalElasticAgent(ElasticAgent):
         except OSError as error:
             self._starting = None
             cause = f"worker {placement.rank} cannot be started: {error}"
-            # The failure is this host's, not the script's.
-            code = ExitCode.TRAINING_FAILED if scarce(error) else ExitCode.STARTUP_FAILURE
             alive = self._view.alive - {place.local_rank for place in (placement, *starting.left)}
-            self._react(v.StartFailed(cause, alive, code))
+            self._react(v.StartFailed(cause, alive, _code_of(error)))
             return
         took = round(self._clock.now() - began, 6)
         self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, starting.cause, took))
@@ -680,3 +679,9 @@ class LocalElasticAgent(ElasticAgent):
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
         address = self._control.address
         return environment(self._config, self._env, form, placement, error_file=error_file, socket=address)
+
+
+def _code_of(error: Exception) -> ExitCode:
+    """Return the exit code of a node that cannot start workers; a lack of descriptors is not the script's failure."""
+    lacking = isinstance(error, OSError) and scarce(error)
+    return ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE

@@ -8,8 +8,12 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_launch.rendezvous.wire.addresses import listen
+from elastic_launch.system.descriptors import ensure_free
 
 __all__ = ["WorkerStore"]
+
+_OPENS = 10
+"""Descriptors that torch's store opens. If one is lacking, it fails and leaves its listener open for good."""
 
 
 class WorkerStore:
@@ -31,8 +35,13 @@ class WorkerStore:
         return int(self._listener.getsockname()[1])
 
     def serve(self, timeout: float) -> TCPStore:
-        """Serve on the reserved port until :meth:`stop`; workers connect as clients (TORCHELASTIC_USE_AGENT_STORE)."""
+        """Serve on the reserved port until :meth:`stop`; workers connect as clients (TORCHELASTIC_USE_AGENT_STORE).
+
+        Raises:
+            OSError: if descriptors are lacking; a retry may succeed.
+        """
         port = self.reserve()
+        ensure_free(_OPENS)
         listener, self._listener = self._listener, None
         assert listener is not None
         self._server = TCPStore(

@@ -13,7 +13,16 @@ import resource
 import threading
 from collections.abc import Iterator
 
-__all__ = ["PAUSE", "given_limit", "raise_limit", "release", "reserve", "scarce", "standard_numbers_taken"]
+__all__ = [
+    "PAUSE",
+    "ensure_free",
+    "given_limit",
+    "raise_limit",
+    "release",
+    "reserve",
+    "scarce",
+    "standard_numbers_taken",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +69,17 @@ def reserve() -> None:
         while len(_held) < min(RESERVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16):
             _held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         _told = False
+
+
+def ensure_free(count: int) -> None:
+    """Check that this many descriptors are free, for code that does not report well that there are none.
+
+    Raises:
+        OSError: if there are not.
+    """
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def scarce(error: OSError) -> bool:

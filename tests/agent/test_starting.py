@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -27,6 +29,24 @@ def first_store() -> None:
     store = WorkerStore("127.0.0.1")
     store.serve(10)
     store.close()
+
+
+def test_a_store_that_lacks_descriptors_can_be_served_later() -> None:
+    """In torch's store itself the lack is an error without a number, after which the port is lost."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = WorkerStore("127.0.0.1")
+    port = store.reserve()
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            store.serve(10)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert store.serve(10).port == port
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        store.close()
 
 
 class OneAtFirst(ExecProcesses):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.system.descriptors import scarce
 
 __all__ = ["StaggeredStart", "while_scarce"]
+
+T = TypeVar("T")
 
 SCARCE = 3.0
 """Seconds for which starting a worker is retried while no descriptors are left."""
@@ -36,8 +39,8 @@ class StaggeredStart:
         return [place.local_rank for place in self.left if local_ranks is None or place.local_rank in local_ranks]
 
 
-def while_scarce(start: Callable[[], int], clock: Clock) -> int:
-    """Start a worker; retry for a moment while descriptors are lacking.
+def while_scarce(start: Callable[[], T], clock: Clock) -> T:
+    """Start a worker, or open what a round needs; retry for a moment while descriptors are lacking.
 
     Raises:
         OSError: if that is impossible.
