@@ -16,17 +16,8 @@ from pathlib import Path
 work = Path(sys.argv[1])
 hello = {"type": "hello", "round": 1, "rank": 0, "local_rank": 0}
 ready = {"type": "ready", "step": 1, "total": 5, "restore_s": 0.0}
-stored = {
-    "type": "stored",
-    "slot": 0,
-    "sequence": 1,
-    "step": 1,
-    "round": 1,
-    "durable": False,
-    "directory": "",
-    "keep": 1,
-}
-stored |= {"owner": "", "shares": 1, "share": 0, "nonce": ""}
+job = {"sequence": 1, "step": 1, "round": 1}
+stored = {"type": "stored", "slot": 0, "job": job}
 
 
 def line(value: object) -> bytes:
@@ -47,8 +38,8 @@ ODD = {
     "long float": line({**ready, "restore_s": 10**400}),
     "long total": line({**ready, "total": 10**400}) + line({"type": "stepdone", "step": 2}),
     "slot": line({**stored, "slot": 99}),
-    "sequence": line({**stored, "sequence": 2**64}),
-    "zero byte": line({**stored, "durable": True, "directory": "/a\0b"}),
+    "sequence": line({**stored, "job": {**job, "sequence": 2**64}}),
+    "zero byte": line({**stored, "job": {**job, "directory": "/a\0b"}}),
     "infinite": line(ready).replace(b"0.0", b"1e999"),
     "not a number": line(ready).replace(b"0.0", b"NaN"),
     "rank": line({**hello, "local_rank": 77}),
